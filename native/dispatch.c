@@ -1,0 +1,102 @@
+/* The exported functions: choose the instruction set, cut the work into ranges of blocks, one thread a range.
+ *
+ * Threads are started and joined inside the call. Nothing outlives it, so it is safe from several threads at once and
+ * in a process forked from one that has called it.
+ */
+#include <pthread.h>
+#include <string.h>
+
+#include "thinwire.h"
+
+#define EXPORT __attribute__((visibility("default")))
+enum { MAX_THREADS = 64, TILE = 1024 };
+
+extern const tw_kernels tw_baseline;
+#if defined(__x86_64__)
+extern const tw_kernels tw_avx2;
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+extern const tw_kernels tw_dotprod;
+#endif
+
+static const tw_kernels *kernels(void) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &tw_avx2;
+#elif defined(__aarch64__) && defined(__linux__)
+  if (getauxval(AT_HWCAP) & 1 << 20) return &tw_dotprod; /* HWCAP_ASIMDDP */
+#endif
+  return &tw_baseline;
+}
+
+typedef struct {
+  const tw_task *task;
+  tw_range run;
+  int64_t first, last;
+} part;
+
+static void *run_part(void *argument) {
+  part *p = argument;
+  p->run(p->task, p->first, p->last);
+  return NULL;
+}
+
+static void run_all(const tw_task *task, tw_range run) {
+  const tw_job *job = task->job;
+  int64_t units = job->block ? job->num_blocks : job->numel;
+  int threads = job->threads < 1 ? 1 : job->threads > MAX_THREADS ? MAX_THREADS : job->threads;
+  part parts[MAX_THREADS];
+  pthread_t started[MAX_THREADS];
+  int running[MAX_THREADS] = {0};
+  for (int i = 0; i < threads; i++) parts[i] = (part){task, run, units * i / threads, units * (i + 1) / threads};
+  for (int i = 1; i < threads; i++) running[i] = pthread_create(&started[i], NULL, run_part, &parts[i]) == 0;
+  for (int i = 0; i < threads; i++)
+    if (!running[i]) run_part(&parts[i]); /* the first, and any that could not be started */
+  for (int i = 1; i < threads; i++)
+    if (running[i]) pthread_join(started[i], NULL);
+}
+
+static int known(const tw_job *job) {
+  return job->kind >= TW_IDENTITY && job->kind <= TW_LLOYD && !(job->kind == TW_LLOYD && job->block > TILE);
+}
+
+/* Header, and zeros where sections end short of the next. */
+static void frame(const tw_job *job, uint8_t *wire) {
+  int64_t scales_end = job->scales_at + 2 * job->num_blocks, codes_at = job->plane_at[0];
+  int64_t last_plane = job->num_planes - 1, width = job->plane_width[last_plane];
+  int64_t codes = job->num_blocks ? (job->num_blocks - 1) * job->block + job->tail : job->numel;
+  int64_t codes_end = job->plane_at[last_plane] + codes * width / 8;
+  memcpy(wire, job->header, sizeof job->header);
+  if (codes_at > job->minima_at) {
+    int64_t minima_end = job->minima_at + 2 * job->num_blocks;
+    memset(wire + minima_end, 0, (size_t)(codes_at - minima_end));
+  }
+  memset(wire + scales_end, 0, (size_t)(job->minima_at - scales_end));
+  memset(wire + codes_end, 0, (size_t)(job->nbytes - codes_end));
+}
+
+EXPORT int tw_abi(void) { return TW_ABI; }
+EXPORT const char *tw_variant(void) { return kernels()->name; }
+
+EXPORT int tw_encode(const tw_job *job, const void *x, float *residual, uint8_t *wire) {
+  if (!known(job)) return TW_UNKNOWN;
+  frame(job, wire);
+  tw_task task = {.job = job, .x = x, .residual = residual, .wire = wire};
+  run_all(&task, kernels()->encode);
+  return TW_OK;
+}
+
+EXPORT int tw_decode_sum(const tw_job *job, const uint8_t *wires, void *out) {
+  if (!known(job)) return TW_UNKNOWN;
+  tw_task task = {.job = job, .wires = wires, .out = out};
+  run_all(&task, kernels()->decode_sum);
+  return TW_OK;
+}
+
+EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
+  if (!known(job)) return TW_UNKNOWN;
+  frame(job, wire);
+  tw_task task = {.job = job, .wires = wires, .wire = wire};
+  run_all(&task, kernels()->recode);
+  return TW_OK;
+}

@@ -1,0 +1,44 @@
+/* Interface of the native kernels: plain C, no torch headers, no Python ABI. kernels/cpu.py mirrors tw_job. */
+#ifndef THINWIRE_H
+#define THINWIRE_H
+#include <stdint.h>
+
+enum { TW_ABI = 1 };
+enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD };  /* kind */
+enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
+enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
+enum { TW_OK = 0, TW_UNKNOWN = -1 };
+
+typedef struct {
+  int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD: 1 = rotated */
+  int32_t stochastic, unbiased;
+  int32_t dtype, threads;
+  int32_t num_planes, plane_width[3];
+  float scale; /* of a sum */
+  int64_t plane_at[3];
+  int64_t numel, block, num_blocks, tail; /* tail: codes of the last block */
+  int64_t scales_at, minima_at, nbytes;
+  int64_t world, wire_stride;
+  uint64_t rotation, dither;
+  uint8_t header[32];
+  int32_t grid, num_levels; /* LLOYD: see LloydTable in kernels/schema.py */
+  uint8_t edges[8], levels[8];
+} tw_job;
+
+/* The buffers of one operation; it runs over blocks [first, last), over elements where there are no blocks. */
+typedef struct {
+  const tw_job *job;
+  const void *x;         /* encode */
+  float *residual;       /* encode, may be NULL */
+  const uint8_t *wires;  /* decode_sum, recode */
+  uint8_t *wire;         /* encode, recode */
+  void *out;             /* decode_sum */
+} tw_task;
+
+typedef void (*tw_range)(const tw_task *task, int64_t first, int64_t last);
+typedef struct {
+  const char *name;
+  tw_range encode, decode_sum, recode;
+} tw_kernels;
+
+#endif

@@ -1,0 +1,228 @@
+"""The one JSON schema of benchmark records. Open to report and advise, which read what bench wrote.
+
+{"schema": 1, "kind": ..., "conditions": {...}, "rows": [{flat columns}]}
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.errors import ThinwireError
+
+SCHEMA = 1
+TIMES = ("ms_p50", "ms_p20", "ms_p80")
+# The columns every row of a kind has; a benchmark may add others, none is ever renamed.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "codec": ("distribution", "codec", "wire_bits", "nmse", "db_above_rd", "lloyd_max_nmse"),
+    "kernels": (
+        *("op", "codec", "backend", "device", "dtype", "numel", "world", "threads", *TIMES),
+        *("copy_ms", "times_copy", "copy_share", "times_eager"),
+    ),
+    "collectives": (
+        *("verb", "codec", "algorithm", "world", "link", "numel", *TIMES),
+        *("plain_ms", "bf16_ms", "speedup_plain", "speedup_bf16", "bytes_per_rank", "bytes_formula"),
+        *("wire_limit_share", "cpu_ms_per_rank", "rel_error", "identical"),
+    ),
+    "train": (
+        *("task", "parallel", "optimizer", "codec", "feedback", "world", "link", "seeds"),
+        *("loss_log_ratio", "noise_floor", "val_gap_nats", "step_ms", "compute_ms"),
+        *("speedup_plain", "speedup_bf16", "bytes_per_step"),
+    ),
+    "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
+}
+# A qat row that has an `op` is a speed row and has these instead.
+QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times_torch", "peak_bytes_per_element")
+CONDITIONS = ("date", "thinwire", "torch", "triton", "python", "device", "cpu", "threads", "commit", "command")
+
+Value = str | int | float | bool | None
+Row = dict[str, Value]
+Progress = Callable[[Sequence[Any]], Iterable[Any]]  # hands the cases on, and shows how far the run has come
+
+
+class RecordError(ThinwireError, ValueError):
+    """A file is not a record this thinwire reads; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one benchmark run measured, and under which conditions."""
+
+    kind: str
+    conditions: dict[str, Value]
+    rows: list[Row]
+
+    def __post_init__(self) -> None:
+        if self.kind not in COLUMNS:
+            raise RecordError(f"kind must be one of {', '.join(COLUMNS)}, got {self.kind!r}")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run; `record` holds the rows that were finished."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+
+def collect(kind: str, device: torch.device, rows: Iterable[Row]) -> Record:
+    """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished."""
+    record = Record(kind, conditions(device), [])
+    try:
+        for row in rows:
+            record.rows.append(row)
+    except KeyboardInterrupt:
+        raise Interrupted(Record(kind, {**record.conditions, "interrupted": True}, record.rows)) from None
+    return record
+
+
+def conditions(device: torch.device) -> dict[str, Value]:
+    """Where, when and with what a run measures: one value for each of CONDITIONS."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "thinwire": version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton", "pytorch-triton"),
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "command": _command(sys.argv),
+    }
+
+
+def version() -> str:
+    """The version of this thinwire."""
+    text: str = sys.modules["thinwire"].__version__  # the public surface is above this room, so it is not imported
+    return text
+
+
+def write(record: Record, path: str) -> None:
+    """Write `record` as JSON, one row a line; "-" is standard output. JSON has no NaN or Inf: they become null."""
+    text = dumps(record)
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def dumps(record: Record) -> str:
+    """The JSON text of a record."""
+    rows = ",\n  ".join(_json(row) for row in record.rows)
+    head = f'{{"schema": {SCHEMA}, "kind": {_json(record.kind)},\n "conditions": {_json(record.conditions)},\n '
+    return f'{head}"rows": [\n  {rows}\n ]}}\n' if record.rows else f'{head}"rows": []}}\n'
+
+
+def read(path: str) -> Record:
+    """The record in a file ("-": standard input), or RecordError."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        return loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def loads(text: str) -> Record:
+    """The record in a JSON text, checked against the schema."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"not JSON ({error}); expected what `thinwire bench ... --json FILE` writes") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise RecordError(f"expected a record of schema {SCHEMA}, got {found!r}: write it with this thinwire's bench")
+    _check_parts(data)
+    record = Record(data["kind"], data["conditions"], data["rows"])
+    for number, row in enumerate(record.rows):
+        _check_row(record.kind, number, row)
+    return record
+
+
+def columns(kind: str, row: Row) -> tuple[str, ...]:
+    """The columns that `row` must have."""
+    return QAT_SPEED if kind == "qat" and "op" in row else COLUMNS[kind]
+
+
+def _check_parts(data: dict[str, Any]) -> None:
+    for part, kind in (("kind", str), ("conditions", dict), ("rows", list)):
+        if not isinstance(data.get(part), kind):
+            raise RecordError(f"expected {part!r} to be a {kind.__name__}, got {type(data.get(part)).__name__}")
+    missing = [name for name in CONDITIONS if name not in data["conditions"]]
+    if missing:
+        raise RecordError(f"the conditions lack {', '.join(missing)}: a number travels with its conditions")
+
+
+def _check_row(kind: str, number: int, row: object) -> None:
+    if not isinstance(row, dict):
+        raise RecordError(f"row {number} is a {type(row).__name__}, expected an object of columns")
+    missing = [name for name in columns(kind, row) if name not in row]
+    if missing:
+        raise RecordError(f"row {number} of this {kind} record lacks {', '.join(missing)}")
+
+
+def _json(value: Value | Row) -> str:
+    if isinstance(value, dict):
+        value = {name: _number(item) for name, item in value.items()}
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _number(value: Value) -> Value:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _installed(*names: str) -> str | None:
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _cpu() -> str:
+    """The processor's model name, from wherever this system tells it."""
+    sources = (("cat", "/proc/cpuinfo"), ("lscpu",), ("sysctl", "-n", "machdep.cpu.brand_string"))
+    for command in sources:
+        text = _output(*command) or ""
+        found = re.search(r"^model name\s*:\s*(.+)$", text, re.IGNORECASE | re.MULTILINE)
+        if found or (text and command[0] == "sysctl"):
+            return (found[1] if found else text).strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit thinwire runs from, "-dirty" where tracked files differ from it; None when it is not a checkout."""
+    here = Path(__file__).parent
+    tracked = _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name)
+    if tracked is None:
+        return None
+    return _output("git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _output(*command: str) -> str | None:
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line, with the last part of every path only: a record names no one's directories."""
+    return shlex.join(["thinwire", *(re.sub(r"[^=]*/", "", argument) for argument in argv[1:])])

@@ -1,0 +1,82 @@
+"""Whether the kernels of this machine work: every op of every codec against the reference, byte for byte."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, codec, names
+from thinwire.kernels import Backend, Encoding, hashing, reference
+
+SIZES = (1, 129, 1001)  # one element, a block and a bit, several blocks and a bit
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS = (
+    *("int8:mode=affine", "int3:block=24,mode=affine", "int4:rounding=stochastic"),
+    *("lloyd2:block=64", "lloyd3:rotate=false", "lloyd4:scale=unbiased"),
+)
+WORLD = 3
+_KEY = hashing.key(0, 0, hashing.ROTATION)
+
+
+def codecs() -> list[Codec]:
+    """Every codec that is not made of others, and one of each option that changes the bytes."""
+    return [codec(spec) for spec in (*names(), *OPTIONS)]
+
+
+def broken_reference() -> list[str]:
+    """Codecs whose reference does not return something nearer to a Gaussian input than nothing at all; [] is good."""
+    x = _inputs(1001, torch.device("cpu"))[0]
+    return [str(chosen) for chosen in codecs() if not _loss(chosen, x) < (1e-12 if str(chosen) == "none" else 1)]
+
+
+def differences(backend: Backend, device: torch.device) -> tuple[int, list[str]]:
+    """How many results of `backend` were compared with the reference, and those whose bytes differ; [] is good."""
+    compared, wrong = 0, []
+    for chosen, numel, dtype in product(codecs(), SIZES, DTYPES):
+        for op, same in _comparisons(backend, chosen.encoding(dtype), _inputs(numel, device).to(dtype)):
+            compared += 1
+            wrong += [] if same else [f"{op} {chosen} {dtype} numel={numel}"]
+    return compared, wrong
+
+
+def _comparisons(backend: Backend, how: Encoding, x_WN: Tensor) -> Iterator[tuple[str, bool]]:
+    """(op, same bytes) of each op, on the same inputs for both backends."""
+    ours, theirs = _results(backend, how, x_WN), _results(reference, how, x_WN)
+    for op, expected in theirs.items():
+        yield op, torch.equal(_bytes(ours[op]), _bytes(expected))
+
+
+def _results(backend: Backend, how: Encoding, x_WN: Tensor) -> dict[str, Tensor]:
+    """What each op gives; ops after encode start from the reference's wires, so that one fault is named once."""
+    layout = how.format.layout(x_WN.shape[1])
+    wires_WN = x_WN.new_empty(len(x_WN), layout.nbytes, dtype=torch.uint8)
+    for x, wire in zip(x_WN, wires_WN, strict=True):
+        reference.encode(how, x, wire, None, rotation=_KEY, dither=1)
+    encoded, corrected, recoded = (torch.full_like(wires_WN[0], 255) for _ in range(3))
+    residual = x_WN[1].float().clone()  # a copy: encode writes into it
+    out, total = torch.empty_like(x_WN[0]), torch.empty_like(x_WN[0])
+    backend.encode(how, x_WN[0], encoded, None, rotation=_KEY, dither=1)
+    backend.encode(how, x_WN[0], corrected, residual, rotation=_KEY, dither=1)
+    backend.decode_sum(how.format, wires_WN[:1], out, scale=1.0, rotation=_KEY)
+    backend.decode_sum(how.format, wires_WN, total, scale=1 / len(x_WN), rotation=_KEY)
+    backend.recode(how, wires_WN, recoded, x_WN.shape[1], scale=1 / len(x_WN), rotation=_KEY, dither=1)
+    with_residual = torch.cat((corrected, _bytes(residual)))
+    return {"encode": encoded, "encode_residual": with_residual, "decode": out, "decode_sum": total, "recode": recoded}
+
+
+def _inputs(numel: int, device: torch.device) -> Tensor:
+    return torch.randn(WORLD, numel, generator=torch.Generator().manual_seed(numel)).to(device)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _loss(chosen: Codec, x: Tensor) -> float:
+    """NMSE of the reference on x."""
+    how = chosen.encoding(x.dtype)
+    wire, out = x.new_empty(how.format.layout(x.numel()).nbytes, dtype=torch.uint8), torch.empty_like(x)
+    reference.encode(how, x, wire, None, rotation=_KEY, dither=1)
+    reference.decode_sum(how.format, wire[None], out, scale=1.0, rotation=_KEY)
+    return ((x - out).square().sum() / x.square().sum()).item()

@@ -1,0 +1,141 @@
+"""`thinwire bench`: run a benchmark, print its table, write its record."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+import torch
+import typer
+
+from thinwire.bench import codec as codec_bench, kernels as kernels_bench
+from thinwire.bench.data import DISTRIBUTIONS
+from thinwire.bench.record import Interrupted, Progress, Record, write
+from thinwire.cli import flags, screen
+from thinwire.report import tables
+
+app = typer.Typer(
+    help="Measure codecs and kernels. A record holds every number with its conditions.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+class Device(StrEnum):
+    """Where kernels are measured."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Codecs = Annotated[
+    list[str] | None,
+    typer.Option("--codecs", metavar="A,B", help="Codecs such as int8,int4:block=32,mode=affine; may be repeated."),
+]
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help='Write the record there; "-" is standard output, with no table.'),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
+
+
+@app.command("codec")
+def codec_command(
+    codecs: Codecs = None,
+    distributions: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(DISTRIBUTIONS)}; default all.")
+    ] = None,
+    numel: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help=f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}."
+        ),
+    ] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Bits on the wire and what they lose (NMSE), on six distributions.
+
+    dB is the distance to the rate-distortion bound of a Gaussian at all bits of the wire, headers and scales included.
+    The gradient is that of a small network on scikit-learn's digits and has its own length.
+
+    \b
+    Example:
+      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero
+      thinwire bench codec --json codec.json
+    """
+    chosen = flags.codecs(codecs, codec_bench.CODECS)
+    names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
+    size = numel or (codec_bench.QUICK_NUMEL if quick else codec_bench.NUMEL)
+    _deliver(lambda progress: codec_bench.run(chosen, names, size, progress), flags.target(json))
+
+
+@app.command("kernels")
+def kernels_command(
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")],
+    codecs: Codecs = None,
+    numel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Elements; default 25 million on the CPU, 2**27 on a GPU; quick, or for the reference, 2**20.",
+        ),
+    ] = None,
+    ops: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(kernels_bench.OPS)}; default all.")
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16 for int8 and lloyd4.",
+        ),
+    ] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option(metavar="N,M", help="CPU threads, each measured; default 1 and all.")
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds a case more.")
+    ] = False,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What the kernels cost beside a plain copy and torch eager.
+
+    All are timed by turns in one run; medians are compared. ×copy is the kernel's time over that of copying a tensor
+    of the same size and dtype; share is its bandwidth over the bytes it cannot avoid, as a share of the copy's; ×eager
+    is torch eager's time over the kernel's (above 1: the kernel is faster), on at most 2**21 elements. decode_sum and
+    recode read the wires of 4 ranks.
+
+    \b
+    Example:
+      thinwire bench kernels --device cpu --codecs int8,lloyd4 --threads 1
+      thinwire bench kernels --device cuda --json kernels.json
+    """
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+    chosen = flags.codecs(codecs, kernels_bench.CODECS)
+    some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
+    types, count = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes"), flags.counts(threads, "--threads")
+
+    def measure(progress: Progress) -> Record:
+        return kernels_bench.run(device.value, chosen, numel, some, types, count, quick, compile, progress)
+
+    _deliver(measure, flags.target(json))
+
+
+def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:
+    """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130."""
+    status = 0
+    with screen.plain_errors():
+        try:
+            with screen.progress() as progress:
+                record = measure(progress)
+        except Interrupted as stop:
+            record, status = stop.record, 130
+            typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
+    if target is not None:
+        write(record, target)
+    if target != "-":
+        tables.show(record, screen.console())
+    raise typer.Exit(status)

@@ -1,0 +1,10 @@
+"""Codecs: identity and casts, block integers, rotated Lloyd-Max, and codecs made of codecs."""
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.block_int import BlockInt
+from thinwire.codecs.cast import Cast, Identity
+from thinwire.codecs.lloyd import Lloyd
+from thinwire.codecs.registry import codec, names
+from thinwire.codecs.select import ByName, BySize
+
+__all__ = ["BlockInt", "ByName", "BySize", "Cast", "Codec", "Identity", "Lloyd", "codec", "names"]

@@ -1,0 +1,144 @@
+"""The contract every codec keeps, and the checks in front of the kernels.
+
+To add a codec: give `wire.Kind` a value and `Layout` its sections, define the bytes in `kernels/reference.py` and
+`native/`, subclass `Codec` in a module here, and enter its names in `registry.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, wire
+from thinwire.errors import CodecError, WireError
+from thinwire.kernels import hashing
+from thinwire.kernels.schema import Encoding
+
+
+class Codec(ABC):
+    """Turns a float tensor into one uint8 buffer, the wire, and back.
+
+    Codecs are frozen, hashable and compare by value; `str(codec)` is the string `thinwire.codec` makes it from.
+    """
+
+    inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
+
+    @abstractmethod
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """How tensors of `dtype` are encoded: the wire format and the encoder's choices."""
+
+    def pick(self, name: str = "", shape: Sequence[int] = ()) -> "Codec":
+        """The codec that serves the tensor called `name` of `shape`; codecs made of codecs choose here."""
+        return self
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Length of the wire of `numel` elements. `dtype` matters to the identity alone."""
+        chosen = self._sized(numel)
+        return chosen.encoding(chosen._checked(dtype)).format.layout(numel).nbytes
+
+    def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
+        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
+
+        `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
+        A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
+        """
+        codec = self._sized(x.numel())
+        how = codec.encoding(codec._checked(x.dtype))
+        _check_wire(how, wire, x.numel(), x.device)
+        if residual is not None:
+            _check_residual(x, residual)
+        source = x.detach().reshape(-1)
+        carried = None if residual is None else residual.view(-1)
+        if x.dtype == torch.float64 and not _keeps_doubles(how):
+            source = source.float()
+        rotation, dither = codec._key(step, hashing.ROTATION), codec._key(step, hashing.DITHER)
+        kernels.select(x.device).encode(how, source, wire, carried, rotation=rotation, dither=dither)
+
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Write the decoded wire into `out` (any float dtype, any strides)."""
+        self.decode_sum(wire.unsqueeze(0), out)
+
+    def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+        """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise."""
+        codec = self._sized(out.numel())
+        format = codec.encoding(codec._checked(out.dtype)).format
+        rotation = _check_wires(format, wires_WN, out.numel(), out.device)
+        flat = out.detach().view(-1) if out.is_contiguous() else out.new_empty(out.numel())
+        target = flat.float() if out.dtype == torch.float64 and format.bits != 64 else flat
+        kernels.select(out.device).decode_sum(format, wires_WN, target, scale=scale, rotation=rotation)
+        if target is not flat:
+            flat.copy_(target)
+        if not out.is_contiguous():
+            out.detach().copy_(flat.view(out.shape))
+
+    def recode(
+        self,
+        wires_WN: Tensor,
+        wire: Tensor,
+        numel: int,
+        *,
+        scale: float = 1.0,
+        step: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation."""
+        codec = self._sized(numel)
+        how = codec.encoding(codec._checked(dtype))
+        _check_wire(how, wire, numel, wires_WN.device)
+        rotation = _check_wires(how.format, wires_WN, numel, wires_WN.device)
+        dither = codec._key(step, hashing.DITHER_RECODE)
+        kernels.select(wire.device).recode(
+            how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither
+        )
+
+    def _spell(self, name: str, *options: str) -> str:
+        """name:option=value,... for the options that differ from their default."""
+        defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        changed = [f"{o}={_text(getattr(self, o))}" for o in options if getattr(self, o) != defaults[o]]
+        return ":".join([name, ",".join(changed)] if changed else [name])
+
+    def _sized(self, numel: int) -> "Codec":
+        return self.pick(shape=(numel,))
+
+    def _key(self, step: int, stream: int) -> int:
+        return hashing.key(self.seed, step, stream)
+
+    def _checked(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in self.inputs:
+            known = ", ".join(str(d).removeprefix("torch.") for d in self.inputs)
+            raise CodecError(f"codec {self} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
+        return dtype
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _keeps_doubles(how: Encoding) -> bool:
+    return how.format.bits == 64
+
+
+def _check_wire(how: Encoding, buffer: Tensor, numel: int, device: torch.device) -> None:
+    if buffer.dim() != 1:
+        raise WireError(f"a wire is a 1-D uint8 tensor, got shape {tuple(buffer.shape)}")
+    wire.check_wires(how.format.layout(numel), buffer.unsqueeze(0), device)
+
+
+def _check_wires(format: wire.Format, wires_WN: Tensor, numel: int, device: torch.device) -> int:
+    layout = format.layout(numel)
+    wire.check_wires(layout, wires_WN, device)
+    return wire.read_key(layout, wires_WN)
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.dtype != torch.float32 or residual.shape != x.shape or residual.device != x.device:
+        raise CodecError(
+            f"the residual must be float32 of shape {tuple(x.shape)} on {x.device}, "
+            f"got {residual.dtype} {tuple(residual.shape)} on {residual.device}"
+        )
+    if not residual.is_contiguous():
+        raise CodecError("the residual must be contiguous, it is updated in place")

@@ -1,0 +1,44 @@
+"""Integers of 2 to 8 bits under one scale a block."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.checks import check_bits, check_block, check_seed
+from thinwire.errors import CodecError
+from thinwire.kernels.schema import Encoding
+from thinwire.wire import Format, IntVariant, Kind
+
+
+@dataclass(frozen=True)
+class BlockInt(Codec):
+    """Uniform quantisation by the block's peak (symmetric) or by its minimum and maximum (affine).
+
+    Error of an element <= scale / 2, scale = peak / (2**(bits-1) - 1) or range / (2**bits - 1), rounded to 16 bits;
+    with stochastic rounding <= scale and zero on average.
+    """
+
+    bits: int = 8  # fewer => smaller wire, larger error
+    block: int = 128  # smaller => scales follow the data, 16 bits (affine 32) more for each
+    mode: Literal["symmetric", "affine"] = "symmetric"
+    rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => unbiased, twice the squared error
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits, 2, 8)
+        check_block(self.block)
+        check_seed(self.seed)
+        if self.mode not in ("symmetric", "affine"):
+            raise CodecError(f"mode must be 'symmetric' or 'affine', got {self.mode!r}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise CodecError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """Block integers, whatever the input's dtype."""
+        variant = IntVariant.AFFINE if self.mode == "affine" else IntVariant.SYMMETRIC
+        return Encoding(Format(Kind.BLOCK_INT, self.bits, variant, self.block), stochastic=self.rounding == "stochastic")
+
+    def __str__(self) -> str:
+        return self._spell(f"int{self.bits}", "block", "mode", "rounding", "seed")

@@ -1,0 +1,21 @@
+"""Checks that several codecs share when they are made."""
+
+from thinwire.errors import CodecError
+
+
+def check_block(block: int) -> None:
+    """A block is a multiple of 8, so that a plane of one bit fills whole bytes."""
+    if not isinstance(block, int) or block < 8 or block % 8 or block >= 1 << 32:
+        raise CodecError(f"block must be a multiple of 8 from 8 to 2**32 - 8, got {block!r}")
+
+
+def check_bits(bits: int, low: int, high: int) -> None:
+    """A width this codec has."""
+    if not isinstance(bits, int) or not low <= bits <= high:
+        raise CodecError(f"bits must be {low}..{high}, got {bits!r}")
+
+
+def check_seed(seed: int) -> None:
+    """A seed that fits the hash."""
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise CodecError(f"seed must be 0 .. 2**64 - 1, got {seed!r}")

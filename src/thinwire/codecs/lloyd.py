@@ -1,0 +1,45 @@
+"""Rotation and Lloyd-Max levels: 1 to 4 bits at the error of a Gaussian source, whatever the data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.checks import check_bits, check_seed
+from thinwire.errors import CodecError
+from thinwire.kernels.schema import Encoding
+from thinwire.wire import Format, Kind, LloydVariant
+
+
+@dataclass(frozen=True)
+class Lloyd(Codec):
+    """Randomised Hadamard rotation inside the block, then the Lloyd-Max quantiser of a Gaussian.
+
+    NMSE 0.363, 0.117, 0.0345, 0.0095 at 1, 2, 3, 4 bits. All ranks of a sum must share seed and step: they then add
+    their wires in the rotated domain.
+    """
+
+    bits: int = 4  # fewer => smaller wire, larger error
+    block: int = 512  # larger => fewer scale bytes and a better Gaussian, more work in the rotation
+    rotate: bool = True  # False only for data that is Gaussian already
+    scale: Literal["mmse", "unbiased"] = "mmse"  # unbiased => the mean over seeds is exact, larger error
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits, 1, 4)
+        check_seed(self.seed)
+        if self.block not in (32, 64, 128, 256, 512, 1024):
+            raise CodecError(f"block must be a power of two from 32 to 1024, got {self.block!r}")
+        if not isinstance(self.rotate, bool):
+            raise CodecError(f"rotate must be True or False, got {self.rotate!r}")
+        if self.scale not in ("mmse", "unbiased"):
+            raise CodecError(f"scale must be 'mmse' or 'unbiased', got {self.scale!r}")
+
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """Lloyd-Max codes, whatever the input's dtype."""
+        variant = LloydVariant.ROTATED if self.rotate else LloydVariant.PLAIN
+        return Encoding(Format(Kind.LLOYD, self.bits, variant, self.block), unbiased=self.scale == "unbiased")
+
+    def __str__(self) -> str:
+        return self._spell(f"lloyd{self.bits}", "block", "rotate", "scale", "seed")

@@ -1,0 +1,95 @@
+"""The string form of codecs: `codec("int4:block=128")` and what `str(codec)` gives back."""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.block_int import BlockInt
+from thinwire.codecs.cast import Cast, Identity
+from thinwire.codecs.lloyd import Lloyd
+from thinwire.codecs.select import ByName, BySize
+from thinwire.errors import CodecError
+
+_LEAVES: dict[str, Callable[..., Codec]] = {
+    "none": Identity,
+    **{name: partial(Cast, name) for name in ("bf16", "fp16", "e4m3", "e5m2")},
+    **{f"int{bits}": partial(BlockInt, bits) for bits in range(8, 1, -1)},
+    **{f"lloyd{bits}": partial(Lloyd, bits) for bits in range(4, 0, -1)},
+}
+_COMPOSITE = re.compile(r"(bysize|byname)\((.*)\)", re.DOTALL)
+_WORDS = {"true": True, "false": False}
+
+
+def codec(spec: str | Codec) -> Codec:
+    """The codec a string names: "int8", "int4:block=128,mode=affine", "lloyd2:block=256", "bf16", "e4m3", "none".
+
+    Codecs made of codecs: "bysize(small=bf16; large=int4; min_numel=4096)", "byname(*.bias=bf16; *=lloyd4)".
+    A codec is returned as it is.
+    """
+    if isinstance(spec, Codec):
+        return spec
+    if not isinstance(spec, str):
+        raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
+    text = spec.strip()
+    composite = _COMPOSITE.fullmatch(text)
+    if composite:
+        return _composite(composite[1], composite[2])
+    name, colon, options = text.partition(":")
+    if name not in _LEAVES:
+        raise CodecError(f"unknown codec {spec!r}; known: {', '.join(names())}, bysize(...), byname(...)")
+    if colon and not options:
+        raise CodecError(f"codec {spec!r} ends in ':' without options such as block=128")
+    return _build(name, _LEAVES[name], options.split(",") if options else [])
+
+
+def names() -> tuple[str, ...]:
+    """The names of the codecs that are not made of others."""
+    return tuple(_LEAVES)
+
+
+def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
+    known = [p for p in inspect.signature(make).parameters if p not in ("format", "bits")]
+    values: dict[str, int | bool | str] = {}
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if not equals or key not in known:
+            allowed = ", ".join(known) or "none"
+            raise CodecError(f"codec {name!r} does not know the option {option.strip()!r}; options: {allowed}")
+        if key in values:
+            raise CodecError(f"codec {name!r} got the option {key!r} twice")
+        values[key] = _value(value)
+    return make(**values)
+
+
+def _value(text: str) -> int | bool | str:
+    if text in _WORDS:
+        return _WORDS[text]
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def _composite(name: str, body: str) -> Codec:
+    pairs = [tuple(part.strip() for part in entry.split("=", 1)) for entry in _entries(body)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise CodecError(f"{name}(...) takes entries 'key=value' separated by ';', got {body!r}")
+    if name == "byname":
+        return ByName([(pattern, spec) for pattern, spec in pairs])
+    known = list(inspect.signature(BySize).parameters)
+    values: dict[str, Codec | int | bool | str] = {}
+    for key, value in pairs:
+        if key not in known:
+            raise CodecError(f"bysize(...) does not know {key!r}; it takes {', '.join(known)}")
+        values[key] = codec(value) if key in ("small", "large") else _value(value)
+    return BySize(**values)  # type: ignore[arg-type]
+
+
+def _entries(body: str) -> list[str]:
+    """Split at the semicolons that stand outside parentheses."""
+    entries, depth, start = [], 0, 0
+    for i, char in enumerate(body):
+        depth += (char == "(") - (char == ")")
+        if char == ";" and depth == 0:
+            entries.append(body[start:i])
+            start = i + 1
+    return [entry for entry in [*entries, body[start:]] if entry.strip()]

@@ -1,0 +1,102 @@
+"""Codecs made of codecs: the choice of a codec by a tensor's size, shape or name.
+
+They encode nothing themselves: `pick(name, shape)` gives the codec that does, and `encode`, `decode` and the rest go
+through it. Without a name the last rule of `ByName` holds; without a shape its length alone decides in `BySize`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.block_int import BlockInt
+from thinwire.codecs.cast import Cast
+from thinwire.errors import CodecError
+from thinwire.kernels.schema import Encoding
+from thinwire.wire import IDENTITY_DTYPES
+
+
+@dataclass(frozen=True)
+class BySize(Codec):
+    """`small` for tensors of fewer than `min_numel` elements or `min_ndim` dimensions, `large` for the others.
+
+    min_ndim=2 exempts norms, biases and other 1-D parameters; it is judged where a shape is known (`pick`), never on the
+    flat buffers that `encode` sees.
+    """
+
+    small: Codec = field(default_factory=Cast)
+    large: Codec = field(default_factory=BlockInt)
+    min_numel: int = 4096  # larger => more tensors travel as `small`
+    min_ndim: int = 0  # larger => tensors of fewer dimensions travel as `small`
+
+    inputs = IDENTITY_DTYPES
+
+    def __post_init__(self) -> None:
+        _check_leaf("small", self.small)
+        _check_leaf("large", self.large)
+        for name in ("min_numel", "min_ndim"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise CodecError(f"{name} must be an integer, 0 or more, got {getattr(self, name)!r}")
+
+    def pick(self, name: str = "", shape: Sequence[int] = ()) -> Codec:
+        """`small` or `large`, by the shape. A shape of one dimension may be a flat buffer: see `encode`."""
+        small = math.prod(shape) < self.min_numel or len(shape) < self.min_ndim
+        return (self.small if small else self.large).pick(name, shape)
+
+    def _sized(self, numel: int) -> Codec:
+        return (self.small if numel < self.min_numel else self.large)._sized(numel)
+
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """None of its own."""
+        raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
+
+    def __str__(self) -> str:
+        return f"bysize(small={self.small}; large={self.large}; min_numel={self.min_numel}; min_ndim={self.min_ndim})"
+
+
+@dataclass(frozen=True)
+class ByName(Codec):
+    """The codec of the first pattern that matches the tensor's name; patterns are shell-style, the last must be "*".
+
+    ByName({"*.bias": "bf16", "*norm*": "bf16", "*": "lloyd4"}), or the same as pairs.
+    """
+
+    rules: tuple[tuple[str, Codec], ...]
+
+    inputs = IDENTITY_DTYPES
+
+    def __init__(self, rules: Mapping[str, Codec | str] | Sequence[tuple[str, Codec | str]]) -> None:
+        from thinwire.codecs.registry import codec  # the registry knows this class too
+
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        object.__setattr__(self, "rules", tuple((pattern, codec(c)) for pattern, c in pairs))
+        if not self.rules or self.rules[-1][0] != "*":
+            raise CodecError("the last rule of ByName must be '*', the codec of every other tensor")
+        for pattern, _ in self.rules:
+            if set(pattern) & set("=;()"):
+                raise CodecError(f"a pattern cannot contain = ; ( or ), got {pattern!r}")
+
+    def pick(self, name: str = "", shape: Sequence[int] = ()) -> Codec:
+        """The codec of the first matching rule."""
+        return self._match(name).pick(name, shape)
+
+    def _sized(self, numel: int) -> Codec:
+        return self._match("")._sized(numel)
+
+    def _match(self, name: str) -> Codec:
+        return next(c for pattern, c in self.rules if pattern == "*" or (name and fnmatchcase(name, pattern)))
+
+    def encoding(self, dtype: torch.dtype) -> Encoding:
+        """None of its own."""
+        raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
+
+    def __str__(self) -> str:
+        return f"byname({'; '.join(f'{pattern}={c}' for pattern, c in self.rules)})"
+
+
+def _check_leaf(name: str, codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise CodecError(f"{name} must be a codec, got {codec!r}: make one with thinwire.codec({codec!r})")

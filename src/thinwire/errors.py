@@ -1,0 +1,23 @@
+"""The exception tree.
+
+ThinwireError
+├── CodecError    (ValueError)    a codec string, parameter or input tensor that no codec can serve
+├── WireError     (ValueError)    a wire of the wrong length, dtype, device, version or codec
+└── BackendError  (RuntimeError)  a kernel backend was asked for by name and cannot serve
+"""
+
+
+class ThinwireError(Exception):
+    """Base of every error thinwire raises on purpose."""
+
+
+class CodecError(ThinwireError, ValueError):
+    """A codec string, a codec parameter or an input tensor is not usable; the message lists what is."""
+
+
+class WireError(ThinwireError, ValueError):
+    """A wire does not fit its codec: wrong length, dtype, device, version or parameters."""
+
+
+class BackendError(ThinwireError, RuntimeError):
+    """A kernel backend was requested by name but cannot run here."""

@@ -1,0 +1,171 @@
+"""Native C kernels for CPU tensors, loaded through ctypes: the GIL is released while they run."""
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import BackendError
+from thinwire.kernels.schema import LLOYD, Encoding
+from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, LloydVariant
+
+LIBRARY = Path(__file__).with_name("_native.so")
+_ABI = 1  # of native/thinwire.h
+_ELEMENTS_A_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+
+class _Job(ctypes.Structure):
+    """Mirror of tw_job in native/thinwire.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("variant", ctypes.c_int32),
+        ("stochastic", ctypes.c_int32),
+        ("unbiased", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("num_planes", ctypes.c_int32),
+        ("plane_width", ctypes.c_int32 * 3),
+        ("scale", ctypes.c_float),
+        ("plane_at", ctypes.c_int64 * 3),
+        ("numel", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("tail", ctypes.c_int64),
+        ("scales_at", ctypes.c_int64),
+        ("minima_at", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("world", ctypes.c_int64),
+        ("wire_stride", ctypes.c_int64),
+        ("rotation", ctypes.c_uint64),
+        ("dither", ctypes.c_uint64),
+        ("header", ctypes.c_uint8 * HEADER_BYTES),
+        ("grid", ctypes.c_int32),
+        ("num_levels", ctypes.c_int32),
+        ("edges", ctypes.c_uint8 * 8),
+        ("levels", ctypes.c_uint8 * 8),
+    )
+
+
+def serves(device: torch.device) -> bool:
+    """CPU tensors only."""
+    return device.type == "cpu"
+
+
+def unavailable() -> str | None:
+    """Why the native library cannot be used here, or None."""
+    return _load()[1]
+
+
+def variant() -> str:
+    """The instruction set the library chose on this machine, e.g. "neon" or "avx2"."""
+    name: bytes = _library().tw_variant()
+    return name.decode()
+
+
+def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
+    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    job = _job(how, how.format.layout(x.numel()), _DTYPES[x.dtype], rotation, dither)
+    updates = None if residual is None else residual.data_ptr()
+    _run("tw_encode", job, x.data_ptr(), updates, wire.data_ptr())
+
+
+def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
+    """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
+    job = _job(Encoding(format), format.layout(out.numel()), _DTYPES[out.dtype], rotation, 0)
+    _take_wires(job, wires_WN, scale)
+    _run("tw_decode_sum", job, wires_WN.data_ptr(), out.data_ptr())
+
+
+def recode(
+    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int, dither: int
+) -> None:
+    """wire = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
+    job = _job(how, how.format.layout(numel), 0, rotation, dither)
+    _take_wires(job, wires_WN, scale)
+    _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
+
+
+def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) -> _Job:
+    job = _Job.from_buffer_copy(_template(how, layout))
+    job.dtype = dtype
+    job.threads = max(1, min(torch.get_num_threads(), layout.numel // _ELEMENTS_A_THREAD))
+    job.dither = dither
+    if layout.format.kind == Kind.LLOYD and layout.format.variant == LloydVariant.ROTATED:
+        job.rotation = rotation
+        job.header[:] = layout.header(rotation)
+    return job
+
+
+def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
+    job.world, job.wire_stride, job.scale = wires_WN.shape[0], wires_WN.stride(0), scale
+
+
+@lru_cache(maxsize=1024)
+def _template(how: Encoding, layout: Layout) -> bytes:
+    """The part of a job that depends on codec and length alone."""
+    format = layout.format
+    job = _Job(
+        kind=format.kind,
+        bits=format.bits,
+        variant=format.variant,
+        stochastic=how.stochastic,
+        unbiased=how.unbiased,
+        num_planes=len(layout.planes),
+        scale=1.0,
+        numel=layout.numel,
+        block=format.block,
+        num_blocks=layout.num_blocks,
+        tail=layout.tail,
+        scales_at=layout.scales_at,
+        minima_at=layout.minima_at,
+        nbytes=layout.nbytes,
+    )
+    for i, (width, at) in enumerate(layout.planes):
+        job.plane_width[i], job.plane_at[i] = width, at
+    job.header[:] = layout.header()
+    if format.kind == Kind.LLOYD:
+        table = LLOYD[format.bits]
+        job.grid, job.num_levels = table.grid, len(table.levels)
+        job.edges[: len(table.edges)] = table.edges
+        job.levels[: len(table.levels)] = table.levels
+    return bytes(job)
+
+
+def _run(name: str, job: _Job, *pointers: int | None) -> None:
+    if getattr(_library(), name)(ctypes.byref(job), *pointers):
+        raise BackendError(f"native kernel {name} does not know this request; reinstall thinwire")
+
+
+def _library() -> ctypes.CDLL:
+    library, why = _load()
+    if library is None:
+        raise BackendError(f"backend='cpu' cannot run: {why}")
+    return library
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    if not LIBRARY.exists():
+        return None, "the C kernels were not built (no compiler at install); install one and reinstall thinwire"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        found: int = library.tw_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"the C kernels do not load ({error}); reinstall thinwire on this machine"
+    if found != _ABI:
+        return None, f"the C kernels have ABI {found}, expected {_ABI}; reinstall thinwire"
+    _declare(library)
+    return library, None
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, job = ctypes.c_void_p, ctypes.POINTER(_Job)
+    library.tw_encode.argtypes = [job, pointer, pointer, pointer]
+    library.tw_decode_sum.argtypes = [job, pointer, pointer]
+    library.tw_recode.argtypes = [job, pointer, pointer]
+    library.tw_variant.restype = ctypes.c_char_p

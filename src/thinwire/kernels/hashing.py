@@ -1,0 +1,16 @@
+"""Counter-based hash behind rotation signs and stochastic rounding: same numbers on every backend, no global RNG."""
+
+_MASK64 = (1 << 64) - 1
+ROTATION, DITHER, DITHER_RECODE = 1, 2, 3  # streams: one seed and step feed independent uses
+
+
+def _mix64(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def key(seed: int, step: int, stream: int) -> int:
+    """64-bit key of one use of the hash; kernels mix it with the element index."""
+    return _mix64(_mix64(_mix64(seed & _MASK64) ^ (step & _MASK64)) ^ stream)

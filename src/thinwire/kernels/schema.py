@@ -1,0 +1,80 @@
+"""What a kernel is asked to do: the types shared by every backend, and the constants that define the codes."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.wire import Format
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A wire format and the choices that only the encoder makes."""
+
+    format: Format
+    stochastic: bool = False  # True => unbiased rounding, twice the squared error
+    unbiased: bool = False  # True => Lloyd scale <y,y>/<y,q> instead of the least-squares <y,q>/<q,q>
+
+
+class Backend(Protocol):
+    """The three operations of a kernel backend, and whether it can run. Modules serve as backends.
+
+    Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row, `rotation` is the key of the block rotation,
+    `dither` the key of stochastic rounding. Each operation writes every byte of its output.
+    """
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether this backend is made for tensors on `device`."""
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run in this process, or None."""
+
+    def encode(
+        self, how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int
+    ) -> None:
+        """wire = encode(x + residual); residual = x + residual - decode(wire), blocks with a NaN or Inf left as they were."""
+
+    def decode_sum(self, format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
+        """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
+
+    def recode(
+        self, how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int, dither: int
+    ) -> None:
+        """wire = encode(scale * sum of decode(wires)); a rotated format stays in its rotated domain throughout."""
+
+
+@dataclass(frozen=True)
+class LloydTable:
+    """A Lloyd-Max quantiser of the unit Gaussian on integers.
+
+    A value y in standard deviations falls into cell round(grid * y); the cells of |y| are grouped at `edges`, and a
+    group decodes to a multiple of its level. Distortion is within 0.13 % of the real-valued optimum, and sums of
+    products of cells and levels are exact in 32-bit integers, in any order. Edges are at least 8 apart.
+    """
+
+    grid: int
+    edges: tuple[int, ...]
+    levels: tuple[int, ...]
+
+    @property
+    def signed_levels(self) -> tuple[int, ...]:
+        """The decoded integer of every code, from the most negative up."""
+        return tuple(-q for q in reversed(self.levels)) + self.levels
+
+
+LLOYD = {
+    1: LloydTable(32, (), (1,)),
+    2: LloydTable(27, (27,), (6, 20)),
+    3: LloydTable(49, (25, 52, 86), (10, 31, 55, 88)),
+    4: LloydTable(47, (13, 25, 38, 52, 68, 87, 113), (5, 15, 25, 36, 48, 62, 79, 104)),
+}
+
+# [Note: Three domains]
+# A block whose peak is tiny is multiplied by 2**64 before it is quantised, one whose peak is huge by 2**-32, so that
+# scales, their inverses and sums neither overflow nor fall into subnormals. Powers of two are exact, so the codes are
+# those of the block itself. A tiny block says so in the sign bit of its scale, which is otherwise unused. In the middle
+# domain the squares of a block are safe too; outside it, a block whose squares are needed is brought to a peak of [1, 2).
+LIFT, LOWER = 2.0**64, 2.0**-32
+TINY_PEAK, HUGE_PEAK = 2.0**-40, 2.0**48  # peak < TINY_PEAK => lifted; peak (or a stored scale) >= HUGE_PEAK => lowered

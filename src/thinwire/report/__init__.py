@@ -1,0 +1,1 @@
+"""Reports: records in, tables out. Never measures; imports nothing of bench but its schema."""

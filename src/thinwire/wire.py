@@ -1,0 +1,207 @@
+"""Byte layout of one encoded shard. The only module that knows an offset.
+
+    header (32 bytes) | scales, 2 bytes a block | minima, 2 bytes a block (affine only) | code planes | pad to 16
+
+docs/wire-format.md describes every byte, with a worked example.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import WireError
+
+MAGIC = b"TW"
+VERSION = 1
+HEADER_BYTES = 32
+ALIGN = 16  # sections start on it, so a vector load of any backend is aligned when the wire is
+_HEADER = struct.Struct("<2sBBBBHIIQQ")  # magic version kind bits variant 0 block 0 key numel
+
+# A width is stored as planes of 8, 4, 2 or 1 bits, the low bits of a code first.
+PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
+
+
+class Kind(IntEnum):
+    """What the codes mean; byte 3 of the header."""
+
+    IDENTITY = 0
+    CAST = 1
+    BLOCK_INT = 2
+    LLOYD = 3
+
+
+class CastVariant(IntEnum):
+    """Number format of a cast wire; byte 5 of the header."""
+
+    BF16 = 0
+    FP16 = 1
+    E4M3 = 2
+    E5M2 = 3
+
+
+class IntVariant(IntEnum):
+    """Meaning of a block integer's code; byte 5 of the header."""
+
+    SYMMETRIC = 0
+    AFFINE = 1
+
+
+class LloydVariant(IntEnum):
+    """Whether the block was rotated before it was quantised; byte 5 of the header."""
+
+    PLAIN = 0
+    ROTATED = 1
+
+
+IDENTITY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Everything that fixes the meaning of a wire's bytes, apart from its length and rotation key."""
+
+    kind: Kind
+    bits: int
+    variant: int
+    block: int  # elements under one scale; 0 where there are no scales
+
+    def layout(self, numel: int) -> "Layout":
+        """The offsets of a wire of `numel` elements."""
+        return _layout(self, numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each section of one wire lies."""
+
+    format: Format
+    numel: int
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks under a scale; the last may be short. 0 where there are no scales."""
+        return -(-self.numel // self.format.block) if self.format.block else 0
+
+    @cached_property
+    def tail(self) -> int:
+        """Codes stored for the last block: its length, padded.
+
+        A rotated block has a power of two of codes; any other a multiple of 8, so that a plane of one bit fills its bytes.
+        """
+        if not self.num_blocks:
+            return 0
+        length = self.numel - (self.num_blocks - 1) * self.format.block
+        if self.format.kind == Kind.LLOYD:
+            return max(8, 1 << (length - 1).bit_length())
+        if self.format.kind == Kind.BLOCK_INT:
+            return -(-length // 8) * 8
+        return length
+
+    @cached_property
+    def num_codes(self) -> int:
+        """Codes on the wire, padding of the last block included."""
+        if not self.num_blocks:
+            return self.numel
+        return (self.num_blocks - 1) * self.format.block + self.tail
+
+    @cached_property
+    def affine(self) -> bool:
+        """Whether every block stores its minimum beside its scale."""
+        return self.format.kind == Kind.BLOCK_INT and self.format.variant == IntVariant.AFFINE
+
+    @cached_property
+    def scales_at(self) -> int:
+        """Byte offset of the scales."""
+        return HEADER_BYTES
+
+    @cached_property
+    def minima_at(self) -> int:
+        """Byte offset of the minima; where there are none, the end of the scales."""
+        return self.scales_at + _aligned(2 * self.num_blocks)
+
+    @cached_property
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """(width, byte offset) of every code plane. Widths over 8 are plain little-endian numbers."""
+        at = self.minima_at + (_aligned(2 * self.num_blocks) if self.affine else 0)
+        placed = []
+        for width in PLANES.get(self.format.bits, (self.format.bits,)):
+            placed.append((width, at))
+            at += self.num_codes * width // 8
+        return tuple(placed)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the whole wire."""
+        width, at = self.planes[-1]
+        return _aligned(at + self.num_codes * width // 8)
+
+    def header(self, key: int = 0) -> bytes:
+        """The 32 bytes a wire of this layout starts with."""
+        f = self.format
+        return _HEADER.pack(MAGIC, VERSION, f.kind, f.bits, f.variant, 0, f.block, 0, key, self.numel)
+
+
+@lru_cache(maxsize=4096)
+def _layout(format: Format, numel: int) -> Layout:
+    if numel < 0:
+        raise WireError(f"numel must be 0 or more, got {numel}")
+    return Layout(format, numel)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def read_key(layout: Layout, wires_WN: Tensor) -> int:
+    """Check the header of every wire (one a row) against `layout` and return the rotation key they share.
+
+    Reads 32 bytes a wire on the host, so it serves CPU wires; on another device it would wait for the stream.
+    """
+    heads = [bytes(row) for row in wires_WN[:, :HEADER_BYTES].tolist()]
+    key: int = _HEADER.unpack(heads[0])[8]
+    expected = layout.header(key)
+    for rank, head in enumerate(heads):
+        if head != expected:
+            raise WireError(_mismatch(layout, rank, head, key))
+    return key
+
+
+def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:
+    magic, version, kind, bits, variant, _, block, _, head_key, numel = _HEADER.unpack(head)
+    if magic != MAGIC:
+        return f"wire {rank} does not start with {MAGIC!r} (got {magic!r}): these bytes are not a thinwire wire"
+    if version != VERSION:
+        return f"wire {rank} has version {version}, this thinwire reads version {VERSION}: use one version on all ranks"
+    want, got = layout.format, (kind, bits, variant, block)
+    if (want.kind, want.bits, want.variant, want.block, layout.numel) != (*got, numel):
+        kinds = {k.value: k.name.lower() for k in Kind}
+        return (
+            f"wire {rank} was encoded as {kinds.get(kind, kind)} bits={bits} variant={variant} block={block} numel={numel}, "
+            f"expected {want.kind.name.lower()} bits={want.bits} variant={want.variant} block={want.block} "
+            f"numel={layout.numel}: encode and decode with the same codec and length"
+        )
+    if head_key != key:
+        return (
+            f"wire {rank} was rotated with key {head_key:#x}, wire 0 with {key:#x}: "
+            "all ranks must encode with the same seed and step"
+        )
+    return f"wire {rank} has non-zero reserved bytes in its header"
+
+
+def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
+    """Raise WireError unless `wires_WN` is a (world, layout.nbytes) uint8 matrix on `device` with contiguous rows."""
+    if wires_WN.dtype != torch.uint8:
+        raise WireError(f"a wire is a torch.uint8 tensor, got {wires_WN.dtype}")
+    if wires_WN.device != device:
+        raise WireError(f"wire and tensor must be on one device, got {wires_WN.device} and {device}")
+    if wires_WN.dim() != 2 or wires_WN.shape[0] < 1 or wires_WN.shape[1] != layout.nbytes:
+        raise WireError(
+            f"expected wires of {layout.nbytes} bytes for {layout.numel} elements, one a rank, got shape "
+            f"{tuple(wires_WN.shape)}: size them with codec.wire_bytes(numel)"
+        )
+    if wires_WN.stride(1) != 1:
+        raise WireError(f"the bytes of a wire must be contiguous, got strides {wires_WN.stride()}")

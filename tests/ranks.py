@@ -1,0 +1,251 @@
+"""Gloo ranks for the tests: processes, started once per world size, that run the functions sent to them.
+
+    def total(group: dist.ProcessGroup, x: float) -> float:      # at module level: it is pickled by name
+        ...group.rank(), group.size(), dist.all_reduce(t, group=group)...
+
+    def test_total(ranks: RankPool) -> None:
+        assert ranks(3).run(total, 1.0) == [3.0, 3.0, 3.0]       # one result per rank, in rank order
+
+`group` is the default group, as in a user's job. [Note: One default group per world] Sub-groups of four shared ranks
+would not do: torch names a new group by a count that each rank keeps for itself, so once ranks differ in what they
+belong to, a function that makes a group (as collectives do for their second phase) hangs.
+
+Results and arguments are pickled by value. Warnings are errors in the ranks. A call that overruns its limit kills the
+ranks of its world; the next call starts new ones.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+MAX_WORLD = 4
+START_S = 50.0  # four cold imports of torch on a busy machine
+GRACE_S = 2.0  # how long the others may still answer once a rank has failed
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+# The test process's side.
+
+
+class RankPool:
+    """ranks(world): the ranks of that world, started at their first call."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __call__(self, world: int) -> "World":
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"world must be 1..{MAX_WORLD}, got {world}; raise MAX_WORLD in tests/ranks.py for more")
+        return self._worlds.setdefault(world, World(world))
+
+    def close(self) -> None:
+        """End all ranks."""
+        for world in self._worlds.values():
+            world.close()
+
+
+class World:
+    """`size` ranks, started at the first call and again after a call that had to be cut off."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[_Rank] = []
+        self._dir: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+        """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung."""
+        call = pickle.dumps((sys.path, pickle.dumps((fn, args))))
+        try:
+            if not self._ranks:
+                self._start()
+            for rank in self._ranks:
+                rank.send(call)
+            return self._collect(getattr(fn, "__qualname__", repr(fn)), timeout)
+        except BaseException as error:
+            if not isinstance(error, RankError) or error.fatal:
+                self.close(kill=True)
+            raise
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the ranks: by closing their pipes, or at once."""
+        for rank in self._ranks:
+            rank.end(kill=kill)
+        self._ranks = []
+        if self._dir is not None:
+            self._dir.cleanup()
+            self._dir = None
+
+    def _start(self) -> None:
+        self._dir = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")
+        for number in range(self.size):
+            self._ranks.append(_Rank.start(number, self.size, Path(self._dir.name)))
+        self._collect("the start of the ranks", START_S)
+
+    def _collect(self, name: str, timeout: float) -> list[Any]:
+        answers: dict[int, _Answer] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
+            silent = {rank.pipe: rank for rank in self._ranks if rank.number not in answers}
+            for pipe in wait(list(silent), left):
+                rank = silent[pipe]
+                answers[rank.number] = rank.receive()
+                if not answers[rank.number].ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
+            raise RankError.of(name, timeout, self._ranks, answers)
+        return [answers[rank.number].value for rank in self._ranks]
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised, died, or did not answer in time; fatal when the ranks cannot be used again."""
+
+    def __init__(self, message: str, *, fatal: bool) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+    @classmethod
+    def of(cls, name: str, timeout: float, ranks: list["_Rank"], answers: dict[int, "_Answer"]) -> "RankError":
+        failed = {number: answer for number, answer in sorted(answers.items()) if not answer.ok}
+        stuck = [rank for rank in ranks if rank.number not in answers]
+        heads, parts = [], []
+        if failed:
+            heads.append(f"failed on {_names(failed)}")
+            parts += [f"--- rank {number} {answer.value}" for number, answer in failed.items()]
+        if stuck:
+            limit = f"{GRACE_S:g} s of that" if failed else f"{timeout:g} s"
+            heads.append(f"got no answer from {_names(rank.number for rank in stuck)} within {limit}")
+            parts += [f"--- rank {rank.number} was here:\n{rank.stack()}" for rank in stuck]
+        message = f"{name} (world {len(ranks)}) {' and '.join(heads)}"
+        return cls("\n".join([message, *parts]), fatal=bool(stuck) or any(answer.died for answer in failed.values()))
+
+
+def _names(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    ok: bool
+    value: Any
+    died: bool = False
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    log: Path
+
+    @classmethod
+    def start(cls, number: int, size: int, folder: Path) -> "_Rank":
+        ours, theirs = Pipe()
+        log = folder / f"rank{number}.log"
+        command = [sys.executable, __file__, *map(str, (number, size, theirs.fileno(), folder / "store"))]
+        environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as out, theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        return cls(number, process, ours, log)
+
+    def send(self, call: bytes) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive tells
+            self.pipe.send_bytes(call)
+
+    def receive(self) -> _Answer:
+        try:
+            return _Answer(*pickle.loads(self.pipe.recv_bytes()))
+        except (EOFError, ConnectionResetError):
+            status = self.process.wait(timeout=5)
+            return _Answer(ok=False, value=f"died with exit status {status}:\n{self._tail(0)}", died=True)
+
+    def stack(self) -> str:
+        """Where the rank's threads are now."""
+        start = self.log.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)  # faulthandler writes from the signal handler, whatever the rank is stuck in
+        return self._tail(start)
+
+    def end(self, *, kill: bool) -> None:
+        self.pipe.close()
+        if kill:
+            self.process.kill()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _tail(self, start: int) -> str:
+        return self.log.read_bytes()[start:][-8000:].decode(errors="replace").rstrip()
+
+
+# The ranks' side. torch is imported here only, so that a rank can be asked for its stack from its first moment.
+
+
+def serve(number: int, size: int, pipe: Connection, store: str) -> None:
+    """Join the group, say so, then answer one call after another until the pipe closes."""
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
+    group = _join(number, size, store)
+    warnings.simplefilter("error")
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        pipe.send_bytes(_answer(calls.get(), group))
+
+
+def _listen(pipe: Connection, calls: SimpleQueue[bytes]) -> None:
+    # A thread of its own: the test process may go away while this rank hangs in a collective.
+    try:
+        while True:
+            calls.put(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        os._exit(0)
+
+
+def _join(number: int, size: int, store: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=number, world_size=size)
+    return dist.group.WORLD
+
+
+def _answer(call: bytes, group: Any) -> bytes:
+    try:
+        path, body = pickle.loads(call)
+        sys.path[:] = path
+        fn, args = pickle.loads(body)
+        return pickle.dumps((True, fn(group, *args)))
+    except BaseException:  # pytest's own outcomes are no Exceptions
+        return pickle.dumps((False, f"raised:\n{traceback.format_exc()}"))
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides
+    serve(int(sys.argv[1]), int(sys.argv[2]), Connection(int(sys.argv[3])), sys.argv[4])

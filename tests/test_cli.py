@@ -1,0 +1,307 @@
+"""The command line, end to end: flags, tables, records, Ctrl-C and what goes to which stream."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import thinwire
+from thinwire.bench import codec as codec_bench, data, record, selftest
+from thinwire.cli.app import app
+from thinwire.cli.flags import split_codecs
+from thinwire.kernels import BACKENDS, cpu, use_backend
+
+SMALL = ["bench", "codec", "--numel", "2000", "--distributions", "gaussian,sparse", "--codecs", "int8,lloyd2"]
+
+
+@pytest.fixture(autouse=True)
+def _served() -> Iterator[None]:
+    """Where the C kernels were not built, ask for the reference rather than be warned of it."""
+    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
+        yield
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), prog_name="thinwire")
+
+
+def test_version() -> None:
+    assert call("--version").output == f"thinwire {thinwire.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["bench", "codec"], ["bench", "kernels"], ["report"], ["doctor"]])
+def test_help_has_an_example_that_parses(command: list[str]) -> None:
+    text = call(*command, "--help").output
+    examples = re.findall(rf"^ +thinwire ({' '.join(command)}.*)$", text, re.MULTILINE)
+    assert examples, text
+    for example in examples:
+        flags = re.findall(r"--[a-z]+", example)
+        assert all(re.search(rf"^ +{flag} ", text, re.MULTILINE) for flag in flags), example
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("int8", ["int8"]),
+        ("int8,int4", ["int8", "int4"]),
+        ("int4:block=32,mode=affine,int8", ["int4:block=32,mode=affine", "int8"]),
+        ("none, int4:block=32, seed=3, lloyd1", ["none", "int4:block=32, seed=3", "lloyd1"]),
+        (
+            "bysize(small=bf16; large=int4:block=32,mode=affine),int8:mode=affine",
+            ["bysize(small=bf16; large=int4:block=32,mode=affine)", "int8:mode=affine"],
+        ),
+    ],
+)
+def test_codecs_are_split_between_codecs_only(text: str, specs: list[str]) -> None:
+    assert split_codecs(text) == specs
+    assert [thinwire.codec(spec) for spec in split_codecs(text)] == [thinwire.codec(spec) for spec in specs]
+
+
+def test_a_codec_run_prints_a_plain_table() -> None:
+    result = call(*SMALL)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    header, int8, lloyd2 = result.stdout.splitlines()[1:4]
+    assert header.split() == ["codec", "bits", "gaussian", "sparse", "dB"]
+    assert int8.split()[:2] == ["int8", "8.26"]  # header, scales of 16 blocks padded, 2000 codes: 2064 bytes
+    assert lloyd2.split()[0] == "lloyd2"
+
+
+def test_json_on_standard_output_is_json_alone() -> None:
+    result = call(*SMALL, "--json", "-")
+    found = record.loads(result.stdout)
+    assert result.stdout.startswith('{"schema": 1')
+    assert len(found.rows) == 4
+
+
+def test_repeated_flags_add_up() -> None:
+    result = call("bench", "codec", "--numel", "500", "--distributions", "gaussian", "--distributions", "laplace",
+                  "--codecs", "int8,int4:block=32,mode=affine", "--codecs", "none", "--json", "-")  # fmt: skip
+    rows = record.loads(result.stdout).rows
+    expected = ["int8", "int4:block=32,mode=affine", "none"]
+    assert [row["codec"] for row in rows] == 2 * expected
+    assert [row["distribution"] for row in rows] == ["gaussian"] * 3 + ["laplace"] * 3
+
+
+def test_a_kernels_run_writes_its_record_and_prints_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    result = call("bench", "kernels", "--device", "cpu", "--quick", "--numel", "1000", "--codecs", "int4:block=32",
+                  "--ops", "decode,recode", "--dtypes", "float16", "--threads", "1", "--json", str(path))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = record.read(str(path)).rows
+    assert [(row["op"], row["codec"], row["dtype"], row["threads"]) for row in rows] == [
+        ("decode", "int4:block=32", "float16", 1),
+        ("recode", "int4:block=32", "float16", 1),
+    ]
+    assert "×copy" in result.stdout
+    assert re.search(r"^recode +int4:block=32 +float16 +1 ", result.stdout, re.MULTILINE)
+
+
+def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run(codecs: Any, names: Any, numel: int, progress: Any) -> record.Record:
+        asked.append(numel)
+        return record.Record("codec", record.conditions(torch.device("cpu")), [])
+
+    monkeypatch.setattr(codec_bench, "run", run)
+    call("bench", "codec")
+    call("bench", "codec", "--quick")
+    call("bench", "codec", "--quick", "--numel", "77")
+    assert asked == [codec_bench.NUMEL, codec_bench.QUICK_NUMEL, 77]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["codec", "--codecs", "int9"], "unknown codec 'int9'; known: none, bf16"),
+        (["codec", "--codecs", "int8:blok=3"], "codec 'int8' does not know the option 'blok=3'; options: block"),
+        (["codec", "--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
+        (["codec", "--numel", "0"], "Invalid value for '--numel'"),
+        (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
+        (["kernels"], "Missing option '--device'"),
+        (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),
+        (["kernels", "--device", "cpu", "--ops", "compress"], "'compress' is not one of encode"),
+        (["kernels", "--device", "cpu", "--dtypes", "int8"], "'int8' is not one of float32"),
+        (["kernels", "--device", "cpu", "--threads", "1,0"], "expected integers from 1 on such as 1,2, got '0'"),
+    ],
+)
+def test_bad_flags_say_what_is_allowed(arguments: list[str], complaint: str) -> None:
+    result = call("bench", *arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused() -> None:
+    result = call("bench", "kernels", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch sees no CUDA device here; use --device cpu" in result.stderr
+
+
+def test_without_scikit_learn_the_gradient_is_an_error_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    result = call("bench", "codec", "--quick")
+    assert result.exit_code == 1
+    assert "pip install 'thinwire[bench]'" in result.stderr
+
+
+def test_ctrl_c_writes_the_finished_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure, path = codec_bench.measure, tmp_path / "part.json"
+
+    def third_is_interrupted(case: codec_bench.Case) -> record.Row:
+        if (case.distribution, str(case.codec)) == ("sparse", "int8"):
+            raise KeyboardInterrupt
+        return measure(case)
+
+    monkeypatch.setattr(codec_bench, "measure", third_is_interrupted)
+    result = call(*SMALL, "--json", str(path))
+    assert result.exit_code == 130
+    assert "interrupted: 2 finished rows kept" in result.stderr
+    kept = record.read(str(path))
+    assert [row["codec"] for row in kept.rows] == ["int8", "lloyd2"]
+    assert kept.conditions["interrupted"] is True
+    assert "interrupted" in result.stdout.splitlines()[-1]
+
+
+def test_report_prints_tables_and_markdown(tmp_path: Path) -> None:
+    path = str(tmp_path / "codec.json")
+    table = call(*SMALL, "--json", path).stdout
+    assert call("report", path).stdout == table
+    assert call("report", path, path).stdout == f"{table}\n{table}"
+    lines = call("report", "--markdown", path).stdout.splitlines()
+    assert lines[2:4] == ["| codec | bits | gaussian | sparse | dB |", "| --- | --: | --: | --: | --: |"]
+    assert [line.split(" | ")[0] for line in lines[4:6]] == ["| int8", "| lloyd2"]
+    assert [len(line.split(" | ")) for line in lines[2:6]] == [5] * 4
+
+
+def test_report_reads_standard_input() -> None:
+    text = call(*SMALL, "--json", "-").stdout
+    result = CliRunner().invoke(app, ["report", "-"], input=text)
+    assert result.exit_code == 0
+    assert "lloyd2" in result.stdout
+
+
+def test_report_prints_every_column_of_other_kinds(tmp_path: Path) -> None:
+    path = str(tmp_path / "train.json")
+    row: record.Row = dict.fromkeys(record.COLUMNS["train"], 0.25)
+    record.write(record.Record("train", record.conditions(torch.device("cpu")), [{**row, "codec": "int8"}]), path)
+    header, cells = call("report", path).stdout.splitlines()[1:3]
+    assert header.split() == list(record.COLUMNS["train"])
+    assert cells.split().count("0.250") == len(record.COLUMNS["train"]) - 1
+
+
+def test_report_prints_a_record_without_rows(tmp_path: Path) -> None:
+    path = str(tmp_path / "empty.json")
+    record.write(record.Record("kernels", record.conditions(torch.device("cpu")), []), path)
+    for flags in ([], ["--markdown"]):
+        result = call("report", *flags, path)
+        assert result.exit_code == 0
+        assert result.stdout.startswith("kernels: no rows\n")
+
+
+def test_report_refuses_what_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"schema": 7}')
+    result = call("report", str(path))
+    assert result.exit_code == 2
+    assert "expected a record of schema 1, got 7" in " ".join(result.stderr.split())
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "codecs", lambda: [thinwire.codec("int8"), thinwire.codec("lloyd2")])
+
+
+@pytest.mark.usefixtures("few_codecs")
+def test_doctor() -> None:
+    result = call("doctor")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert all(line[0] in "✓–" for line in lines)
+    names = {line.split()[1] for line in lines}
+    assert names >= {"python", "torch", "reference", "C", "triton", "CUDA", "gloo", "nccl", "scikit-learn"}
+    found = json.loads(call("doctor", "--json").stdout)
+    assert found["works"] is True
+    assert len(found["findings"]) == len(lines)
+
+
+@pytest.mark.usefixtures("few_codecs")
+@pytest.mark.skipif(cpu.unavailable() is not None, reason="the C kernels were not built")
+def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "differences", lambda backend, device: (40, ["recode int8"]))
+    result = call("doctor")
+    assert result.exit_code == 1
+    line = next(line for line in result.stdout.splitlines() if line.startswith("✗"))
+    assert "1 of 40 results differ from the reference, the first: recode int8; set THINWIRE_BACKEND=reference" in line
+
+
+@pytest.mark.usefixtures("few_codecs")
+@pytest.mark.parametrize(("there", "status", "mark"), [(False, 0, "–"), (True, 1, "✗")])
+def test_doctor_tells_unbuilt_kernels_from_broken_ones(
+    there: bool, status: int, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "_native.so"
+    if there:
+        library.touch()
+    monkeypatch.setattr(cpu, "LIBRARY", library)
+    monkeypatch.setattr(cpu, "unavailable", lambda: "install a compiler")
+    result = call("doctor")
+    assert result.exit_code == status
+    assert f"{mark} C kernels            install a compiler" in result.stdout.splitlines()
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def read_until(terminal: int, mark: bytes, patience: float = 40) -> bytes:
+    """What the terminal shows up to `mark`, or until the other end is closed."""
+    seen, end = b"", time.monotonic() + patience
+    with contextlib.suppress(OSError):  # the other end is closed
+        while mark not in seen and time.monotonic() < end:
+            seen += os.read(terminal, 4096)
+    return seen
+
+
+def test_on_a_terminal_the_bar_shows_and_ctrl_c_keeps_rows(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    command = [sys.executable, "-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4",
+               "--numel", "1000000", "--threads", "1,2", "--json", str(path)]  # fmt: skip
+    source = str(Path(thinwire.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    try:
+        shown = read_until(ours, b"1/18")
+        process.send_signal(signal.SIGINT)
+        shown += read_until(ours, b"nothing more than the end")
+        assert process.wait(timeout=20) == 130, shown
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"encode lloyd4 float32, 1 threads" in shown
+    assert b"left" in shown
+    assert b"finished rows kept" in shown
+    kept = record.read(str(path))
+    assert 1 <= len(kept.rows) < 18
+    assert kept.conditions["interrupted"] is True
+    assert str(kept.conditions["command"]).startswith("thinwire bench kernels --device cpu")

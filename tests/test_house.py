@@ -1,0 +1,264 @@
+"""The rules of the house: who imports whom, what is public, what an import costs, what no file may say."""
+
+import __future__
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "thinwire"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# From the ground up. A room imports only rooms of lower floors.
+FLOORS = [
+    {"errors"},
+    {"wire"},
+    {"kernels"},
+    {"codecs"},
+    {"collectives", "feedback", "qat"},
+    {"integrations", "hooks"},
+    {"report", "advise", "bench"},
+    {"cli"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+DOORS = {("report", "thinwire.bench.record"), ("advise", "thinwire.bench.record")}  # between rooms of one floor
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every thinwire import in a file, wherever it stands; relative ones keep their dots."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.startswith(".") or name.split(".")[0] == "thinwire")
+
+
+def may_import(room: str, target: str) -> bool:
+    other = target.split(".")[1] if "." in target else ""
+    if other == room or any((room, door) in DOORS for door in (target, target.rpartition(".")[0])):
+        return True
+    return FLOOR.get(other, len(FLOORS)) < FLOOR[room]
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"], ids=name_of)
+def test_a_module_opens_by_saying_its_room(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} opens with no docstring; say its room"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_flow_downwards(path: Path) -> None:
+    room = room_of(path)
+    imports = list(imports_of(path))
+    relative = [f"{name_of(path)}:{line} imports {target}" for line, target in imports if target.startswith(".")]
+    assert not relative, f"write absolute imports (from thinwire.codecs.base import Codec): {relative}"
+    if room == "__init__":
+        return
+    assert room in FLOOR, f"{name_of(path)} is in no known room; give {room!r} a floor in {Path(__file__).name}"
+    upward = [f"{name_of(path)}:{line} imports {target}" for line, target in imports if not may_import(room, target)]
+    assert not upward, f"{room!r} may only import rooms of lower floors: {upward}"
+
+
+@pytest.mark.parametrize(
+    ("room", "target", "allowed"),
+    [
+        ("codecs", "thinwire.kernels.reference", True),
+        ("codecs", "thinwire.codecs.base.Codec", True),
+        ("kernels", "thinwire.codecs", False),
+        ("kernels", "thinwire", False),
+        ("cli", "thinwire.Codec", False),
+        ("collectives", "thinwire.feedback.Residuals", False),
+        ("report", "thinwire.bench.record", True),
+        ("advise", "thinwire.bench.record.Record", True),
+        ("report", "thinwire.bench.timing", False),
+        ("bench", "thinwire.report", False),
+    ],
+)
+def test_the_import_rule(room: str, target: str, allowed: bool) -> None:
+    assert may_import(room, target) is allowed
+
+
+def packages_with_all() -> list[str]:
+    """thinwire itself, and every room whose __init__ names what it gives."""
+    rooms = [init for init in sorted(PACKAGE.glob("*/__init__.py")) if "__all__" in init.read_text()]
+    return ["thinwire", *(f"thinwire.{init.parent.name}" for init in rooms)]
+
+
+@pytest.mark.parametrize("name", packages_with_all())
+def test_all_is_what_can_be_seen(name: str) -> None:
+    module = importlib.import_module(name)
+    listed = list(module.__all__)
+    assert listed == sorted(set(listed)), f"sort {name}.__all__ and say each name once"
+    absent = [name for name in listed if not hasattr(module, name)]
+    assert not absent, f"{name}.__all__ lists what is not there: {absent}"
+    unlisted = sorted(visible_names(module) - set(listed))
+    assert not unlisted, f"list {unlisted} in {name}.__all__ or give them an underscore"
+
+
+def visible_names(module: ModuleType) -> set[str]:
+    hidden = (ModuleType, type(__future__.annotations))
+    return {name for name, value in vars(module).items() if not (name.startswith("_") or isinstance(value, hidden))}
+
+
+PUBLIC_SPECIAL = {"__init__", "__call__"}
+
+
+def surface(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """(dotted name, object) of every class and function of ours reachable from module.__all__."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            yield from surface(value) if hasattr(value, "__all__") else ()
+        elif (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__.startswith("thinwire"):
+            yield f"{module.__name__}.{name}", value
+
+
+def methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties written in the class body; generated ones are nobody's to annotate."""
+    for name, value in vars(cls).items():
+        function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(value, "__func__", value))
+        ours = inspect.isfunction(function) and Path(function.__code__.co_filename).is_relative_to(PACKAGE)
+        if ours and (name in PUBLIC_SPECIAL or not name.startswith("_")):
+            yield name, function
+
+
+def unannotated(function: Any) -> list[str]:
+    signature = inspect.signature(function)
+    missing = [
+        name
+        for position, (name, parameter) in enumerate(signature.parameters.items())
+        if parameter.annotation is parameter.empty and not (position == 0 and name in ("self", "cls"))
+    ]
+    return missing + (["return"] if signature.return_annotation is signature.empty else [])
+
+
+def has_own_docstring(value: Any) -> bool:
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    return bool(doc) and not doc.startswith(f"{value.__name__}(")  # what a dataclass writes for itself
+
+
+def test_the_public_surface_is_documented_and_annotated() -> None:
+    faults = []
+    for name, value in surface(importlib.import_module("thinwire")):
+        if not has_own_docstring(value):
+            faults.append(f"{name} has no docstring")
+        functions = methods(value) if inspect.isclass(value) else [("", value)]
+        for method, function in functions:
+            faults += [f"{name}.{method}".rstrip(".") + f" does not annotate {what}" for what in unannotated(function)]
+    assert not faults, "\n".join(faults)
+
+
+# Run in fresh interpreters; the facts go to a file because an import has no business on stdout or stderr.
+PROBE = """if True:
+    import json, sys, threading, time
+    threads = lambda: next((l.split()[1] for l in open("/proc/self/status") if l.startswith("Threads")), None)
+    t0 = time.perf_counter()
+    import torch
+    t1, threads_of_torch, modules_of_torch = time.perf_counter(), threads(), set(sys.modules)
+    t2 = time.perf_counter()
+    import thinwire
+    t3 = time.perf_counter()
+    json.dump({
+        "torch_s": t1 - t0,
+        "thinwire_s": t3 - t2,
+        "threads": threads(),
+        "threads_of_torch": threads_of_torch,
+        "python_threads": threading.active_count(),
+        "cuda": torch.cuda.is_initialized(),
+        "modules": sorted(set(sys.modules) - modules_of_torch),
+    }, open(sys.argv[1], "w"))
+"""
+HEAVY = {"typer", "rich", "sklearn", "matplotlib"}
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What three fresh interpreters saw when they imported torch, then thinwire."""
+    facts = tmp_path_factory.mktemp("probe") / "facts.json"
+    # Bytecode is written as on any user's machine, or compiling would be counted as importing.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    seen = []
+    for _ in range(3):
+        command = [sys.executable, "-c", PROBE, str(facts)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+        assert run.returncode == 0, run.stderr
+        seen.append(json.loads(facts.read_text()) | {"output": run.stdout + run.stderr})
+    return seen
+
+
+def test_import_is_silent(probes: list[dict[str, Any]]) -> None:
+    assert probes[0]["output"] == ""
+
+
+def test_import_starts_no_thread(probes: list[dict[str, Any]]) -> None:
+    assert probes[0]["python_threads"] == 1
+    assert probes[0]["threads"] == probes[0]["threads_of_torch"]
+
+
+def test_import_leaves_cuda_alone(probes: list[dict[str, Any]]) -> None:
+    assert not probes[0]["cuda"]
+
+
+def test_import_loads_nothing_heavy(probes: list[dict[str, Any]]) -> None:
+    assert not HEAVY & set(probes[0]["modules"])
+
+
+def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
+    torch_s, thinwire_s = (min(probe[key] for probe in probes) for key in ("torch_s", "thinwire_s"))
+    assert thinwire_s <= 0.15 * torch_s, f"import thinwire adds {thinwire_s:.3f} s to torch's {torch_s:.3f} s"
+
+
+# Spelt in two parts so that this file does not hold them.
+FORBIDDEN = [
+    first + second
+    for first, second in [
+        ("/wo", "rk/"),
+        ("/op", "t/"),
+        ("pypi", ".org"),
+        ("pythonhosted", ".org"),
+        ("anaconda", ".org"),
+        ("download.pytorch", ".org"),
+    ]
+]
+
+
+def repository_files() -> list[Path]:
+    """Tracked files, and untracked ones git would add."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [path for name in listing.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    faults = [
+        f"{name_of(path)} says {needle!r}"
+        for path in repository_files()
+        for needle in FORBIDDEN
+        if needle.encode() in path.read_bytes()
+    ]
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,155 @@
+"""The rank pool itself: reuse, results, and what is said when a rank raises, dies or hangs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import RankPool
+
+TESTS = Path(__file__).parent
+
+
+def sum_ranks(group: dist.ProcessGroup, scale: float) -> torch.Tensor:
+    x = torch.tensor([group.rank() * scale, 1.0])
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def sum_in_new_group(group: dist.ProcessGroup) -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group())
+    return x.item()
+
+
+def pid(group: dist.ProcessGroup) -> int:
+    return os.getpid()
+
+
+def identity(group: dist.ProcessGroup, x: torch.Tensor) -> tuple[int, torch.Tensor, int]:
+    return group.rank(), x, torch.get_num_threads()
+
+
+def raise_on_odd(group: dist.ProcessGroup) -> None:
+    if group.rank() % 2:
+        raise KeyError(f"odd one out: {group.rank()}")
+
+
+def raise_before_collective(group: dist.ProcessGroup) -> None:
+    if group.rank() == 0:
+        raise ValueError("rank 0 never gets there")
+    dist.barrier(group=group)
+
+
+def hang_in_collective(group: dist.ProcessGroup) -> None:
+    if group.rank() != 0:
+        dist.barrier(group=group)
+
+
+def die_on_one(group: dist.ProcessGroup) -> None:
+    if group.rank() == 1:
+        os.abort()
+
+
+def unpicklable(group: dist.ProcessGroup) -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce(ranks: RankPool, world: int) -> None:
+    expected = torch.tensor([0.5 * world * (world - 1) / 2, world])
+    results = ranks(world).run(sum_ranks, 0.5)
+    assert len(results) == world
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_functions_may_make_groups(ranks: RankPool, world: int) -> None:
+    for _ in range(2):
+        assert ranks(world).run(sum_in_new_group) == [world] * world
+
+
+def test_ranks_are_reused(ranks: RankPool) -> None:
+    pids = ranks(4).run(pid)
+    assert len(set(pids)) == 4
+    assert ranks(4).run(pid) == pids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_travel_by_value(ranks: RankPool, dtype: torch.dtype) -> None:
+    x = torch.arange(300_000).to(dtype)
+    for rank, (number, y, threads) in enumerate(ranks(2).run(identity, x)):
+        assert (number, threads) == (rank, 1)
+        assert y.dtype == dtype
+        assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("world", [0, 5])
+def test_world_is_judged(ranks: RankPool, world: int) -> None:
+    with pytest.raises(ValueError, match=f"world must be 1..4, got {world}"):
+        ranks(world)
+
+
+def test_exceptions_name_their_ranks_and_leave_the_pool_alone(ranks: RankPool) -> None:
+    pids = ranks(4).run(pid)
+    with pytest.raises(RuntimeError, match=r"raise_on_odd \(world 4\) failed on ranks 1, 3") as caught:
+        ranks(4).run(raise_on_odd)
+    assert "KeyError: 'odd one out: 3'" in str(caught.value)
+    with pytest.raises(RuntimeError, match=r"unpicklable \(world 1\) failed on rank 0"):
+        ranks(1).run(unpicklable)
+    assert ranks(4).run(pid) == pids
+
+
+def test_stuck_ranks_are_named_and_killed(ranks: RankPool) -> None:
+    pids = ranks(3).run(pid)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"\(world 3\) got no answer from ranks 1, 2 within 2 s") as caught:
+        ranks(3).run(hang_in_collective, timeout=2.0)
+    assert time.monotonic() - start < 5
+    assert str(caught.value).count("in hang_in_collective") == 2  # the stacks
+    assert not any(alive(pid) for pid in pids)
+    assert [result[1].item() for result in ranks(3).run(sum_ranks, 1.0)] == [3.0, 3.0, 3.0]
+
+
+def test_a_failure_does_not_wait_for_those_it_left_hanging(ranks: RankPool) -> None:
+    ranks(2).run(pid)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"failed on rank 0 and got no answer from rank 1") as caught:
+        ranks(2).run(raise_before_collective)
+    assert "rank 0 never gets there" in str(caught.value)
+    assert time.monotonic() - start < 10
+
+
+def test_a_dead_rank_is_named(ranks: RankPool) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)failed on rank 1.*died with exit status -6.*in die_on_one"):
+        ranks(2).run(die_on_one)
+
+
+def test_ranks_end_with_the_test_process() -> None:
+    script = """if True:
+        import os
+        from ranks import RankPool
+        from test_ranks import pid
+        print(*RankPool()(2).run(pid), flush=True)
+        os._exit(1)
+    """
+    parent = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, text=True, timeout=50)
+    pids = [int(word) for word in parent.stdout.split()]
+    assert len(pids) == 2, parent.stderr
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"  # an orphan may wait to be reaped
