@@ -5,6 +5,7 @@
 docs/wire-format.md describes every byte, with a worked example.
 """
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -161,13 +162,20 @@ def read_key(layout: Layout, wires_WN: Tensor) -> int:
 
     Reads 32 bytes a wire on the host, so it serves CPU wires; on another device it would wait for the stream.
     """
-    heads = [bytes(row) for row in wires_WN[:, :HEADER_BYTES].tolist()]
+    heads = _heads(wires_WN)
     key: int = _HEADER.unpack(heads[0])[8]
     expected = layout.header(key)
     for rank, head in enumerate(heads):
         if head != expected:
             raise WireError(_mismatch(layout, rank, head, key))
     return key
+
+
+def _heads(wires_WN: Tensor) -> list[bytes]:
+    if wires_WN.device.type == "cpu":
+        start, stride = wires_WN.data_ptr(), wires_WN.stride(0)
+        return [ctypes.string_at(start + rank * stride, HEADER_BYTES) for rank in range(wires_WN.shape[0])]
+    return [bytes(row) for row in wires_WN[:, :HEADER_BYTES].tolist()]
 
 
 def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:

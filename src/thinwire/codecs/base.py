@@ -6,7 +6,8 @@ To add a codec: give `wire.Kind` a value and `Layout` its sections, define the b
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -37,8 +38,7 @@ class Codec(ABC):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Length of the wire of `numel` elements. `dtype` matters to the identity alone."""
-        chosen = self._sized(numel)
-        return chosen.encoding(chosen._checked(dtype)).format.layout(numel).nbytes
+        return _plan(self, numel, dtype).layout.nbytes
 
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
         """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
@@ -46,17 +46,16 @@ class Codec(ABC):
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
         """
-        codec = self._sized(x.numel())
-        how = codec.encoding(codec._checked(x.dtype))
-        _check_wire(how, wire, x.numel(), x.device)
+        plan = _plan(self, x.numel(), x.dtype)
+        _check_wire(plan.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
         source = x.detach().reshape(-1)
-        carried = None if residual is None else residual.view(-1)
-        if x.dtype == torch.float64 and not _keeps_doubles(how):
+        if x.dtype == torch.float64 and not plan.keeps_doubles:
             source = source.float()
-        rotation, dither = codec._key(step, hashing.ROTATION), codec._key(step, hashing.DITHER)
-        kernels.select(x.device).encode(how, source, wire, carried, rotation=rotation, dither=dither)
+        carried = None if residual is None else residual.view(-1)
+        rotation, dither = plan.key(step, hashing.ROTATION), plan.key(step, hashing.DITHER)
+        kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Write the decoded wire into `out` (any float dtype, any strides)."""
@@ -64,12 +63,11 @@ class Codec(ABC):
 
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise."""
-        codec = self._sized(out.numel())
-        format = codec.encoding(codec._checked(out.dtype)).format
-        rotation = _check_wires(format, wires_WN, out.numel(), out.device)
+        plan = _plan(self, out.numel(), out.dtype)
+        rotation = _check_wires(plan.layout, wires_WN, out.device)
         flat = out.detach().view(-1) if out.is_contiguous() else out.new_empty(out.numel())
-        target = flat.float() if out.dtype == torch.float64 and format.bits != 64 else flat
-        kernels.select(out.device).decode_sum(format, wires_WN, target, scale=scale, rotation=rotation)
+        target = flat.float() if out.dtype == torch.float64 and not plan.keeps_doubles else flat
+        kernels.select(out.device).decode_sum(plan.how.format, wires_WN, target, scale=scale, rotation=rotation)
         if target is not flat:
             flat.copy_(target)
         if not out.is_contiguous():
@@ -86,14 +84,12 @@ class Codec(ABC):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation."""
-        codec = self._sized(numel)
-        how = codec.encoding(codec._checked(dtype))
-        _check_wire(how, wire, numel, wires_WN.device)
-        rotation = _check_wires(how.format, wires_WN, numel, wires_WN.device)
-        dither = codec._key(step, hashing.DITHER_RECODE)
-        kernels.select(wire.device).recode(
-            how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither
-        )
+        plan = _plan(self, numel, dtype)
+        _check_wire(plan.layout, wire, wires_WN.device)
+        rotation = _check_wires(plan.layout, wires_WN, wires_WN.device)
+        dither = plan.key(step, hashing.DITHER_RECODE)
+        backend = kernels.select(wire.device)
+        backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
 
     def _spell(self, name: str, *options: str) -> str:
         """name:option=value,... for the options that differ from their default."""
@@ -104,32 +100,44 @@ class Codec(ABC):
     def _sized(self, numel: int) -> "Codec":
         return self.pick(shape=(numel,))
 
-    def _key(self, step: int, stream: int) -> int:
-        return hashing.key(self.seed, step, stream)
 
-    def _checked(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype not in self.inputs:
-            known = ", ".join(str(d).removeprefix("torch.") for d in self.inputs)
-            raise CodecError(f"codec {self} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
-        return dtype
+@dataclass(frozen=True)
+class _Plan:
+    """What one codec does with tensors of one length and dtype."""
+
+    codec: Codec  # the one that encodes, where others only choose
+    how: Encoding
+    layout: wire.Layout
+
+    @property
+    def keeps_doubles(self) -> bool:
+        return self.how.format.bits == 64
+
+    def key(self, step: int, stream: int) -> int:
+        return hashing.key(self.codec.seed, step, stream)
+
+
+@lru_cache(maxsize=4096)
+def _plan(codec: Codec, numel: int, dtype: torch.dtype) -> _Plan:
+    chosen = codec._sized(numel)
+    if dtype not in chosen.inputs:
+        known = ", ".join(str(d).removeprefix("torch.") for d in chosen.inputs)
+        raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
+    how = chosen.encoding(dtype)
+    return _Plan(chosen, how, how.format.layout(numel))
 
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _keeps_doubles(how: Encoding) -> bool:
-    return how.format.bits == 64
-
-
-def _check_wire(how: Encoding, buffer: Tensor, numel: int, device: torch.device) -> None:
+def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> None:
     if buffer.dim() != 1:
         raise WireError(f"a wire is a 1-D uint8 tensor, got shape {tuple(buffer.shape)}")
-    wire.check_wires(how.format.layout(numel), buffer.unsqueeze(0), device)
+    wire.check_wires(layout, buffer.unsqueeze(0), device)
 
 
-def _check_wires(format: wire.Format, wires_WN: Tensor, numel: int, device: torch.device) -> int:
-    layout = format.layout(numel)
+def _check_wires(layout: wire.Layout, wires_WN: Tensor, device: torch.device) -> int:
     wire.check_wires(layout, wires_WN, device)
     return wire.read_key(layout, wires_WN)
 

@@ -26,7 +26,7 @@ def select(device: torch.device) -> Backend:
     """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run."""
     if _requested != "auto":
         return _named(_requested, device)
-    reasons = []
+    reasons: list[str] = []
     for name, backend in BACKENDS.items():
         why = _why_not(backend, device)
         if why is None:

@@ -1,5 +1,7 @@
 """Counter-based hash behind rotation signs and stochastic rounding: same numbers on every backend, no global RNG."""
 
+from functools import lru_cache
+
 _MASK64 = (1 << 64) - 1
 ROTATION, DITHER, DITHER_RECODE = 1, 2, 3  # streams: one seed and step feed independent uses
 
@@ -11,6 +13,7 @@ def _mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
+@lru_cache(maxsize=256)
 def key(seed: int, step: int, stream: int) -> int:
     """64-bit key of one use of the hash; kernels mix it with the element index."""
     return _mix64(_mix64(_mix64(seed & _MASK64) ^ (step & _MASK64)) ^ stream)

@@ -366,7 +366,7 @@ def _encode_lloyd(
     blank_K1 = bad_K1 | (power_K1 == 0)
     rms_K1 = power_K1.sqrt()
     gain_K1 = torch.where(blank_K1, torch.zeros_like(rms_K1), _over(table.grid, rms_K1))
-    size_KB = (z_KB * gain_K1).round().int().abs()
+    size_KB = (z_KB.double() * gain_K1.double()).round().int().abs()  # of the exact product
     rank_KB = torch.zeros_like(size_KB)
     for edge in table.edges:
         rank_KB += size_KB >= edge
@@ -380,7 +380,7 @@ def _encode_lloyd(
     fit_K1 = torch.where(blank_K1, torch.zeros_like(fit_K1), fit_K1 * scale * unscale_K1)
     stored_K1 = torch.where(bad_K1, torch.nan, _store(fit_K1, post_K1))
     half = 1 << how.format.bits - 1
-    codes_KB = half + torch.where(z_KB.signbit(), -1 - rank_KB, rank_KB)
+    codes_KB = half + torch.where(z_KB.signbit() & ~blank_K1, -1 - rank_KB, rank_KB)
     codes_KB = torch.where(bad_K1, torch.zeros_like(codes_KB), codes_KB)
     return stored_K1, torch.zeros_like(stored_K1), codes_KB.to(torch.uint8)
 
