@@ -30,6 +30,7 @@ FLOORS = [
     {"integrations", "hooks"},
     {"report", "advise", "bench"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 DOORS = {("report", "thinwire.bench.record"), ("advise", "thinwire.bench.record")}  # between rooms of one floor

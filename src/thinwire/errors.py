@@ -2,6 +2,7 @@
 
 ThinwireError
 ├── CodecError    (ValueError)    a codec string, parameter or input tensor that no codec can serve
+├── RecordError   (ValueError)    a benchmark record that is not one
 ├── WireError     (ValueError)    a wire of the wrong length, dtype, device, version or codec
 └── BackendError  (RuntimeError)  a kernel backend was asked for by name and cannot serve
 """
@@ -13,6 +14,10 @@ class ThinwireError(Exception):
 
 class CodecError(ThinwireError, ValueError):
     """A codec string, a codec parameter or an input tensor is not usable; the message lists what is."""
+
+
+class RecordError(ThinwireError, ValueError):
+    """A file or a set of rows is not a benchmark record of this schema."""
 
 
 class WireError(ThinwireError, ValueError):

@@ -91,7 +91,7 @@ class Layout:
     def tail(self) -> int:
         """Codes stored for the last block: its length, padded.
 
-        A rotated block has a power of two of codes; any other a multiple of 8, so that a plane of one bit fills its bytes.
+        A Lloyd block has a power of two of codes, an integer block a multiple of 8, so that planes fill their bytes.
         """
         if not self.num_blocks:
             return 0
@@ -186,9 +186,9 @@ def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:
         return f"wire {rank} has version {version}, this thinwire reads version {VERSION}: use one version on all ranks"
     want, got = layout.format, (kind, bits, variant, block)
     if (want.kind, want.bits, want.variant, want.block, layout.numel) != (*got, numel):
-        kinds = {k.value: k.name.lower() for k in Kind}
+        name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
         return (
-            f"wire {rank} was encoded as {kinds.get(kind, kind)} bits={bits} variant={variant} block={block} numel={numel}, "
+            f"wire {rank} was encoded as {name} bits={bits} variant={variant} block={block} numel={numel}, "
             f"expected {want.kind.name.lower()} bits={want.bits} variant={want.variant} block={want.block} "
             f"numel={layout.numel}: encode and decode with the same codec and length"
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import RecordError
 
 SCHEMA = 1
 TIMES = ("ms_p50", "ms_p20", "ms_p80")
@@ -50,10 +50,6 @@ CONDITIONS = ("date", "thinwire", "torch", "triton", "python", "device", "cpu", 
 Value = str | int | float | bool | None
 Row = dict[str, Value]
 Progress = Callable[[Sequence[Any]], Iterable[Any]]  # hands the cases on, and shows how far the run has come
-
-
-class RecordError(ThinwireError, ValueError):
-    """A file is not a record this thinwire reads; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import typer
 
 from thinwire.bench import record
 from thinwire.cli import bench, doctor, screen
+from thinwire.errors import RecordError
 from thinwire.report import tables
 
 app = typer.Typer(
@@ -67,7 +68,7 @@ def report_command(
       thinwire report codec.json
       thinwire report --markdown codec.json >> README.md
     """
-    with screen.usage_errors("FILE", record.RecordError):
+    with screen.usage_errors("FILE", RecordError):
         records = [record.read(path) for path in files]
     console = screen.console()
     for number, found in enumerate(records):

@@ -38,7 +38,8 @@ class BlockInt(Codec):
     def encoding(self, dtype: torch.dtype) -> Encoding:
         """Block integers, whatever the input's dtype."""
         variant = IntVariant.AFFINE if self.mode == "affine" else IntVariant.SYMMETRIC
-        return Encoding(Format(Kind.BLOCK_INT, self.bits, variant, self.block), stochastic=self.rounding == "stochastic")
+        format = Format(Kind.BLOCK_INT, self.bits, variant, self.block)
+        return Encoding(format, stochastic=self.rounding == "stochastic")
 
     def __str__(self) -> str:
         return self._spell(f"int{self.bits}", "block", "mode", "rounding", "seed")

@@ -23,8 +23,8 @@ from thinwire.wire import IDENTITY_DTYPES
 class BySize(Codec):
     """`small` for tensors of fewer than `min_numel` elements or `min_ndim` dimensions, `large` for the others.
 
-    min_ndim=2 exempts norms, biases and other 1-D parameters; it is judged where a shape is known (`pick`), never on the
-    flat buffers that `encode` sees.
+    min_ndim=2 exempts norms, biases and other 1-D parameters. It is judged where a shape is known (`pick`), never on
+    the buffers that `encode` sees, which may be flat.
     """
 
     small: Codec = field(default_factory=Cast)

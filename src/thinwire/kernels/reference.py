@@ -198,7 +198,7 @@ def _unpack(layout: Layout, wire: Tensor, span: _Span) -> Tensor:
     return codes_KB
 
 
-# --- scales and domains (see [Note: Three domains] in schema.py) --------------------------------------------------------
+# --- scales and domains: [Note: Three domains] in schema.py -----------------------------------------------------------
 
 
 def _into_domain(x_KB: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,9 +293,7 @@ def _settle(x_KB: Tensor, post_K1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x_KB * down_K1, down_K1, post_K1
 
 
-def _encode_scaled(
-    how: Encoding, x_KB: Tensor, post_K1: Tensor, lo: int, dither: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_scaled(how: Encoding, x_KB: Tensor, post_K1: Tensor, lo: int, dither: int) -> tuple[Tensor, Tensor, Tensor]:
     """Block integers and scaled casts of values that `post` takes back to their own size."""
     peak_K1 = x_KB.abs().amax(1, keepdim=True)
     bad_K1 = ~(peak_K1 * post_K1).isfinite()

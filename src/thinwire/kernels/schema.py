@@ -21,8 +21,9 @@ class Encoding:
 class Backend(Protocol):
     """The three operations of a kernel backend, and whether it can run. Modules serve as backends.
 
-    Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row, `rotation` is the key of the block rotation,
-    `dither` the key of stochastic rounding. Each operation writes every byte of its output.
+    Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row.
+    `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
+    byte of its output.
     """
 
     def serves(self, device: torch.device) -> bool:
@@ -34,7 +35,7 @@ class Backend(Protocol):
     def encode(
         self, how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int
     ) -> None:
-        """wire = encode(x + residual); residual = x + residual - decode(wire), blocks with a NaN or Inf left as they were."""
+        """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
 
     def decode_sum(self, format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
         """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
@@ -75,6 +76,6 @@ LLOYD = {
 # A block whose peak is tiny is multiplied by 2**64 before it is quantised, one whose peak is huge by 2**-32, so that
 # scales, their inverses and sums neither overflow nor fall into subnormals. Powers of two are exact, so the codes are
 # those of the block itself. A tiny block says so in the sign bit of its scale, which is otherwise unused. In the middle
-# domain the squares of a block are safe too; outside it, a block whose squares are needed is brought to a peak of [1, 2).
+# domain the squares of a block are safe as well; outside it, where squares are needed, its peak is brought to [1, 2).
 LIFT, LOWER = 2.0**64, 2.0**-32
 TINY_PEAK, HUGE_PEAK = 2.0**-40, 2.0**48  # peak < TINY_PEAK => lifted; peak (or a stored scale) >= HUGE_PEAK => lowered

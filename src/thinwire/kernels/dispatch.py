@@ -1,0 +1,76 @@
+"""Kernel dispatch: which backend serves a tensor.
+
+To add a backend: write the functions of `schema.Backend` in one module, with `unavailable()` and `serves(device)`, and
+enter it in `BACKENDS`, fastest first. tests/test_kernels.py then compares it with the reference byte for byte.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from thinwire.errors import BackendError
+from thinwire.kernels import cpu, reference
+from thinwire.kernels.schema import Backend
+
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "reference": reference}
+_requested = os.environ.get("THINWIRE_BACKEND", "auto")
+_said: set[str] = set()  # devices whose fallback to the reference was announced
+
+
+def select(device: torch.device) -> Backend:
+    """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run."""
+    if _requested != "auto":
+        return _named(_requested, device)
+    reasons: list[str] = []
+    for name, backend in BACKENDS.items():
+        why = _why_not(backend, device)
+        if why is None:
+            if name == "reference" and reasons:
+                _say_once(device, reasons)
+            return backend
+        reasons.append(f"{name}: {why}")
+    raise BackendError(f"no backend serves {device}: {'; '.join(reasons)}")
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block every codec of this process runs on backend `name` ("auto", "cpu", "reference") or raises.
+
+    The environment variable THINWIRE_BACKEND sets the same thing from outside.
+    """
+    global _requested
+    _check_name(name)
+    before, _requested = _requested, name
+    try:
+        yield
+    finally:
+        _requested = before
+
+
+def _named(name: str, device: torch.device) -> Backend:
+    _check_name(name)
+    why = _why_not(BACKENDS[name], device)
+    if why is not None:
+        raise BackendError(f"backend={name!r} was requested but {why}; use backend='auto' to take what runs here")
+    return BACKENDS[name]
+
+
+def _check_name(name: str) -> None:
+    if name != "auto" and name not in BACKENDS:
+        raise BackendError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+
+
+def _why_not(backend: Backend, device: torch.device) -> str | None:
+    if not backend.serves(device):
+        return f"it does not serve {device.type} tensors"
+    return backend.unavailable()
+
+
+def _say_once(device: torch.device, reasons: list[str]) -> None:
+    if device.type not in _said:
+        _said.add(device.type)
+        served = f"thinwire: {device.type} tensors are served by the plain torch reference, which is slow"
+        warnings.warn(f"{served} ({'; '.join(reasons)})", RuntimeWarning, stacklevel=4)
