@@ -22,7 +22,7 @@ extern const tw_kernels tw_dotprod;
 static const tw_kernels *kernels(void) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &tw_avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &tw_avx2; /* F16C came first */
 #elif defined(__aarch64__) && defined(__linux__)
   if (getauxval(AT_HWCAP) & 1 << 20) return &tw_dotprod; /* HWCAP_ASIMDDP */
 #endif

@@ -3,7 +3,7 @@
 #define THINWIRE_H
 #include <stdint.h>
 
-enum { TW_ABI = 1 };
+enum { TW_ABI = 2 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
@@ -14,7 +14,8 @@ typedef struct {
   int32_t stochastic, unbiased;
   int32_t dtype, threads;
   int32_t num_planes, plane_width[3];
-  float scale; /* of a sum */
+  float scale;    /* of a sum */
+  double scale64; /* the same, for sums of doubles */
   int64_t plane_at[3];
   int64_t numel, block, num_blocks, tail; /* tail: codes of the last block */
   int64_t scales_at, minima_at, nbytes;

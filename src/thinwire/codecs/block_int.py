@@ -16,8 +16,9 @@ from thinwire.wire import Format, IntVariant, Kind
 class BlockInt(Codec):
     """Uniform quantisation by the block's peak (symmetric) or by its minimum and maximum (affine).
 
-    Error of an element <= scale / 2, scale = peak / (2**(bits-1) - 1) or range / (2**bits - 1), rounded to 16 bits;
-    with stochastic rounding <= scale and zero on average.
+    Error of an element <= scale / 2. Symmetric: scale = peak / (2**(bits-1) - 1), rounded to 16 bits. Affine: scale =
+    (maximum - minimum) / (2**bits - 1), rounded up, the minimum rounded down to 16 bits first. With stochastic rounding
+    the error is <= scale, and zero on average.
     """
 
     bits: int = 8  # fewer => smaller wire, larger error

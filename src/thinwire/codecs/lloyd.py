@@ -23,7 +23,7 @@ class Lloyd(Codec):
     bits: int = 4  # fewer => smaller wire, larger error
     block: int = 512  # larger => fewer scale bytes and a better Gaussian, more work in the rotation
     rotate: bool = True  # False only for data that is Gaussian already
-    scale: Literal["mmse", "unbiased"] = "mmse"  # unbiased => the mean over seeds is exact, larger error
+    scale: Literal["mmse", "unbiased"] = "mmse"  # unbiased => no shrinkage on average over steps, larger error
     seed: int = 0
 
     def __post_init__(self) -> None:

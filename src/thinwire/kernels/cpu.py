@@ -12,7 +12,7 @@ from thinwire.kernels.schema import LLOYD, Encoding
 from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, LloydVariant
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 1  # of native/thinwire.h
+_ABI = 2  # of native/thinwire.h
 _ELEMENTS_A_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -31,6 +31,7 @@ class _Job(ctypes.Structure):
         ("num_planes", ctypes.c_int32),
         ("plane_width", ctypes.c_int32 * 3),
         ("scale", ctypes.c_float),
+        ("scale64", ctypes.c_double),
         ("plane_at", ctypes.c_int64 * 3),
         ("numel", ctypes.c_int64),
         ("block", ctypes.c_int64),
@@ -102,7 +103,8 @@ def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) 
 
 
 def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
-    job.world, job.wire_stride, job.scale = wires_WN.shape[0], wires_WN.stride(0), scale
+    job.world, job.wire_stride = wires_WN.shape[0], wires_WN.stride(0)
+    job.scale = job.scale64 = scale
 
 
 @lru_cache(maxsize=1024)

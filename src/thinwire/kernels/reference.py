@@ -48,7 +48,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
         ]
         _write(layout, parts, wire, rotation)
     if residual is not None:
-        decoded = torch.empty_like(residual)
+        decoded = torch.empty_like(x)
         decode_sum(how.format, wire[None], decoded, scale=1.0, rotation=rotation)
         residual.copy_(torch.where(decoded.isfinite(), x - decoded, residual))
 
@@ -71,7 +71,19 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         z_KB = z_KB * norm * post_K1
         if format.kind == Kind.LLOYD:
             z_KB = torch.where(post_K1 > 1, z_KB.clamp(-FLOAT_MAX, FLOAT_MAX), z_KB)
-        out[span.lo : span.hi] = z_KB.reshape(-1)[: span.hi - span.lo]
+        out[span.lo : span.hi] = _fit_dtype(z_KB.reshape(-1)[: span.hi - span.lo], out.dtype)
+
+
+def _fit_dtype(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value up to 2**-7 past the largest number of a 16-bit output is that number: the codes' error took it there.
+
+    Further out it is an overflow, and becomes Inf.
+    """
+    if dtype == torch.float32:
+        return z
+    most = torch.finfo(dtype).max
+    beyond = min(_f32(most * (1 + 2.0**-7)), FLOAT_MAX)
+    return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
 
 
 def recode(

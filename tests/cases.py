@@ -1,0 +1,306 @@
+"""Codecs, inputs and comparisons that the tests of codecs, kernels and wires share.
+
+Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.kernels import BACKENDS
+from thinwire.kernels.schema import LLOYD
+
+CPU = torch.device("cpu")
+SERVING = [name for name, b in BACKENDS.items() if b.serves(CPU) and b.unavailable() is None]  # fastest first
+OTHERS = [name for name in SERVING if name != "reference"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000, 5003)
+FLOAT_MAX, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149
+ROUND = 2.0**-24  # relative error of one fp32 rounding
+GARBAGE = 0xA5  # what buffers hold before they are written
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def _integers() -> list[BlockInt]:
+    blocks = (128, 32, 40, 8, 256, 1000, 64)  # not all a power of two, not all a multiple of a vector
+    choices = [(bits, m, r) for bits in range(8, 1, -1) for m in (0, 1) for r in (0, 1)]
+    modes, roundings = ("symmetric", "affine"), ("nearest", "stochastic")
+    return [BlockInt(bits, blocks[(i + i // 7) % 7], modes[m], roundings[r]) for i, (bits, m, r) in enumerate(choices)]
+
+
+def _lloyds() -> list[Lloyd]:
+    blocks = (512, 1024, 256, 128, 64, 32)  # each has its own path through the rotation
+    choices = [(bits, rotate, s) for rotate in (True, False) for s in ("mmse", "unbiased") for bits in (4, 3, 2, 1)]
+    return [Lloyd(bits, blocks[i % 6], rotate, s) for i, (bits, rotate, s) in enumerate(choices)]  # type: ignore[arg-type]
+
+
+PLAIN = [Identity(), Cast("bf16")]
+CASTS = [Cast("fp16"), Cast("fp16", 24), Cast("e4m3"), Cast("e4m3", 8), Cast("e5m2"), Cast("e5m2", 1000)]
+INTEGERS, LLOYDS = _integers(), _lloyds()
+CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS]
+BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS]
+ONE_OF_EACH: list[Codec] = [
+    *(Identity(), Cast("bf16"), Cast("fp16"), Cast("e4m3", 64), Cast("e5m2"), BlockInt(8), BlockInt(4, 32)),
+    *(BlockInt(3, 40, "affine"), BlockInt(5, 64, "affine", "stochastic"), BlockInt(2, 128, rounding="stochastic")),
+    *(Lloyd(4), Lloyd(2, 64), Lloyd(1, 256, scale="unbiased"), Lloyd(3, 32, rotate=False)),
+]
+
+
+def block_of(codec: Codec) -> int:
+    """Elements that share a scale; 1 where every element stands for itself."""
+    return codec.encoding(torch.float32).format.block or 1
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def _signs(shape: int, g: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, (shape,), generator=g).float() * 2 - 1
+
+
+def _gaussian(n: int, g: torch.Generator) -> Tensor:
+    return torch.randn(n, generator=g)
+
+
+def _huge(n: int, g: torch.Generator) -> Tensor:
+    x = (torch.rand(n, generator=g) * 2 - 1) * FLOAT_MAX
+    x[::61] = FLOAT_MAX
+    x[5::97] = -FLOAT_MAX
+    return x
+
+
+def _nonfinite(n: int, g: torch.Generator) -> Tensor:
+    x = torch.randn(n, generator=g)
+    for value in (math.nan, math.inf, -math.inf):
+        x[torch.randint(0, max(n, 1), (1 + n // 700,), generator=g) if n else slice(0)] = value
+    return x
+
+
+def _zeros(n: int, g: torch.Generator) -> Tensor:
+    return torch.zeros(n) * _signs(n, g)
+
+
+def _spike(n: int, g: torch.Generator) -> Tensor:
+    x = torch.zeros(n)
+    x[torch.randint(0, max(n, 1), (1 + n // 300,), generator=g) if n else slice(0)] = -1e30
+    return x
+
+
+def _decades(n: int, g: torch.Generator) -> Tensor:
+    return _signs(n, g) * 10 ** (torch.rand(n, generator=g) * 60 - 38)
+
+
+def _subnormals(n: int, g: torch.Generator) -> Tensor:
+    return torch.randint(-9, 10, (n,), generator=g).float() * SMALLEST
+
+
+CONTENTS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "gaussian": _gaussian,
+    "1e-40": lambda n, g: _gaussian(n, g) * 1e-40,
+    "1e-21": lambda n, g: _gaussian(n, g) * 1e-21,
+    "1e20": lambda n, g: _gaussian(n, g) * 1e20,
+    "huge": _huge,
+    "nonfinite": _nonfinite,
+    "zeros": _zeros,
+    "constant": lambda n, g: _signs(1, g).expand(n) * 0.7,
+    "spike": _spike,
+    "decades": _decades,
+    "subnormals": _subnormals,
+}
+FINITE = [name for name in CONTENTS if name != "nonfinite"]
+
+
+def seeded(*seeds: int) -> torch.Generator:
+    """A generator of its own: tests depend neither on their order nor on the global one."""
+    return torch.Generator().manual_seed(hash(seeds) & 0x7FFFFFFF)
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; what is finite stays finite, so that fp16 meets its extremes and not Inf."""
+    most = torch.finfo(dtype).max
+    return torch.where(x.isfinite(), x.clamp(-most, most), x).to(dtype)
+
+
+def content(name: str, n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """n numbers of one kind."""
+    return to_dtype(CONTENTS[name](n, seeded(seed, n)), dtype)
+
+
+def mixed(n: int, block: int, dtype: torch.dtype, rank: int, seed: int) -> Tensor:
+    """Runs of one kind, of a block and a half or more. Ranks agree on the kind of half of them; few are not finite."""
+    run = max(96, block * 3 // 2)
+    runs = -(-n // run)
+    weights = torch.tensor([0.2 if name == "nonfinite" else 1.0 for name in CONTENTS])
+    common = torch.multinomial(weights, max(runs, 1), True, generator=seeded(seed))
+    own = torch.multinomial(weights, max(runs, 1), True, generator=seeded(seed, rank, 1))
+    kinds = torch.where(torch.rand(max(runs, 1), generator=seeded(seed, rank, 2)) < 0.5, common, own).tolist()
+    parts = [content(list(CONTENTS)[kind], run, dtype, seed + 100 * i + rank) for i, kind in enumerate(kinds)]
+    return torch.cat(parts)[:n]
+
+
+# --- doing ------------------------------------------------------------------------------------------------------------
+
+
+def wire_of(codec: Codec, x: Tensor, *, step: int = 0, residual: Tensor | None = None) -> Tensor:
+    """The wire of x, in a buffer that held something else."""
+    wire = torch.full((codec.wire_bytes(x.numel(), x.dtype),), GARBAGE, dtype=torch.uint8)
+    codec.encode(x, wire, step=step, residual=residual)
+    return wire
+
+
+def wires_of(codec: Codec, xs: Iterable[Tensor], *, step: int = 0) -> Tensor:
+    """One wire a row."""
+    return torch.stack([wire_of(codec, x, step=step) for x in xs])
+
+
+def decoded(codec: Codec, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of a wire, in a buffer that held NaN."""
+    out = torch.full((n,), math.nan, dtype=dtype)
+    codec.decode(wire, out)
+    return out
+
+
+def summed(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    """The sum of wires."""
+    out = torch.full((n,), math.nan, dtype=dtype)
+    codec.decode_sum(wires_WN, out, scale=scale)
+    return out
+
+
+def recoded(
+    codec: Codec,
+    wires_WN: Tensor,
+    n: int,
+    scale: float = 1.0,
+    step: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The wire of the sum of wires."""
+    wire = torch.full((codec.wire_bytes(n, dtype),), GARBAGE, dtype=torch.uint8)
+    codec.recode(wires_WN, wire, n, scale=scale, step=step, dtype=dtype)
+    return wire
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of x as integers, all NaN as one."""
+    if not x.is_floating_point():
+        return x
+    return torch.where(x.isnan(), torch.nan, x).contiguous().view(_INTEGERS[x.dtype.itemsize])
+
+
+def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
+    """Equal in every bit, the sign of zero too; any NaN equals any other."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    differs = (bits_of(got) != bits_of(want)).reshape(-1).nonzero().reshape(-1)
+    if differs.numel():
+        i = int(differs[0])
+        pair = f"{got.reshape(-1)[i]}, expected {want.reshape(-1)[i]}"
+        raise AssertionError(f"{what}: {differs.numel()} of {got.numel()} differ, first [{i}]: {pair}")
+
+
+# --- error bounds, from the definitions in kernels/reference.py -------------------------------------------------------
+
+
+def blocks_of(x: Tensor, block: int) -> Tensor:
+    """x as (K, block) in float64, the last block filled with its last element."""
+    flat = x.detach().reshape(-1).double()
+    return torch.cat((flat, flat[-1:].expand(-flat.numel() % block))).view(-1, block)
+
+
+def _cast_bound(codec: Cast, x_KB: Tensor) -> Tensor:
+    """Half an ulp: relative for normal numbers, absolute below; the block's peak comes to [2**top, 2**(top+1))."""
+    mantissa, top, lowest = {"fp16": (10, 14, -14), "e4m3": (3, 7, -6), "e5m2": (2, 14, -14)}[codec.format]
+    peak_K1 = x_KB.abs().amax(1, keepdim=True)
+    scale_K1 = torch.where(peak_K1 > 0, torch.exp2(torch.floor(torch.log2(peak_K1)) - top), 0)
+    return torch.maximum(x_KB.abs() * 2.0 ** -(mantissa + 1), scale_K1 * 2.0 ** (lowest - mantissa - 1))
+
+
+def _symmetric_bound(codec: BlockInt, x_KB: Tensor) -> Tensor:
+    """Half a step, or one (stochastic). The step has one bfloat16 rounding, x * (1 / step) two of fp32."""
+    qmax = (1 << codec.bits - 1) - 1
+    step_K1 = x_KB.abs().amax(1, keepdim=True) / qmax * (1 + 2.0**-8)
+    return (step_K1 * (_rounding(codec) + qmax * 4 * ROUND)).expand_as(x_KB)
+
+
+def _affine_bound(codec: BlockInt, x_KB: Tensor) -> Tensor:
+    """Half a step (or one) of a range that starts at a rounded-down minimum and whose step is rounded up.
+
+    x - minimum and minimum + code * scale have one fp32 rounding each. Where the top code would decode past the largest
+    float it is not used: a step more, short of the last 2**-20 of the range. No minimum lies below the lowest bfloat16.
+    """
+    top = (1 << codec.bits) - 1
+    low_K1, high_K1 = x_KB.amin(1, keepdim=True), x_KB.amax(1, keepdim=True)
+    peak_K1 = torch.maximum(low_K1.abs(), high_K1.abs())
+    step_K1 = (high_K1 - low_K1 + low_K1.abs() * 2.0**-7 + SMALLEST) / top * (1 + 2.0**-7)
+    error_K1 = step_K1 * (_rounding(codec) + top * 4 * ROUND) + 4 * peak_K1 * ROUND
+    at_the_top = low_K1 * (1 + 2.0**-7) + top * step_K1 >= FLOAT_MAX * (1 - 2.0**-19)
+    error_K1 = torch.where(at_the_top, error_K1.clamp(min=step_K1) + FLOAT_MAX * 2.0**-19, error_K1)
+    return error_K1.clamp(min=-torch.finfo(torch.bfloat16).max - low_K1).expand_as(x_KB)
+
+
+def _rounding(codec: BlockInt) -> float:
+    return 0.5 if codec.rounding == "nearest" else 1.0
+
+
+def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
+    """On the norm of a block's error.
+
+    y is the block on the integer grid: half a cell, 1 / (2 * grid) of the norm, away from it; q are the levels. By
+    least squares the error of y is no longer than y. Unbiased: the decoded block is |x|**2 |q| / <y, q>, where <y, q>
+    is at least the lowest level times |y|, and |q| at most sqrt(codes) times the highest. The scale has one bfloat16
+    rounding.
+    """
+    table = LLOYD[codec.bits]
+    codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
+    off_grid, rounded = 1 / table.grid, 1 + 2.0**-8 + 64 * ROUND
+    longest = math.sqrt(codes) * table.levels[-1] / table.levels[0]
+    factor = 1 + off_grid if codec.scale == "mmse" else 1 + longest / (1 - off_grid / 2)
+    return x_KB.norm(dim=1, keepdim=True) * factor * rounded
+
+
+def assert_within_bound(codec: Codec, x: Tensor, y: Tensor) -> None:
+    """y (fp32) is what x may decode to: NaN for a block that is not finite, zero for zeros, else within the bound."""
+    if isinstance(codec, Identity) or (isinstance(codec, Cast) and codec.format == "bf16"):
+        assert_same(y, x.float() if isinstance(codec, Identity) else x.to(torch.bfloat16).float(), str(codec))
+        return
+    block = block_of(codec)
+    full = x.numel() // block * block
+    for part, decoded_part, size in ((x[:full], y[:full], block), (x[full:], y[full:], max(1, x.numel() - full))):
+        _assert_blocks(codec, blocks_of(part, size), blocks_of(decoded_part, size))
+
+
+def _assert_blocks(codec: Codec, x_KB: Tensor, y_KB: Tensor) -> None:
+    finite_K = x_KB.isfinite().all(1)
+    assert y_KB[~finite_K].isnan().all(), f"{codec}: a block with NaN or Inf must decode to NaN"
+    x_KB, y_KB = x_KB[finite_K], y_KB[finite_K]
+    assert y_KB.isfinite().all(), f"{codec}: a finite block must decode to finite numbers"
+    zero_K = (x_KB == 0).all(1)
+    assert (y_KB[zero_K] == 0).all(), f"{codec}: a zero block must decode to zero"
+    error_KB, bound_KB = (y_KB - x_KB).abs(), error_bound(codec, x_KB)
+    if isinstance(codec, Lloyd):
+        error_KB = error_KB.norm(dim=1, keepdim=True)
+    worst = (error_KB - bound_KB).reshape(-1)
+    if worst.numel() and worst.max() > 0:
+        i = int(worst.argmax())
+        raise AssertionError(f"{codec}: error {error_KB.reshape(-1)[i]} > bound {bound_KB.reshape(-1)[i]} at {i}")
+
+
+def error_bound(codec: Codec, x_KB: Tensor) -> Tensor:
+    """Of every element of finite blocks; Lloyd: of every block's norm. Leaving the lifted domain rounds once more."""
+    if isinstance(codec, Lloyd):
+        return _lloyd_bound(codec, x_KB) + x_KB.shape[1] * SMALLEST
+    if isinstance(codec, Cast):
+        return _cast_bound(codec, x_KB) + SMALLEST
+    assert isinstance(codec, BlockInt)
+    return (_affine_bound if codec.mode == "affine" else _symmetric_bound)(codec, x_KB) + SMALLEST

@@ -1,0 +1,618 @@
+"""What a codec promises: error bounds, NaN and zero, sums, residuals, buffers, determinism, length of the wire."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import cases
+from cases import ROUND
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec as make, use_backend
+
+LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # NMSE of the optimal scalar quantiser of a Gaussian
+each_codec = pytest.mark.parametrize("codec", cases.CODECS, ids=str)
+each_blocked = pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+one_of_each = pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _served() -> Iterator[None]:
+    """Backends agree in every bit (tests/test_kernels.py): the fastest stands for all."""
+    with use_backend(cases.SERVING[0]):
+        yield
+
+
+# --- error ------------------------------------------------------------------------------------------------------------
+
+
+@each_codec
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_error_is_within_the_bound_of_the_definition(codec: Codec, dtype: torch.dtype) -> None:
+    block = cases.block_of(codec)
+    for i, name in enumerate(cases.CONTENTS):
+        for n in (1003, (1, block - 1, block, block + 1, 3 * block + 5)[i % 5]):
+            x = cases.content(name, n, dtype, seed=i)
+            y = cases.decoded(
+                codec, cases.wire_of(codec, x, step=i), n, dtype if codec == Identity() else torch.float32
+            )
+            cases.assert_within_bound(codec, x, y.float())
+
+
+@pytest.mark.parametrize("codec", cases.INTEGERS, ids=str)
+def test_integers_use_their_whole_range(codec: BlockInt) -> None:
+    """Peak and minimum come back to half a step: the scale is not wider than the block needs."""
+    x = torch.linspace(-1, 1, codec.block)
+    y = cases.decoded(codec, cases.wire_of(codec, x), codec.block)
+    levels = (1 << codec.bits) - (codec.mode == "symmetric")
+    step = 2 / (levels - 1) * (1 + 2.0**-7) + (2.0**-7 if codec.mode == "affine" else 0)
+    assert y.unique().numel() <= levels
+    assert y.max() >= 1 - step
+    assert y.min() <= -1 + step
+
+
+@pytest.mark.parametrize("name", ["fp16", "e4m3", "e5m2"])
+def test_casts_are_exact_on_numbers_of_their_format(name: str) -> None:
+    dtype = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    count = 1 << 8 * dtype.itemsize
+    codes = torch.arange(count, dtype=torch.int32).to(torch.int16 if count > 256 else torch.uint8)
+    x = codes.view(dtype).float()
+    x = x[x.isfinite() & (x.abs() < 2.0 ** (8 if name == "e4m3" else 15))]  # the peak is brought to that top
+    for factor in (1.0, 2.0**100, 2.0**-90):
+        y = cases.decoded(make(f"{name}:block={-(-x.numel() // 8) * 8}"), *_wire_and_length(name, x * factor))
+        assert torch.equal(y, x * factor)
+
+
+def _wire_and_length(name: str, x: Tensor) -> tuple[Tensor, int]:
+    return cases.wire_of(make(f"{name}:block={-(-x.numel() // 8) * 8}"), x), x.numel()
+
+
+# --- rounding and scale without bias ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("mode", ["symmetric", "affine"])
+def test_stochastic_rounding_is_unbiased(bits: int, mode: str) -> None:
+    """Mean error over steps within 5 standard errors; a fraction f of a step has variance f * (1 - f)."""
+    codec, steps, n = BlockInt(bits, 64, mode, "stochastic"), 1000, 256  # type: ignore[arg-type]
+    half = (1 << bits - 1) - 1
+    fraction = torch.rand(n, generator=cases.seeded(bits)) * 0.8 + 0.1
+    whole = torch.randint(-half, half, (n,), generator=cases.seeded(bits, 1))
+    x = whole + fraction
+    ends = (-half - 1.0, half) if mode == "affine" else (-half, half)
+    x[0::64], x[1::64] = ends  # a step of exactly 1, so that the fractions are those above
+    fraction[0::64] = fraction[1::64] = 0
+    errors = torch.stack([cases.decoded(codec, cases.wire_of(codec, x, step=s), n) - x for s in range(steps)]).double()
+    assert errors.abs().max() <= 1
+    standard_error = (fraction * (1 - fraction) / steps).sqrt().double()
+    assert (errors.mean(0).abs() <= 5 * standard_error + 2.0**-20).all()
+    for direction in (torch.ones(n), x.sign()):  # together: neither upwards nor towards zero
+        assert (errors.mean(0) * direction).sum().abs() <= 5 * standard_error.norm() + n * 2.0**-20
+    assert errors.std(0).sum() >= 0.9 * (fraction * (1 - fraction)).sqrt().sum()  # and it does vary
+
+
+def test_recoding_rounds_without_bias_too() -> None:
+    codec, steps, n = BlockInt(3, 64, "affine", "stochastic"), 400, 256
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=s) for s in range(3)])
+    target = cases.summed(codec, wires_WN, n, scale=1 / 3)
+    means = torch.stack([cases.decoded(codec, cases.recoded(codec, wires_WN, n, 1 / 3, s), n) for s in range(steps)])
+    step_K1 = cases.error_bound(codec, cases.blocks_of(target, 64))  # at least one step
+    standard_error = (step_K1 / 2 / math.sqrt(steps)).reshape(-1)  # a fraction of 1/2 varies most
+    assert ((means.double().mean(0) - target).abs() <= 5 * standard_error).all()
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("bits", LLOYD_MAX)
+def test_lloyd_reaches_lloyd_max_on_a_gaussian(bits: int, rotate: bool) -> None:
+    n = 1 << 20  # the sampling error of the NMSE is below 0.3 %
+    x = cases.content("gaussian", n)
+    y = cases.decoded(Lloyd(bits, rotate=rotate), cases.wire_of(Lloyd(bits, rotate=rotate), x), n)
+    nmse = float((x - y).double().square().sum() / x.double().square().sum())
+    assert nmse == pytest.approx(LLOYD_MAX[bits], rel=0.01)
+
+
+@pytest.mark.parametrize("bits", LLOYD_MAX)
+def test_unbiased_lloyd_is_unbiased(bits: int) -> None:
+    """Over steps, hence rotations: decoded = slope * x + noise with slope 1, and the noise averages away."""
+    x, steps = cases.content("gaussian", 4096), 200
+    ys = {
+        scale: torch.stack(_decoded_at_steps(Lloyd(bits, 256, scale=scale), x, steps)).double()  # type: ignore[arg-type]
+        for scale in ("unbiased", "mmse")
+    }
+    slopes = {scale: ys[scale] @ x.double() / x.double().square().sum() for scale in ys}
+    standard_error = {scale: float(s.std() / math.sqrt(steps)) for scale, s in slopes.items()}
+    assert abs(slopes["unbiased"].mean() - 1) <= 5 * standard_error["unbiased"]
+    # Least squares shrinks by its own error, near Lloyd-Max: that the test above can tell them apart.
+    assert slopes["mmse"].mean() == pytest.approx(1 - LLOYD_MAX[bits], abs=0.02 * LLOYD_MAX[bits] + 0.001)
+    errors = ys["unbiased"] - x
+    chi_square = (errors.mean(0).square() / (errors.var(0) / steps)).mean()  # 1 without bias
+    assert abs(chi_square - 1) <= 5 * math.sqrt(2 / 4096) + 2 / steps
+
+
+def _decoded_at_steps(codec: Codec, x: Tensor, steps: int) -> list[Tensor]:
+    return [cases.decoded(codec, cases.wire_of(codec, x, step=step), x.numel()) for step in range(steps)]
+
+
+# --- NaN, Inf, zero ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@each_blocked
+def test_a_bad_block_is_nan_and_its_neighbours_unharmed(codec: Codec, bad: float) -> None:
+    block = cases.block_of(codec)
+    n = 3 * block + max(1, block // 2 - 3)
+    clean = cases.content("gaussian", n)
+    want = cases.decoded(codec, cases.wire_of(codec, clean), n)
+    for at in (0, block + block // 2, 2 * block - 1, n - 1):
+        x = clean.clone()
+        x[at] = bad
+        y = cases.decoded(codec, cases.wire_of(codec, x), n)
+        hit = torch.arange(n) // block == at // block
+        assert y[hit].isnan().all()
+        cases.assert_same(y[~hit], want[~hit], "neighbours")
+
+
+@pytest.mark.parametrize("codec", cases.PLAIN, ids=str)
+def test_without_blocks_nan_and_inf_stay_where_they_are(codec: Codec) -> None:
+    x = cases.content("nonfinite", 1000)
+    y = cases.decoded(codec, cases.wire_of(codec, x), 1000)
+    cases.assert_same(y, x if codec == Identity() else x.to(torch.bfloat16).float())
+    assert y.isinf().any()
+    assert y.isnan().any()
+
+
+@each_codec
+def test_zero_blocks_stay_zero(codec: Codec) -> None:
+    block = cases.block_of(codec)
+    x = torch.cat((cases.content("zeros", block), cases.content("gaussian", block), cases.content("zeros", block + 3)))
+    x[-1] = -0.0
+    wires_WN = cases.wires_of(codec, [x, -x, x], step=4)
+    for y in (
+        cases.decoded(codec, wires_WN[0], x.numel()),
+        cases.summed(codec, wires_WN, x.numel(), scale=1 / 3),
+        cases.decoded(codec, cases.recoded(codec, wires_WN, x.numel(), 1 / 3), x.numel()),
+    ):
+        assert (y[:block] == 0).all()
+        assert (y[2 * block :] == 0).all()
+        assert (y[block : 2 * block] != 0).any() or block == 1
+
+
+def extremes(dtype: torch.dtype) -> Tensor:
+    info = torch.finfo(dtype)
+    return torch.tensor([info.max, info.min, info.tiny, info.smallest_normal, info.max / 3, 0, -1], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@each_codec
+def test_extremes_of_every_dtype(codec: Codec, dtype: torch.dtype) -> None:
+    if codec != Identity():
+        x = extremes(dtype)
+        y = cases.decoded(codec, cases.wire_of(codec, x), 7)
+        cases.assert_within_bound(codec, x, y)  # finite too, but for bf16 of fp32, which rounds the largest to Inf
+
+
+@pytest.mark.xfail(
+    strict=True, reason="decoded peaks are rounded once into a narrow dtype, where they may pass its largest"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_extremes_stay_finite_in_a_narrow_dtype(dtype: torch.dtype) -> None:
+    x = extremes(dtype)
+    for codec in (BlockInt(8), BlockInt(4, mode="affine"), Cast("e4m3"), Cast("e5m2")):
+        assert cases.decoded(codec, cases.wire_of(codec, x), 7, dtype).isfinite().all(), str(codec)
+
+
+@each_blocked
+@pytest.mark.parametrize("name", ["1e-40", "subnormals", "1e-21"])
+def test_tiny_blocks_are_quantised_like_any_other(codec: Codec, name: str) -> None:
+    """A power of two does not change a code: a block keeps its relative error down to where fp32 has no more digits."""
+    exponent = {"1e-40": 133, "subnormals": 149, "1e-21": 70}[name]
+    x = cases.content(name, 600)
+    y = cases.decoded(codec, cases.wire_of(codec, x), 600)
+    z = cases.decoded(codec, cases.wire_of(codec, (x.double() * 2.0**exponent).float()), 600)
+    assert ((y.double() * 2.0**exponent - z).abs() <= 2.0 ** (exponent - 150) + z.abs() * 16 * ROUND).all()
+
+
+# --- sums and recoding ------------------------------------------------------------------------------------------------
+
+
+@each_codec
+def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
+    n, block = 1003, cases.block_of(codec)
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(5)])
+    parts = [cases.decoded(codec, wire, n) for wire in wires_WN]
+    manual = parts[0]
+    for part in parts[1:]:
+        manual = manual + part
+    got = cases.summed(codec, wires_WN, n)
+    rotated = isinstance(codec, Lloyd) and codec.rotate
+    affine = isinstance(codec, BlockInt) and codec.mode == "affine"
+    if not rotated and not affine:
+        cases.assert_same(got, manual, "sum")
+        return
+    # Rotated blocks are added before they are rotated back, minima before codes: other roundings of the same numbers.
+    # log2(block) of them in a rotation, one a rank in a sum, each of at most the norm of what is added (of its peak).
+    magnitudes = sum(cases.blocks_of(part, block).norm(dim=1, keepdim=True) for part in parts)
+    roundings = 2 * (math.log2(block) + 2 * len(parts) + 3)
+    assert ((cases.blocks_of(got - manual, block)).abs() <= roundings * ROUND * magnitudes).all()
+
+
+@each_codec
+def test_decode_sum_scales_the_sum(codec: Codec) -> None:
+    n = 1003
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
+    for scale in (0.25, -2.0):  # exact, wherever it is applied
+        cases.assert_same(cases.summed(codec, wires_WN, n, scale=scale), cases.summed(codec, wires_WN, n) * scale)
+    third = cases.summed(codec, wires_WN, n, scale=1 / 3)
+    want = cases.summed(codec, wires_WN, n) / 3
+    assert ((third - want).abs() <= 4 * ROUND * want.abs()).all()
+
+
+@each_codec
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, -0.5])
+def test_recode_is_encode_of_the_sum(codec: Codec, scale: float) -> None:
+    n = 1003
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
+    total = cases.summed(codec, wires_WN, n, scale=scale)
+    wire = cases.recoded(codec, wires_WN, n, scale)
+    if isinstance(codec, (Identity, Cast)) or (isinstance(codec, BlockInt) and codec.rounding == "nearest"):
+        cases.assert_same(wire, cases.wire_of(codec, total), "wire")
+    y = cases.decoded(codec, wire, n)
+    cases.assert_within_bound(codec, total, y)
+    if isinstance(codec, Lloyd):  # the bound on a norm says nothing of the direction
+        assert torch.nn.functional.cosine_similarity(total, y, dim=0) >= math.sqrt(1 - 1.1 * LLOYD_MAX[codec.bits])
+
+
+@pytest.mark.parametrize("bits", LLOYD_MAX)
+def test_recoding_a_rotated_wire_loses_nothing_twice(bits: int) -> None:
+    """The wire of one wire's sum is that wire: its levels are a fixed point of the least-squares scale."""
+    codec, n = Lloyd(bits, 256), 1024
+    wire = cases.wire_of(codec, cases.content("gaussian", n), step=9)
+    once, twice = (cases.decoded(codec, w, n) for w in (wire, cases.recoded(codec, wire[None], n)))
+    cosine = torch.nn.functional.cosine_similarity(once.double(), twice.double(), dim=0)
+    assert 1 - cosine.square() <= LLOYD_MAX[bits] / 4  # a fresh rotation would lose LLOYD_MAX
+
+
+def test_sums_that_no_single_block_could_hold() -> None:
+    """Huge wires that cancel, tiny ones that add up, and wires of unlike size in one sum."""
+    n = 64
+    huge, tiny, one = torch.full((n,), 3e38), torch.full((n,), 3e-41), torch.ones(n)
+    for codec in (BlockInt(8), Cast("fp16"), Cast("e5m2"), Lloyd(4, rotate=False)):
+        wires_WN = cases.wires_of(codec, [huge, huge, -huge, -huge, tiny, tiny, tiny, one, one])
+        assert (cases.summed(codec, wires_WN[:4], n) == 0).all()
+        average = cases.summed(codec, wires_WN[:2], n, scale=0.5)
+        cases.assert_same(average, cases.decoded(codec, wires_WN[0], n), str(codec))
+        thrice = 3 * cases.decoded(codec, wires_WN[4], n).double()
+        assert ((cases.summed(codec, wires_WN[4:7], n) - thrice).abs() <= 3 * cases.SMALLEST).all()
+        cases.assert_same(cases.summed(codec, wires_WN[6:], n), 2 * cases.decoded(codec, wires_WN[7], n), str(codec))
+
+
+# --- residual ---------------------------------------------------------------------------------------------------------
+
+
+@each_codec
+def test_wire_and_residual_together_are_the_input(codec: Codec) -> None:
+    for dtype in cases.DTYPES:
+        n = 1003
+        x = cases.mixed(n, cases.block_of(codec), dtype, 0, seed=11)
+        before = cases.mixed(n, cases.block_of(codec), torch.float32, 0, seed=11).clamp(-1e30, 1e30) * 0.01
+        residual = before.clone()
+        wire = cases.wire_of(codec, x, step=2, residual=residual)
+        carried = x + before
+        out_dtype = dtype if codec == Identity() else torch.float32
+        y = cases.decoded(codec, wire, n, out_dtype).float()
+        want = torch.where(y.isfinite(), carried - y, before)
+        cases.assert_same(residual, want, f"{dtype} residual")
+
+
+@each_blocked
+def test_a_bad_block_leaves_its_residual_untouched(codec: Codec) -> None:
+    block = cases.block_of(codec)
+    n = 2 * block + 3
+    for place, value in ((0, math.nan), (n - 1, math.inf)):
+        for spoiled in ("x", "residual"):
+            x, residual = cases.content("gaussian", n), cases.content("gaussian", n, seed=1)
+            (x if spoiled == "x" else residual)[place] = value
+            before = residual.clone()
+            cases.wire_of(codec, x, residual=residual)
+            hit = torch.arange(n) // block == place // block
+            cases.assert_same(residual[hit], before[hit], f"{value} in {spoiled}")
+            assert (residual[~hit] != before[~hit]).any()
+
+
+@pytest.mark.parametrize("codec", cases.PLAIN, ids=str)
+def test_without_blocks_a_bad_element_leaves_its_residual_untouched(codec: Codec) -> None:
+    x, residual = torch.tensor([1.001, math.nan, math.inf, 3.001]), torch.full((4,), 0.25)
+    wire = cases.wire_of(codec, x, residual=residual)
+    assert residual[1:3].tolist() == [0.25, 0.25]
+    y = cases.decoded(codec, wire, 4)
+    cases.assert_same(residual[::3], (x + 0.25 - y)[::3])
+
+
+def test_identity_keeps_doubles_with_a_residual() -> None:
+    x, residual = torch.randn(100, dtype=torch.float64, generator=cases.seeded(1)), torch.full((100,), 2.0**-20)
+    wire = cases.wire_of(Identity(), x, residual=residual)
+    cases.assert_same(cases.decoded(Identity(), wire, 100, torch.float64), x + 2.0**-20, "wire of x + residual")
+    cases.assert_same(residual, torch.zeros(100), "nothing was lost")
+
+
+def test_error_feedback_sends_everything_in_the_end() -> None:
+    """After T steps of one gradient the wires add up to T of it, less the residual: one step's error, not T."""
+    codec, x, steps = BlockInt(2, 32), cases.content("gaussian", 320), 50
+    residual, sent = torch.zeros(320), torch.zeros(320, dtype=torch.float64)
+    for step in range(steps):
+        sent += cases.decoded(codec, cases.wire_of(codec, x, step=step, residual=residual), 320)
+    assert ((sent + residual - steps * x.double()).abs() <= steps * 8 * ROUND * x.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("residual", "said"),
+    [
+        (torch.zeros(10, dtype=torch.bfloat16), "float32 of shape"),
+        (torch.zeros(11), "float32 of shape"),
+        (torch.zeros(10, device="meta"), "on cpu"),
+        (torch.zeros(20)[::2], "contiguous"),
+    ],
+)
+def test_unusable_residual(residual: Tensor, said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        cases.wire_of(BlockInt(8), torch.zeros(10), residual=residual)
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+@one_of_each
+def test_strides_do_not_matter(codec: Codec) -> None:
+    base = cases.content("gaussian", 2 * 30 * 17).view(30, 34)
+    views = {
+        "transposed": base.t(),
+        "every other": base[:, ::2],
+        "one row": base[3],
+        "repeated": base[:1].expand(5, 34),
+    }
+    for what, x in views.items():
+        wire = cases.wire_of(codec, x)
+        cases.assert_same(wire, cases.wire_of(codec, x.contiguous()), what)
+        flat = cases.decoded(codec, wire, x.numel())
+        room = torch.full((x.shape[0], 3 * x.shape[-1]) if x.dim() == 2 else (3 * x.shape[0],), 7.0)
+        out = room[..., 1::3]
+        codec.decode(wire, out)
+        cases.assert_same(out, flat.view(x.shape), f"out, {what}")
+        assert (room[..., ::3] == 7).all()
+        assert (room[..., 2::3] == 7).all()
+        residual, straight = torch.ones(x.shape), torch.ones(x.shape)
+        cases.wire_of(codec, x, residual=residual)
+        cases.wire_of(codec, x.contiguous(), residual=straight)
+        cases.assert_same(residual, straight, f"residual, {what}")
+
+
+@pytest.mark.parametrize("codec", [c for c in cases.ONE_OF_EACH if c != Identity()], ids=str)
+def test_output_is_rounded_once_into_its_dtype(codec: Codec) -> None:
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", 300, seed=rank) for rank in range(2)])
+    want = cases.summed(codec, wires_WN, 300, scale=1 / 3)
+    for dtype in (torch.bfloat16, torch.float16):
+        cases.assert_same(cases.summed(codec, wires_WN, 300, dtype, 1 / 3), want.to(dtype), str(dtype))
+
+
+def test_identity_is_exact_in_every_dtype() -> None:
+    for dtype in (*cases.DTYPES, torch.float64):
+        x = (torch.randn(1001, dtype=torch.float64, generator=cases.seeded(5)) * 1e3).to(dtype)
+        x[:4] = torch.tensor([math.nan, -math.inf, -0.0, torch.finfo(dtype).max], dtype=dtype)
+        wire = cases.wire_of(Identity(), x)
+        cases.assert_same(cases.decoded(Identity(), wire, 1001, dtype), x, str(dtype))
+        assert Identity().wire_bytes(1001, dtype) == 32 + -(-1001 * dtype.itemsize // 16) * 16
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_identity_adds_doubles_in_double(scale: float) -> None:
+    xs = [torch.randn(500, dtype=torch.float64, generator=cases.seeded(rank)) for rank in range(3)]
+    got = cases.summed(Identity(), cases.wires_of(Identity(), xs), 500, torch.float64, scale)
+    cases.assert_same(got, (xs[0] + xs[1] + xs[2]) * scale)
+
+
+@pytest.mark.parametrize("codec", [Cast("bf16"), *cases.CASTS], ids=str)
+def test_casts_take_doubles_through_fp32(codec: Codec) -> None:
+    x = torch.randn(700, dtype=torch.float64, generator=cases.seeded(6))
+    wire = cases.wire_of(codec, x)
+    cases.assert_same(wire, cases.wire_of(codec, x.float()))
+    out = cases.decoded(codec, wire, 700, torch.float64)
+    cases.assert_same(out, cases.decoded(codec, wire, 700).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("codec", [BlockInt(8), Lloyd(4)], ids=str)
+def test_other_dtypes_are_refused(codec: Codec, dtype: torch.dtype) -> None:
+    x, wire = torch.zeros(10, dtype=dtype), torch.zeros(codec.wire_bytes(10), dtype=torch.uint8)
+    for act in (lambda: codec.encode(x, wire), lambda: codec.decode(wire, x), lambda: codec.wire_bytes(10, dtype)):
+        with pytest.raises(CodecError, match=f"takes float32, bfloat16, float16, got {dtype}"):
+            act()
+
+
+@pytest.mark.parametrize("codec", [Identity(), Cast("bf16"), Cast("e4m3")], ids=str)
+def test_integers_are_refused_by_all(codec: Codec) -> None:
+    for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(CodecError, match="float64, got"):
+            codec.encode(torch.zeros(10, dtype=dtype), torch.zeros(64, dtype=torch.uint8))
+
+
+@one_of_each
+def test_tensors_that_require_grad(codec: Codec) -> None:
+    x = torch.nn.Parameter(cases.content("gaussian", 100))
+    wire = cases.wire_of(codec, x)
+    cases.assert_same(wire, cases.wire_of(codec, x.detach()))
+    leaf, strided = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(10, 10).t())
+    codec.decode(wire, leaf)
+    codec.decode(wire, strided)
+    cases.assert_same(leaf.detach(), cases.decoded(codec, wire, 100))
+    cases.assert_same(strided.detach().reshape(-1), leaf.detach())
+    assert leaf.grad is None
+    assert leaf.is_leaf
+
+
+# --- determinism ------------------------------------------------------------------------------------------------------
+
+
+@one_of_each
+def test_no_global_generator_is_touched(codec: Codec) -> None:
+    x = cases.content("gaussian", 500)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    wire = cases.wire_of(codec, x, step=1)
+    cases.recoded(codec, wire[None], 500, step=1)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("make_codec", [Lloyd, lambda seed: BlockInt(rounding="stochastic", seed=seed)])
+def test_seed_and_step_decide_everything(make_codec: type[Lloyd]) -> None:
+    x = cases.content("gaussian", 600)
+    wires = {
+        (seed, step): cases.wire_of(make_codec(seed=seed), x, step=step)
+        for seed in (0, 1, 2**64 - 1)
+        for step in (0, 1, 2**40, 2**63 - 1)
+    }
+    bodies = {bytes(wire[32:].tolist()) for wire in wires.values()}
+    assert len(bodies) == len(wires)
+    for (seed, step), wire in wires.items():
+        torch.manual_seed(step % 1000 + seed % 1000)
+        cases.assert_same(cases.wire_of(make_codec(seed=seed), x, step=step), wire)
+
+
+@pytest.mark.parametrize("codec", [c for c in cases.ONE_OF_EACH if "stochastic" not in str(c)], ids=str)
+def test_without_dither_or_rotation_the_step_is_idle(codec: Codec) -> None:
+    x = cases.content("gaussian", 600)
+    same = torch.equal(cases.wire_of(codec, x, step=0), cases.wire_of(codec, x, step=1))
+    assert same != (isinstance(codec, Lloyd) and codec.rotate)
+
+
+def test_signs_of_the_rotation_are_fair_and_change_with_the_step() -> None:
+    """As many of one as of the other, and one step says nothing of the next."""
+    n, steps = 32 * 64, 32
+    x = torch.zeros(n)
+    x[::32] = 1
+    signs = torch.stack([_flips(x, step) for step in range(steps)])
+    assert abs(signs.mean()) <= 5 / math.sqrt(signs.numel())
+    agreement = (signs[1:] * signs[:-1]).mean(1)  # of one step with the next
+    assert (agreement.abs() <= 5 / math.sqrt(signs.shape[1])).all()
+
+
+def _flips(x: Tensor, step: int) -> Tensor:
+    """The signs of the first elements of blocks: a spike there comes out of the Hadamard transform with one sign."""
+    wire = cases.wire_of(Lloyd(1, 32), x, step=step)
+    codes_at = Lloyd(1, 32).encoding(torch.float32).format.layout(x.numel()).planes[0][1]
+    ones = wire[codes_at : codes_at + x.numel() // 8].view(-1, 4)  # 4 bytes a block
+    assert ((ones == 0).all(1) | (ones == 255).all(1)).all()
+    return (ones[:, 0] == 255).float() * 2 - 1
+
+
+# --- length of the wire -----------------------------------------------------------------------------------------------
+
+
+def to_16(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+@pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+def test_wire_bytes_are_those_of_the_layout(codec: Codec) -> None:
+    how = codec.encoding(torch.float32).format
+    sections = 2 if getattr(codec, "mode", "") == "affine" else 1
+    for n in (0, 1, 7, 8, 9, how.block - 1, how.block, how.block + 1, 10 * how.block + 13):
+        full, short = divmod(n, how.block)
+        if isinstance(codec, Lloyd) and short:
+            short = max(8, 1 << (short - 1).bit_length())
+        elif isinstance(codec, BlockInt):
+            short = -(-short // 8) * 8
+        blocks, codes = full + bool(short), full * how.block + short
+        assert codec.wire_bytes(n) == to_16(32 + sections * to_16(2 * blocks) + codes * how.bits // 8), n
+        assert all(codec.wire_bytes(n, dtype) == codec.wire_bytes(n) for dtype in cases.DTYPES)
+
+
+@pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+def test_wire_bits_of_a_long_tensor(codec: Codec) -> None:
+    how, n = codec.encoding(torch.float32).format, 1 << 20
+    of_scales = (32 if getattr(codec, "mode", "") == "affine" else 16) / how.block
+    frame = 8 * (32 + 3 * 15 + 2 * 2 + how.block) / n  # header, three ends of sections, a short block
+    assert how.bits + of_scales <= 8 * codec.wire_bytes(n) / n <= how.bits + of_scales + frame
+
+
+def test_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="numel must be 0 or more, got -1"):
+        BlockInt(8).wire_bytes(-1)
+
+
+# --- codecs made of codecs --------------------------------------------------------------------------------------------
+
+
+def test_by_size_encodes_through_the_codec_of_the_length() -> None:
+    codec = BySize(small=Cast("fp16"), large=Lloyd(3, seed=5), min_numel=100)
+    for n, leaf in ((0, Cast("fp16")), (99, Cast("fp16")), (100, Lloyd(3, seed=5)), (5000, Lloyd(3, seed=5))):
+        assert codec.pick(shape=(n,)) == leaf
+        assert codec.wire_bytes(n) == leaf.wire_bytes(n)
+        xs = [cases.content("gaussian", n, seed=rank) for rank in range(2)]
+        wires_WN = cases.wires_of(codec, xs, step=3)
+        cases.assert_same(wires_WN, cases.wires_of(leaf, xs, step=3), f"{n} wires")
+        cases.assert_same(cases.summed(codec, wires_WN, n), cases.summed(leaf, wires_WN, n), f"{n} sum")
+        cases.assert_same(cases.recoded(codec, wires_WN, n), cases.recoded(leaf, wires_WN, n), f"{n} recoded")
+
+
+def test_by_size_picks_by_shape() -> None:
+    codec = BySize(small=Cast("bf16"), large=BlockInt(4), min_numel=100, min_ndim=2)
+    picked = {shape: str(codec.pick("w", shape)) for shape in [(1000,), (10, 10), (9, 11), (10, 10, 10), (), (1, 100)]}
+    small = {(1000,): "bf16", (9, 11): "bf16", (): "bf16"}
+    assert picked == {(10, 10): "int4", (10, 10, 10): "int4", (1, 100): "int4", **small}
+    assert codec.wire_bytes(1000) == BlockInt(4).wire_bytes(1000)  # a flat buffer has no shape to judge
+
+
+def test_by_name_picks_the_first_match() -> None:
+    codec = ByName({"*.bias": "bf16", "layer?.*": "int4", "*[0-9]": "none", "*": "lloyd2"})
+    names = {
+        "fc.bias": "bf16",
+        "layer1.bias": "bf16",
+        "layer1.w": "int4",
+        "layer12.w": "lloyd2",
+        "x7": "none",
+        "": "lloyd2",
+    }
+    assert {name: str(codec.pick(name, (10, 10))) for name in names} == names
+    assert str(codec.pick("FC.BIAS")) == "lloyd2"  # case counts, on every platform
+
+
+def test_by_name_encodes_through_its_last_rule() -> None:
+    codec, x = ByName([("*.bias", Cast("bf16")), ("*", BlockInt(4))]), cases.content("gaussian", 300)
+    wire = cases.wire_of(codec, x)
+    cases.assert_same(wire, cases.wire_of(BlockInt(4), x))
+    cases.assert_same(cases.decoded(codec, wire, 300), cases.decoded(BlockInt(4), wire, 300))
+
+
+def test_composites_nest() -> None:
+    inner = BySize(small=Identity(), large=BlockInt(8), min_numel=10)
+    codec = ByName({"norm*": Cast("bf16"), "*": inner})
+    assert codec.pick("norm.w", (100,)) == Cast("bf16")
+    assert codec.pick("w", (100,)) == BlockInt(8)
+    assert codec.pick("w", (9,)) == Identity()
+    assert codec.wire_bytes(9) == Identity().wire_bytes(9)
+    outer = BySize(small=codec, large=Lloyd(4), min_numel=50)
+    assert outer.pick("norm.w", (20,)) == Cast("bf16")
+    assert outer.pick("norm.w", (200,)) == Lloyd(4)
+    assert outer.wire_bytes(20) == BlockInt(8).wire_bytes(20)
+
+
+def test_leaves_pick_themselves() -> None:
+    assert all(codec.pick("any", (3, 3)) is codec for codec in cases.CODECS)
+
+
+def test_composites_take_what_the_picked_codec_takes() -> None:
+    codec = BySize(small=Cast("bf16"), large=BlockInt(8), min_numel=100)
+    x = torch.ones(99, dtype=torch.float64)
+    assert (cases.decoded(codec, cases.wire_of(codec, x), 99, torch.float64) == 1).all()
+    with pytest.raises(CodecError, match="codec int8 takes"):
+        cases.wire_of(codec, torch.ones(100, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("codec", [BySize(), ByName({"*": "int8"})], ids=str)
+def test_composites_have_no_encoding_of_their_own(codec: Codec) -> None:
+    with pytest.raises(CodecError, match="use pick"):
+        codec.encoding(torch.float32)

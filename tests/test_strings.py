@@ -1,0 +1,273 @@
+"""The string form of codecs, and codecs as values: what they are made of, what they refuse."""
+
+import copy
+import pickle
+import re
+import string
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import cases
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec
+from thinwire.codecs import names
+
+COMPOSITES: list[Codec] = [
+    BySize(),
+    BySize(small=Identity(), large=Lloyd(2, 64, seed=3), min_numel=7, min_ndim=2),
+    ByName({"*": "int8"}),
+    ByName([("*.bias", "bf16"), ("layers.[0-9].*", BlockInt(4, mode="affine")), ("*", "lloyd4:rotate=false")]),
+    ByName({"norm?": BySize(small=Cast("e4m3")), "*": ByName({"a*": "int4:block=32,seed=9", "*": "none"})}),
+    BySize(small=ByName({"*.b": "fp16:block=64", "*": "e5m2"}), large=BySize(small=Cast(), large=BlockInt(3))),
+]
+EVERY = [*cases.CODECS, *COMPOSITES]
+
+
+# --- both ways --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", EVERY, ids=str)
+def test_round_trip(value: Codec) -> None:
+    assert codec(str(value)) == value
+    assert str(codec(str(value))) == str(value)
+
+
+seeds = st.integers(0, 2**64 - 1)
+blocks = st.integers(1, 2**29 - 1).map(lambda k: 8 * k)
+leaves = st.one_of(
+    st.just(Identity()),
+    st.just(Cast("bf16")),
+    st.builds(Cast, st.sampled_from(["fp16", "e4m3", "e5m2"]), blocks),
+    st.builds(
+        BlockInt,
+        st.integers(2, 8),
+        blocks,
+        st.sampled_from(["symmetric", "affine"]),
+        st.sampled_from(["nearest", "stochastic"]),
+        seeds,
+    ),
+    st.builds(
+        Lloyd,
+        st.integers(1, 4),
+        st.sampled_from([32, 64, 128, 256, 512, 1024]),
+        st.booleans(),
+        st.sampled_from(["mmse", "unbiased"]),
+        seeds,
+    ),
+)
+letters = string.printable + "é¹²٣ \u2028\0"
+patterns = st.text("".join(set(letters) - set("=;()")), min_size=1, max_size=12)
+codecs = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(BySize, inner, inner, st.integers(0, 2**70), st.integers(0, 9)),
+        st.builds(
+            lambda rules, last: ByName([*rules, ("*", last)]),
+            st.lists(st.tuples(patterns.filter(lambda p: p == p.strip()), inner), max_size=3),
+            inner,
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(codecs)
+def test_round_trip_of_any(value: Codec) -> None:
+    again = codec(str(value))
+    assert again == value
+    assert hash(again) == hash(value)
+
+
+@pytest.mark.parametrize("pattern", [" a", "a ", "\ta", " ", ""])
+def test_a_pattern_round_trips_or_is_refused(pattern: str) -> None:
+    try:
+        value = ByName([(pattern, "int8"), ("*", "bf16")])
+    except CodecError:
+        return
+    assert codec(str(value)) == value
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    st.text(max_size=30) | st.sampled_from(names()).flatmap(lambda n: st.text(max_size=15).map(lambda t: f"{n}:{t}"))
+)
+def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
+    try:
+        value = codec(text)
+    except CodecError:
+        return
+    assert codec(str(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("none", Identity()),
+        ("bf16", Cast("bf16")),
+        ("e4m3", Cast("e4m3")),
+        ("fp16:block=64", Cast("fp16", 64)),
+        ("int8", BlockInt(8)),
+        ("int4:block=128", BlockInt(4)),
+        (" int4:block = 64 , mode=affine ", BlockInt(4, 64, "affine")),
+        ("int2:rounding=stochastic,seed=18446744073709551615", BlockInt(2, rounding="stochastic", seed=2**64 - 1)),
+        ("lloyd2:block=256", Lloyd(2, 256)),
+        ("lloyd1:rotate=false,scale=unbiased", Lloyd(1, rotate=False, scale="unbiased")),
+        ("lloyd4:rotate=true", Lloyd(4)),
+        ("bysize()", BySize()),
+        ("bysize(large=lloyd4:block=64,seed=2; min_numel=10)", BySize(large=Lloyd(4, 64, seed=2), min_numel=10)),
+        ("byname( *.bias = bf16 ;; *=int4 ; )", ByName({"*.bias": "bf16", "*": "int4"})),
+        ("byname(*=bysize(small=none; large=int4))", ByName({"*": BySize(Identity(), BlockInt(4))})),
+    ],
+)
+def test_what_strings_mean(text: str, value: Codec) -> None:
+    assert codec(text) == value
+
+
+def test_defaults_are_not_spelled() -> None:
+    plain = ["none", "bf16", "fp16", "int8", "int3", "lloyd4", "lloyd1"]
+    assert [str(codec(text)) for text in plain] == plain
+    assert str(BlockInt(4, 64, "affine", seed=7)) == "int4:block=64,mode=affine,seed=7"
+    assert str(Lloyd(2, rotate=False)) == "lloyd2:rotate=false"
+
+
+def test_a_codec_is_returned_as_it_is() -> None:
+    value = BlockInt(5)
+    assert codec(value) is value
+
+
+def test_names_make_the_codecs_they_name() -> None:
+    assert [str(codec(name)) for name in names()] == list(names())
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["int9", "int1", "int", "", "INT8", "lloyd5", "bf16x", "int8(block=3)", "bysize", "byname("]
+)
+def test_unknown_names_list_the_known(text: str) -> None:
+    known = ", ".join(names())
+    with pytest.raises(
+        CodecError, match=re.escape(f"unknown codec {text!r}; known: {known}, bysize(...), byname(...)")
+    ):
+        codec(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int8:", "ends in ':' without options"),
+        ("int8:blok=64", "'int8' does not know the option 'blok=64'; options: block, mode, rounding, seed"),
+        ("int8:bits=4", "does not know the option 'bits=4'"),
+        ("int8:block", "does not know the option 'block'"),
+        ("int8:64", "does not know the option '64'"),
+        ("int8:block=64,", "does not know the option ''"),
+        ("int8:block=64,block=32", "the option 'block' twice"),
+        ("lloyd4:mode=affine", "options: block, rotate, scale, seed"),
+        ("e4m3:format=e5m2", "options: block"),
+        ("none:block=8", "options: none"),
+        ("bf16:block=64", "bf16 has no blocks"),
+        ("int8:block=12", "block must be a multiple of 8"),
+        ("int8:block=0", "block must be a multiple of 8"),
+        ("int8:block=-8", "block must be a multiple of 8"),
+        ("int8:block=big", "got 'big'"),
+        ("int8:block=1e3", "got '1e3'"),
+        ("int8:block=true", "got True"),
+        ("int8:block=4294967296", "block must be a multiple of 8"),
+        ("int8:mode=linear", "mode must be 'symmetric' or 'affine', got 'linear'"),
+        ("int8:rounding=up", "rounding must be 'nearest' or 'stochastic', got 'up'"),
+        ("int8:seed=-1", "seed must be 0 .. 2**64 - 1, got -1"),
+        ("int8:seed=18446744073709551616", "seed must be"),
+        ("lloyd4:block=16", "power of two from 32 to 1024, got 16"),
+        ("lloyd4:block=2048", "power of two from 32 to 1024, got 2048"),
+        ("lloyd4:block=96", "power of two"),
+        ("lloyd4:rotate=yes", "rotate must be True or False, got 'yes'"),
+        ("lloyd4:rotate=1", "rotate must be True or False, got 1"),
+        ("lloyd4:scale=best", "scale must be 'mmse' or 'unbiased', got 'best'"),
+        ("bysize(small)", "takes entries 'key=value'"),
+        ("bysize(tiny=bf16)", "does not know 'tiny'; it takes small, large, min_numel, min_ndim"),
+        ("bysize(min_numel=-1)", "min_numel must be an integer, 0 or more, got -1"),
+        ("bysize(min_ndim=two)", "min_ndim must be an integer, 0 or more, got 'two'"),
+        ("bysize(large=int9)", "unknown codec 'int9'"),
+        ("byname()", "the last rule of ByName must be '*'"),
+        ("byname(*=int8; *.bias=bf16)", "the last rule of ByName must be '*'"),
+        ("byname(*.bias=bf16; *=int8:x=1)", "does not know the option 'x=1'"),
+        ("byname(a)", "takes entries 'key=value'"),
+    ],
+)
+def test_bad_options(text: str, said: str) -> None:
+    with pytest.raises(CodecError, match=re.escape(said)):
+        codec(text)
+
+
+@pytest.mark.parametrize("value", [None, 8, 4.0, b"int8", ["int8"], BlockInt])
+def test_neither_codec_nor_string(value: Any) -> None:
+    with pytest.raises(CodecError, match="expected a codec or a string such as"):
+        codec(value)
+
+
+BAD_VALUES: list[tuple[Callable[..., Codec], str, list[Any]]] = [
+    (BlockInt, "bits", [1, 9, 0, -4, 4.0, "4", None, True]),
+    (BlockInt, "block", [0, 7, 12, -8, 64.0, "64", None, 2**32]),
+    (BlockInt, "mode", [None, "linear", 0]),
+    (BlockInt, "rounding", [True, "up", ""]),
+    (BlockInt, "seed", [-1, 2**64, 0.5, "1", None]),
+    (Lloyd, "bits", [0, 5, 2.0, "2", None, True]),
+    (Lloyd, "block", [0, 16, 48, 2048, 256.0, "256", None, [64]]),
+    (Lloyd, "rotate", [0, 1, "true", None]),
+    (Lloyd, "scale", ["", "best", None]),
+    (Lloyd, "seed", [-1, 2**64, 0.5, "1", None]),
+    (Cast, "format", ["fp32", "", None, 16]),
+    (partial(Cast, "e4m3"), "block", [0, 4, 64.0, None]),
+    (partial(Cast, "bf16"), "block", [64, 8]),
+    (BySize, "small", ["bf16", None]),
+    (BySize, "large", ["int8", BlockInt]),
+    (BySize, "min_numel", [-1, 1.5, "9", None, True]),
+    (BySize, "min_ndim", [-1, 1.5]),
+    (ByName, "rules", [{}, [("a", "int8")], {"*": "int9"}, {"*": None}]),
+    (ByName, "rules", [{bad: "int8", "*": "int8"} for bad in ("a=b", "a;b", "(a", "a)", 3)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        pytest.param(make, name, value, id=f"{getattr(make, '__name__', 'Cast')}({name}={value!r})")
+        for make, name, values in BAD_VALUES
+        for value in values
+    ],
+)
+def test_bad_values(make: Callable[..., Codec], name: str, value: Any) -> None:
+    with pytest.raises(CodecError):
+        make(**{name: value})
+
+
+def test_codec_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="unknown codec"):
+        codec("zip")
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_codecs_compare_and_hash_by_value() -> None:
+    again = [codec(str(value)) for value in EVERY]
+    assert len(set(EVERY)) == len(EVERY)
+    assert set(EVERY) == set(again)
+    assert BlockInt(4) != Lloyd(4)
+    assert BlockInt(8) != BlockInt(8, seed=1)
+
+
+@pytest.mark.parametrize("value", EVERY, ids=str)
+def test_codecs_are_frozen_and_travel(value: Codec) -> None:
+    name = next(iter(vars(value)), "seed")
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, name, 1)
+    assert copy.deepcopy(value) == value
+    assert pickle.loads(pickle.dumps(value)) == value
+    assert eval(repr(value)) == value  # repr names every field
