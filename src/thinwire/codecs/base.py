@@ -58,7 +58,7 @@ class Codec(ABC):
         kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Write the decoded wire into `out`: a dtype the codec takes (for the identity the encoded one), any strides."""
+        """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
         self.decode_sum(wire.unsqueeze(0), out)
 
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
