@@ -163,7 +163,8 @@ def read_key(layout: Layout, wires_WN: Tensor) -> int:
     Reads 32 bytes a wire on the host, so it serves CPU wires; on another device it would wait for the stream.
     """
     heads = _heads(wires_WN)
-    key: int = _HEADER.unpack(heads[0])[8]
+    rotated = layout.format.kind == Kind.LLOYD and layout.format.variant == LloydVariant.ROTATED
+    key: int = _HEADER.unpack(heads[0])[8] if rotated else 0
     expected = layout.header(key)
     for rank, head in enumerate(heads):
         if head != expected:

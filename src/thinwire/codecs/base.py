@@ -4,6 +4,8 @@ To add a codec: give `wire.Kind` a value and `Layout` its sections, define the b
 `native/`, subclass `Codec` in a module here, and enter its names in `registry.py`.
 """
 
+import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -50,12 +52,14 @@ class Codec(ABC):
         _check_wire(plan.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
-        source = x.detach().reshape(-1)
+        source = x.detach().resolve_neg().contiguous().view(-1)
+        _check_memory(source, wire)
         if x.dtype == torch.float64 and not plan.keeps_doubles:
             source = source.float()
         carried = None if residual is None else residual.view(-1)
         rotation, dither = plan.key(step, hashing.ROTATION), plan.key(step, hashing.DITHER)
         kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
+        _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor) -> None:
         """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
@@ -65,13 +69,16 @@ class Codec(ABC):
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise."""
         plan = _plan(self, out.numel(), out.dtype)
         rotation = _check_wires(plan.layout, wires_WN, out.device)
-        flat = out.detach().view(-1) if out.is_contiguous() else out.new_empty(out.numel())
+        direct = out.is_contiguous() and not out.is_neg()
+        flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        _check_memory(flat, wires_WN)
         target = flat.float() if out.dtype == torch.float64 and not plan.keeps_doubles else flat
         kernels.select(out.device).decode_sum(plan.how.format, wires_WN, target, scale=scale, rotation=rotation)
         if target is not flat:
             flat.copy_(target)
-        if not out.is_contiguous():
+        if not direct:
             out.detach().copy_(flat.view(out.shape))
+        _mark_written(out)
 
     def recode(
         self,
@@ -84,12 +91,15 @@ class Codec(ABC):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation."""
+        if not (math.isfinite(scale) and scale >= 0):
+            raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
         plan = _plan(self, numel, dtype)
         _check_wire(plan.layout, wire, wires_WN.device)
         rotation = _check_wires(plan.layout, wires_WN, wires_WN.device)
         dither = plan.key(step, hashing.DITHER_RECODE)
         backend = kernels.select(wire.device)
         backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
+        _mark_written(wire)
 
     def _spell(self, name: str, *options: str) -> str:
         """name:option=value,... for the options that differ from their default."""
@@ -114,6 +124,9 @@ class _Plan:
         return self.how.format.bits == 64
 
     def key(self, step: int, stream: int) -> int:
+        step = operator.index(step)
+        if not 0 <= step < 1 << 64:
+            raise CodecError(f"step must be 0 .. 2**64 - 1, got {step}")
         return hashing.key(self.codec.seed, step, stream)
 
 
@@ -140,6 +153,22 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
 def _check_wires(layout: wire.Layout, wires_WN: Tensor, device: torch.device) -> int:
     wire.check_wires(layout, wires_WN, device)
     return wire.read_key(layout, wires_WN)
+
+
+def _check_memory(*tensors: Tensor) -> None:
+    """Kernels read memory: a wrapper without any of its own (a DTensor, a fake tensor) has to be unwrapped."""
+    for tensor in tensors:
+        if tensor.device.type != "meta" and tensor.numel() and not tensor.data_ptr():
+            raise CodecError(
+                f"expected a plain tensor, got {type(tensor).__name__} without memory: use its local tensor"
+            )
+
+
+def _mark_written(*tensors: Tensor) -> None:
+    """Tell autograd, which cannot see what a kernel writes through a pointer."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:

@@ -3,19 +3,24 @@
 from thinwire.errors import CodecError
 
 
+def is_int(value: object) -> bool:
+    """A whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_block(block: int) -> None:
     """A block is a multiple of 8, so that a plane of one bit fills whole bytes."""
-    if not isinstance(block, int) or block < 8 or block % 8 or block >= 1 << 32:
+    if not is_int(block) or block < 8 or block % 8 or block >= 1 << 32:
         raise CodecError(f"block must be a multiple of 8 from 8 to 2**32 - 8, got {block!r}")
 
 
 def check_bits(bits: int, low: int, high: int) -> None:
     """A width this codec has."""
-    if not isinstance(bits, int) or not low <= bits <= high:
+    if not is_int(bits) or not low <= bits <= high:
         raise CodecError(f"bits must be {low}..{high}, got {bits!r}")
 
 
 def check_seed(seed: int) -> None:
     """A seed that fits the hash."""
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+    if not is_int(seed) or not 0 <= seed < 1 << 64:
         raise CodecError(f"seed must be 0 .. 2**64 - 1, got {seed!r}")

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.checks import check_bits, check_seed
+from thinwire.codecs.checks import check_bits, check_seed, is_int
 from thinwire.errors import CodecError
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import Format, Kind, LloydVariant
@@ -29,7 +29,7 @@ class Lloyd(Codec):
     def __post_init__(self) -> None:
         check_bits(self.bits, 1, 4)
         check_seed(self.seed)
-        if self.block not in (32, 64, 128, 256, 512, 1024):
+        if not is_int(self.block) or self.block not in (32, 64, 128, 256, 512, 1024):
             raise CodecError(f"block must be a power of two from 32 to 1024, got {self.block!r}")
         if not isinstance(self.rotate, bool):
             raise CodecError(f"rotate must be True or False, got {self.rotate!r}")

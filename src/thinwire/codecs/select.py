@@ -14,6 +14,7 @@ import torch
 from thinwire.codecs.base import Codec
 from thinwire.codecs.block_int import BlockInt
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import IDENTITY_DTYPES
@@ -38,7 +39,7 @@ class BySize(Codec):
         _check_leaf("small", self.small)
         _check_leaf("large", self.large)
         for name in ("min_numel", "min_ndim"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+            if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise CodecError(f"{name} must be an integer, 0 or more, got {getattr(self, name)!r}")
 
     def pick(self, name: str = "", shape: Sequence[int] = ()) -> Codec:
@@ -76,8 +77,8 @@ class ByName(Codec):
         if not self.rules or self.rules[-1][0] != "*":
             raise CodecError("the last rule of ByName must be '*', the codec of every other tensor")
         for pattern, _ in self.rules:
-            if set(pattern) & set("=;()"):
-                raise CodecError(f"a pattern cannot contain = ; ( or ), got {pattern!r}")
+            if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or set(pattern) & set("=;()"):
+                raise CodecError(f"a pattern is text without = ; ( ) or spaces around it, got {pattern!r}")
 
     def pick(self, name: str = "", shape: Sequence[int] = ()) -> Codec:
         """The codec of the first matching rule."""

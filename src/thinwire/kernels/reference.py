@@ -3,16 +3,27 @@
 Shape suffixes: W ranks, K blocks, B codes of a block (padded), N elements.
 """
 
+import ctypes
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.schema import HUGE_PEAK, LIFT, LLOYD, LOWER, TINY_PEAK, Encoding
+from thinwire.kernels.schema import (
+    HUGE_PEAK,
+    LIFT,
+    LLOYD,
+    LLOYD_REACH,
+    LOWER,
+    OTHER_REACH,
+    TINY_PEAK,
+    Encoding,
+)
 from thinwire.wire import HEADER_BYTES, IDENTITY_DTYPES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 BF16_MAX = torch.finfo(torch.bfloat16).max
 _CASTS = {  # dtype, exponent that a block's peak is brought to
     CastVariant.FP16: (torch.float16, 14),
@@ -68,22 +79,21 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         if format.kind == Kind.LLOYD and format.variant == LloydVariant.ROTATED:
             z_KB = _flip(_hadamard(z_KB), span.lo, rotation)
             norm = norm * _root(span.codes)
-        z_KB = z_KB * norm * post_K1
-        if format.kind == Kind.LLOYD:
-            z_KB = torch.where(post_K1 > 1, z_KB.clamp(-FLOAT_MAX, FLOAT_MAX), z_KB)
-        out[span.lo : span.hi] = _fit_dtype(z_KB.reshape(-1)[: span.hi - span.lo], out.dtype)
+        z_KB = z_KB * norm
+        z_KB = torch.where(post_K1 > 1, _saturate(format, z_KB, FLOAT_MAX * LOWER), z_KB) * post_K1
+        out[span.lo : span.hi] = _fit_dtype(format, z_KB.reshape(-1)[: span.hi - span.lo], out.dtype)
 
 
-def _fit_dtype(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """A value up to 2**-7 past the largest number of a 16-bit output is that number: the codes' error took it there.
-
-    Further out it is an overflow, and becomes Inf.
-    """
-    if dtype == torch.float32:
-        return z
-    most = torch.finfo(dtype).max
-    beyond = min(_f32(most * (1 + 2.0**-7)), FLOAT_MAX)
+def _saturate(format: Format, z: Tensor, most: float) -> Tensor:
+    """`most` in place of what the codes' error took past it. Further out is an overflow, and stays."""
+    reach = LLOYD_REACH if format.kind == Kind.LLOYD else OTHER_REACH
+    beyond = min(_f32(most * reach), FLOAT_MAX)
     return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
+
+
+def _fit_dtype(format: Format, z: Tensor, dtype: torch.dtype) -> Tensor:
+    """z where it goes into a 16-bit output: values just past its largest number become that."""
+    return z if dtype == torch.float32 else _saturate(format, z, torch.finfo(dtype).max)
 
 
 def recode(
@@ -100,11 +110,11 @@ def recode(
     for span in _spans(layout):
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
         if how.format.kind == Kind.LLOYD:
-            z_KB, down_K1, post_K1 = _settle(*_lift_sum(z_KB, post_K1))
+            z_KB, down_K1, post_K1 = _settle(*_enter_sum(z_KB, post_K1))
             power_K1 = _tree_sum(z_KB * z_KB) / span.codes
             parts.append(_encode_lloyd(how, z_KB, power_K1, 1 / down_K1, post_K1, _f32(scale)))
         else:
-            parts.append(_encode_scaled(how, *_lift_sum(z_KB * _f32(scale), post_K1), span.lo, dither))
+            parts.append(_encode_scaled(how, *_enter_sum(z_KB * _f32(scale), post_K1, lift_only=True), span.lo, dither))
     _write(layout, parts, wire, rotation)
 
 
@@ -222,11 +232,11 @@ def _into_domain(x_KB: Tensor) -> tuple[Tensor, Tensor]:
     return x_KB * factor_K1, 1 / factor_K1
 
 
-def _lift_sum(x_KB: Tensor, post_K1: Tensor) -> tuple[Tensor, Tensor]:
-    """Lift a sum that came out tiny; its wires chose the domain, so only the middle one can need it."""
+def _enter_sum(x_KB: Tensor, post_K1: Tensor, *, lift_only: bool = False) -> tuple[Tensor, Tensor]:
+    """Bring a sum that its wires left in the middle domain into its own; where squares are not needed, only lift it."""
     inner_KB, inner_K1 = _into_domain(x_KB)
-    lift = (post_K1 == 1) & (inner_K1 < 1)
-    return torch.where(lift, inner_KB, x_KB), torch.where(lift, inner_K1, post_K1)
+    enter = (post_K1 == 1) & (inner_K1 < 1 if lift_only else inner_K1 != 1)
+    return torch.where(enter, inner_KB, x_KB), torch.where(enter, inner_K1, post_K1)
 
 
 def _store(scale_K1: Tensor, post_K1: Tensor) -> Tensor:
@@ -239,7 +249,7 @@ def _store(scale_K1: Tensor, post_K1: Tensor) -> Tensor:
 def _read_scales(layout: Layout, wires_WN: Tensor, span: _Span, at: int) -> Tensor:
     """(W, K, 1) bfloat16 values of the section at byte `at`, as fp32."""
     at += 2 * (span.lo // layout.format.block)
-    raw = wires_WN[:, at : at + 2 * span.num_blocks].clone().view(torch.bfloat16)
+    raw = wires_WN[:, at : at + 2 * span.num_blocks].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     return raw.float()[:, :, None]
 
 
@@ -248,6 +258,7 @@ def _sum_blocks(layout: Layout, wires_WN: Tensor, span: _Span) -> tuple[Tensor, 
     scale_WK1 = _read_scales(layout, wires_WN, span, layout.scales_at)
     lifted = scale_WK1.signbit()
     scale_WK1 = scale_WK1.abs()
+    scale_WK1 = torch.where(scale_WK1 < SMALLEST_SCALE, torch.zeros_like(scale_WK1), scale_WK1)  # encoders write none
     huge = (scale_WK1 >= HUGE_PEAK) & ~lifted
     if layout.affine:
         minimum_WK1 = _read_scales(layout, wires_WN, span, layout.minima_at)
@@ -262,7 +273,7 @@ def _sum_blocks(layout: Layout, wires_WN: Tensor, span: _Span) -> tuple[Tensor, 
     post_K1 = torch.where(all_lifted, one / LIFT, torch.where(any_huge, one / LOWER, one))
     into_WK1 = torch.where(lifted & ~all_lifted, one / LIFT, one)
     lower_K1 = torch.where(any_huge & ~all_lifted, LOWER * one, one)
-    z_KB = torch.zeros(span.num_blocks, 1, device=wires_WN.device)
+    z_KB = torch.zeros(span.num_blocks, 1, dtype=torch.float32, device=wires_WN.device)
     for minimum_K1, into_K1 in zip(minimum_WK1, into_WK1, strict=True):
         z_KB = z_KB + minimum_K1 * into_K1 * lower_K1
     for wire, scale_K1, into_K1 in zip(wires_WN, scale_WK1, into_WK1, strict=True):
@@ -400,7 +411,7 @@ def _encode_lloyd(
 
 def _f32(value: float) -> float:
     """value rounded to fp32, so that a scalar operand is the same number in every backend."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return ctypes.c_float(value).value
 
 
 def _root(codes: int) -> float:

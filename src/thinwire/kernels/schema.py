@@ -72,6 +72,11 @@ LLOYD = {
     4: LloydTable(47, (13, 25, 38, 52, 68, 87, 113), (5, 15, 25, 36, 48, 62, 79, 104)),
 }
 
+# How far past the largest number of its output the codes' error can take a value, as a factor. Inside it the value is
+# that largest number; beyond it is an overflow, and becomes Inf.
+LLOYD_REACH = 4.0  # in a rotated block the errors of many codes can meet in one element
+OTHER_REACH = 1 + 2.0**-5  # block integers and casts: half a step and the rounding of the scale
+
 # [Note: Three domains]
 # A block whose peak is tiny is multiplied by 2**64 before it is quantised, one whose peak is huge by 2**-32, so that
 # scales, their inverses and sums neither overflow nor fall into subnormals. Powers of two are exact, so the codes are

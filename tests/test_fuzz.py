@@ -1,0 +1,227 @@
+"""Corrupted wires: no crash, no byte written outside the output, the same numbers from every backend."""
+
+import faulthandler
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cases
+from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
+
+CODECS = [
+    *cases.ONE_OF_EACH,
+    BlockInt(7, 1032, "affine"),
+    BlockInt(6, 8),
+    Cast("e4m3", 2048),
+    Lloyd(4, 1024, rotate=False),
+]
+LENGTHS = (1, 9, 33, 129, 1000, 2500)
+HEADER = 32
+# bfloat16 with either sign: zero, subnormals, the smallest, 2**-40 and 2**48 where domains end, the largest, Inf, NaN
+SIZES = (0x0000, 0x0001, 0x007F, 0x0080, 0x2B7F, 0x2B80, 0x3F80, 0x577F, 0x5780, 0x7F00, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0)
+SCALES = [size | sign for size in SIZES for sign in (0, 0x8000)]
+
+
+# --- ways to break a wire ---------------------------------------------------------------------------------------------
+
+
+def _random(n: int, rng: random.Random) -> Tensor:
+    return torch.frombuffer(bytearray(rng.randbytes(n)), dtype=torch.uint8) if n else torch.empty(0, dtype=torch.uint8)
+
+
+def _sections(codec: Codec, n: int) -> tuple[int, int]:
+    """(where the scales end, where the codes start)"""
+    layout = codec.encoding(torch.float32).format.layout(n)
+    return layout.scales_at + 2 * layout.num_blocks, layout.planes[0][1]
+
+
+def put(wire: Tensor, at: int, value: int) -> None:
+    wire[at], wire[at + 1] = value & 255, value >> 8
+
+
+def body(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
+    wire[HEADER:] = _random(wire.numel() - HEADER, rng)
+
+
+def codes(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
+    at = _sections(codec, n)[1]
+    wire[at:] = _random(wire.numel() - at, rng)
+
+
+def scales(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
+    at = _sections(codec, n)[1]
+    wire[HEADER:at] = _random(at - HEADER, rng)
+
+
+def special_scales(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
+    for at in range(HEADER, _sections(codec, n)[1], 2):
+        if rng.random() < 0.7:
+            put(wire, at, rng.choice(SCALES))
+
+
+def bits(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
+    for _ in range(rng.randrange(1, 6)):
+        wire[rng.randrange(HEADER, wire.numel())] ^= 1 << rng.randrange(8)
+
+
+WAYS: list[Callable[[Codec, Tensor, int, random.Random], None]] = [body, codes, scales, special_scales, bits]
+
+
+def tame(codec: Codec, wire: Tensor, n: int) -> None:
+    """Divide by 2**128 every scale whose sign bit says "lifted" and whose size is 2**112 or more.
+
+    No encoder writes a lifted scale of 2**24 or more. Those near 2**128 overflow when they meet their codes, and a
+    fused multiply-add overflows later than a multiplication: there, and only there, backends may differ.
+    """
+    for at in range(HEADER, _sections(codec, n)[0], 2):
+        if 0xF780 <= int(wire[at]) + 256 * int(wire[at + 1]) < 0xFF80:
+            wire[at + 1] &= 0xBF
+
+
+def broken_wires(codec: Codec, n: int, world: int, way: int, rng: random.Random) -> Tensor:
+    wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(world)])
+    for rank in range(world):
+        if rank == 0 or rng.random() < 0.5:
+            WAYS[way](codec, wires_WN[rank], n, rng)
+    return wires_WN
+
+
+# --- what is done with it ---------------------------------------------------------------------------------------------
+
+
+def guarded(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    room = torch.full((n * dtype.itemsize + 128,), cases.GARBAGE, dtype=torch.uint8)
+    return room, room[64 : 64 + n * dtype.itemsize].view(dtype)
+
+
+def read_all(codec: Codec, wires_WN: Tensor, n: int, scale: float) -> dict[str, Tensor]:
+    """Everything that reads wires, into guarded buffers."""
+    results = {}
+    for dtype in (torch.float32,) if codec == Identity() else (torch.float32, torch.float16):
+        for what, wires in (("decoded", wires_WN[:1]), ("sum", wires_WN)):
+            room, out = guarded(n, dtype)
+            codec.decode_sum(wires, out, scale=1.0 if what == "decoded" else scale)
+            assert_untouched(room, what)
+            results[f"{what} as {dtype}"] = out
+    room, wire = guarded(wires_WN.shape[1], torch.uint8)
+    codec.recode(wires_WN, wire, n, scale=scale, step=1)
+    assert_untouched(room, "recoded")
+    return {**results, "recoded": wire}
+
+
+def assert_untouched(room: Tensor, what: str) -> None:
+    assert (room[:64] == cases.GARBAGE).all(), f"{what}: bytes before the output were written"
+    assert (room[-64:] == cases.GARBAGE).all(), f"{what}: bytes behind the output were written"
+
+
+@pytest.mark.parametrize("backend", cases.OTHERS)
+@pytest.mark.parametrize("way", range(len(WAYS)), ids=lambda way: WAYS[way].__name__)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_backends_read_broken_wires_alike(codec: Codec, way: int, backend: str) -> None:
+    rng = random.Random(f"{codec} {way}")
+    for n in rng.sample(LENGTHS, 3):
+        wires_WN, scale = broken_wires(codec, n, rng.choice((2, 3)), way, rng), rng.choice((1.0, 1 / 3))
+        for wire in wires_WN:
+            tame(codec, wire, n)
+        with use_backend("reference"):
+            want = read_all(codec, wires_WN, n, scale)
+        with use_backend(backend):
+            got = read_all(codec, wires_WN, n, scale)
+        for what in want:
+            cases.assert_same(got[what], want[what], f"{codec}, {n} elements, {len(wires_WN)} wires: {what}")
+
+
+@pytest.mark.parametrize("backend", cases.OTHERS)
+@pytest.mark.parametrize("codec", [c for c in CODECS if 8 <= cases.block_of(c) <= 128], ids=str)
+def test_every_pair_of_scales_is_read_alike(codec: Codec, backend: str) -> None:
+    """Block by block, two wires with every pair of zero, subnormal, huge, infinite and missing scales."""
+    n, rng = len(SCALES) ** 2 * cases.block_of(codec), random.Random(2)
+    wires_WN = torch.stack([cases.wire_of(codec, cases.content("gaussian", n, seed=rank)) for rank in range(2)])
+    for i, pair in enumerate(itertools.product(SCALES, SCALES)):
+        for wire, scale in zip(wires_WN, pair, strict=True):
+            put(wire, HEADER + 2 * i, scale)
+            if getattr(codec, "mode", "") == "affine":
+                put(wire, codec.encoding(torch.float32).format.layout(n).minima_at + 2 * i, rng.choice(SCALES))
+    for wire in wires_WN:
+        tame(codec, wire, n)
+    with use_backend("reference"):
+        want = read_all(codec, wires_WN, n, 1.0)
+    with use_backend(backend):
+        got = read_all(codec, wires_WN, n, 1.0)
+    for what in want:
+        cases.assert_same(got[what], want[what], f"{codec}: {what}")
+
+
+def torture(rounds: int) -> None:
+    """Broken wires through every codec, length and way; run where a crash ends a child."""
+    faulthandler.enable()
+    rng = random.Random(rounds)
+    for i in range(rounds):
+        codec, n = rng.choice([*cases.CODECS, *CODECS]), rng.choice((rng.randrange(1, 300), rng.randrange(1, 5000)))
+        wires_WN = broken_wires(codec, n, rng.choice((1, 2, 5, 9)), i % len(WAYS), rng)
+        read_all(codec, wires_WN, n, rng.choice((1.0, 0.3, 0.0, 1e30)))
+        spoiled = wires_WN.clone()
+        spoiled[rng.randrange(len(spoiled)), rng.randrange(HEADER)] ^= 1 << rng.randrange(8)
+        try:
+            codec.decode_sum(spoiled, torch.empty(n))
+        except WireError:
+            pass
+        else:
+            assert len(spoiled) == 1, f"{codec} took a broken header"  # the key of a wire alone is any
+
+
+def test_no_wire_crashes_the_process() -> None:
+    runs = [f"with use_backend({name!r}): torture({1000 if name in cases.OTHERS else 50})" for name in cases.SERVING]
+    script = "\n".join(["from test_fuzz import torture", "from thinwire import use_backend", *runs])
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+# --- headers and lengths ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+def test_a_broken_header_is_refused(codec: Codec) -> None:
+    """Any change of any of its bits, in either of two wires."""
+    good = cases.wires_of(codec, [torch.ones(77), torch.zeros(77)])
+    rng = random.Random(1)
+    for at in range(HEADER):
+        for mask in (1, 0x80, rng.randrange(1, 256)):
+            wires_WN = good.clone()
+            wires_WN[at % 2, at] ^= mask
+            with pytest.raises(WireError, match=r"wire \d"):
+                cases.summed(codec, wires_WN, 77)
+            with pytest.raises(WireError, match=r"wire \d"):
+                cases.recoded(codec, wires_WN, 77)
+    for _ in range(20):
+        wires_WN = good.clone()
+        wires_WN[0, :HEADER] = _random(HEADER, rng)
+        with pytest.raises(WireError, match="wire 0"):
+            cases.decoded(codec, wires_WN[0], 77)
+
+
+@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+def test_a_wire_cut_anywhere_is_refused(codec: Codec) -> None:
+    wire = cases.wire_of(codec, torch.ones(77))
+    for length in (*range(wire.numel()), wire.numel() + 1, 2 * wire.numel()):
+        cut = torch.cat((wire, wire))[:length].clone()
+        with pytest.raises(WireError, match="expected wires of"):
+            cases.decoded(codec, cut, 77)
+
+
+@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+def test_a_wire_does_not_choose_how_much_is_read(codec: Codec) -> None:
+    """A header that promises more than the buffer holds is refused: lengths come from the output, not from the wire."""
+    wire = cases.wire_of(codec, torch.ones(77))
+    for numel in (0, 76, 78, 10**6, 2**63 - 1, 2**64 - 1):
+        wire[24:32] = torch.tensor(list(numel.to_bytes(8, "little")), dtype=torch.uint8)
+        with pytest.raises(WireError, match=f"numel={numel}, expected"):
+            cases.decoded(codec, wire, 77)
