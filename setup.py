@@ -23,7 +23,8 @@ NATIVE = Extension(
         "-O3",
         "-std=gnu11",
         "-fPIC",
-        "-fno-fast-math", "-ffp-contract=off",  # same bytes as the torch reference: no fused multiply-add
+        "-fno-fast-math",
+        "-ffp-contract=off",  # same bytes as the torch reference: no fused multiply-add
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fvisibility=hidden",
