@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,6 +283,13 @@ def assert_fitted(codec: Lloyd, x: Tensor, y: Tensor) -> None:
     assert float(x @ y / (x @ x)) == pytest.approx(cosine_2 if codec.scale == "mmse" else 1, rel=slack)
 
 
+@pytest.mark.parametrize("scale", [-0.5, math.nan, math.inf])
+def test_recode_refuses_a_scale_no_wire_can_hold(scale: float) -> None:
+    wire = cases.wire_of(BlockInt(8), torch.ones(10))
+    with pytest.raises(CodecError, match="must be finite and not negative"):
+        cases.recoded(BlockInt(8), wire[None], 10, scale)
+
+
 @pytest.mark.parametrize("bits", LLOYD_MAX)
 def test_recoding_a_rotated_wire_loses_nothing_twice(bits: int) -> None:
     """The wire of one wire's sum is that wire: its levels are a fixed point of the least-squares scale."""
@@ -406,6 +414,29 @@ def test_strides_do_not_matter(codec: Codec) -> None:
         cases.assert_same(residual, straight, f"residual, {what}")
 
 
+@one_of_each
+def test_negated_views_are_read_and_written_as_numbers(codec: Codec) -> None:
+    x, out = torch._neg_view(cases.content("gaussian", 300)), torch._neg_view(torch.zeros(300))
+    wire = cases.wire_of(codec, x)
+    cases.assert_same(wire, cases.wire_of(codec, x.clone()))
+    codec.decode(wire, out)
+    cases.assert_same(out.clone(), cases.decoded(codec, wire, 300))
+
+
+@one_of_each
+def test_autograd_learns_of_what_was_written(codec: Codec) -> None:
+    """A tensor saved for backward and then written into must be refused there, not read."""
+    x, out, residual = torch.ones(30), torch.ones(30, requires_grad=True).clone(), torch.zeros(30)
+    wire = cases.wire_of(codec, x)
+    versions = [t._version for t in (wire, residual)]
+    codec.encode(x, wire, residual=residual)
+    assert [t._version for t in (wire, residual)] > versions
+    squared = out.square()
+    codec.decode(wire, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
 @pytest.mark.parametrize("codec", [c for c in cases.ONE_OF_EACH if c != Identity()], ids=str)
 def test_output_is_rounded_once_into_its_dtype(codec: Codec) -> None:
     wires_WN = cases.wires_of(codec, [cases.content("gaussian", 300, seed=rank) for rank in range(2)])
@@ -496,6 +527,12 @@ def test_seed_and_step_decide_everything(make_codec: type[Lloyd]) -> None:
     for (seed, step), wire in wires.items():
         torch.manual_seed(step % 1000 + seed % 1000)
         cases.assert_same(cases.wire_of(make_codec(seed=seed), x, step=step), wire)
+
+
+@pytest.mark.parametrize(("step", "error"), [(-1, CodecError), (2**64, CodecError), (1.5, TypeError), ("1", TypeError)])
+def test_steps_that_do_not_count(step: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        cases.wire_of(Lloyd(4), torch.ones(10), step=step)
 
 
 @pytest.mark.parametrize("codec", [c for c in cases.ONE_OF_EACH if "stochastic" not in str(c)], ids=str)

@@ -384,6 +384,12 @@ def test_wires_rotated_by_unlike_keys_do_not_add() -> None:
             cases.recoded(Lloyd(4), wires_WN, N)
 
 
+def test_a_wire_that_is_not_rotated_has_no_key() -> None:
+    wire = cases.wire_of(BlockInt(8), torch.ones(N))
+    wire[16] = 1
+    assert_refused(BlockInt(8), wire, "wire 0 ")
+
+
 def test_a_wire_carries_its_key() -> None:
     """decode needs neither seed nor step: the key is in the header, and recode keeps it."""
     x = cases.content("gaussian", 300)
