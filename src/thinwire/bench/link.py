@@ -1,0 +1,155 @@
+"""Shaped links: hosts on one machine, each a network namespace whose up- and downlink tbf holds to a rate.
+
+A bridge joins them, in a namespace of its own: nothing is added to the machine's own network, and removing the
+namespaces removes everything. Rates can be shaped this way, delays cannot.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.errors import ThinwireError
+
+INTERFACE = "eth0"  # of every host
+MOST_HOSTS = 254  # in 10.77.0.0/24
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
+_NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
+_numbers = itertools.count()
+
+
+class LinkError(ThinwireError, RuntimeError):
+    """A shaped link cannot be made here, or a command that makes it failed."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rate, as it was written and in bits a second."""
+
+    text: str
+    rate: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse(text: str) -> Link:
+    """ "1gbit", "100mbit", "2.5gbit": a number and the unit tc knows it by."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"expected a rate such as 100mbit or 1gbit, got {text!r}")
+    return Link(found[0], float(found[1]) * _UNITS[found[2]])
+
+
+def check() -> None:
+    """Raise LinkError unless links can be shaped here."""
+    lacking = [] if os.geteuid() == 0 else ["root (run it with sudo)"]
+    lacking += [f"the command {name!r} (package iproute2)" for name in ("ip", "tc") if shutil.which(name) is None]
+    if lacking:
+        raise LinkError(
+            f"--link puts every rank into a network namespace of its own and needs {' and '.join(lacking)}; "
+            "without --link the ranks talk over loopback"
+        )
+
+
+@contextlib.contextmanager
+def hosts(count: int, link: Link) -> Iterator[list[str]]:
+    """The names of `count` hosts, 10.77.0.1 and up; removed whatever ends the block, Ctrl-C and SIGTERM too."""
+    check()
+    prefix = f"tw{os.getpid()}n{next(_numbers)}"
+    switch, names = f"{prefix}sw", [f"{prefix}r{number}" for number in range(count)]
+    with sigterm_as_ctrl_c():
+        try:
+            _run("ip", "netns", "add", switch)
+            _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "bridge", "mtu", "1500", "up")
+            for number, name in enumerate(names):
+                _plug(name, number, switch, link)
+            yield names
+        finally:
+            with _no_signals():
+                for name in (*names, switch):
+                    _run("ip", "netns", "del", name, check=False)
+
+
+def address(number: int) -> str:
+    """Of a host, on the bridge."""
+    return f"10.77.0.{number + 1}"
+
+
+def enter(host: str) -> None:
+    """Move this thread, and the threads it will start, to a host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (_RUNTIME / host).open() as namespace:
+        if libc.setns(namespace.fileno(), _NEWNET) != 0:
+            raise LinkError(f"cannot enter the network namespace {host}: {os.strerror(ctypes.get_errno())}")
+
+
+def sent_bytes() -> int:
+    """What the interface of this thread's host has sent, headers and acknowledgements included."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise LinkError(f"no interface {INTERFACE} here: this thread has entered no host")
+
+
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """By default SIGTERM ends a process before it can clean up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _plug(name: str, number: int, switch: str, link: Link) -> None:
+    """Make a host and join it to the bridge."""
+    port = f"port{number}"
+    _run("ip", "netns", "add", name)
+    _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
+    _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+    _run("ip", "-n", name, "link", "set", "lo", "up")
+    for namespace, device in ((name, INTERFACE), (switch, port)):
+        _shape(namespace, device, link)
+
+
+def _shape(namespace: str, device: str, link: Link) -> None:
+    # tbf sends in bursts: too small, and timers cannot keep up with the rate; too large, and small messages fly free.
+    burst = max(1 << 16, int(link.rate / 8 * 0.0021))
+    limits = ("rate", link.text, "burst", f"{burst}b", "latency", "100ms")
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
+
+def _run(*command: str, check: bool = True) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+    if check and done.returncode != 0:
+        raise LinkError(
+            f"`{' '.join(command)}` failed: {done.stderr.strip()}; network namespaces need root with CAP_NET_ADMIN "
+            "and CAP_SYS_ADMIN, and a kernel with veth, bridge and sch_tbf"
+        )
+
+
+@contextlib.contextmanager
+def _no_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait, here and in the commands that are run, until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
