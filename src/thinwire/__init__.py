@@ -4,7 +4,21 @@ The public surface and nothing else.
 """
 
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
-from thinwire.errors import BackendError, CodecError, ThinwireError, WireError
+from thinwire.collectives import (
+    Work,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    explain,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
+from thinwire.errors import BackendError, CodecError, CollectiveError, DisagreementError, ThinwireError, WireError
 from thinwire.kernels import use_backend
 
 __all__ = [
@@ -15,11 +29,25 @@ __all__ = [
     "Cast",
     "Codec",
     "CodecError",
+    "CollectiveError",
+    "DisagreementError",
     "Identity",
     "Lloyd",
     "ThinwireError",
     "WireError",
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
     "codec",
+    "explain",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
     "use_backend",
 ]
 __version__ = "0.1.0"

@@ -1,10 +1,12 @@
 """The exception tree.
 
 ThinwireError
-├── CodecError    (ValueError)    a codec string, parameter or input tensor that no codec can serve
-├── RecordError   (ValueError)    a benchmark record that is not one
-├── WireError     (ValueError)    a wire of the wrong length, dtype, device, version or codec
-└── BackendError  (RuntimeError)  a kernel backend was asked for by name and cannot serve
+├── CollectiveError    (ValueError)    a collective called with tensors, an op or a group it cannot serve
+│   └── DisagreementError              the ranks of a group called different things
+├── CodecError         (ValueError)    a codec string, parameter or input tensor that no codec can serve
+├── RecordError        (ValueError)    a benchmark record that is not one
+├── WireError          (ValueError)    a wire of the wrong length, dtype, device, version or codec
+└── BackendError       (RuntimeError)  a kernel backend was asked for by name and cannot serve
 """
 
 
@@ -26,3 +28,11 @@ class WireError(ThinwireError, ValueError):
 
 class BackendError(ThinwireError, RuntimeError):
     """A kernel backend was requested by name but cannot run here."""
+
+
+class CollectiveError(ThinwireError, ValueError):
+    """A collective cannot do what it was asked: the op, the sizes, the group or the algorithm; the message says why."""
+
+
+class DisagreementError(CollectiveError):
+    """The ranks of a group called different things; the message names both sides."""

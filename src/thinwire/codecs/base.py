@@ -61,14 +61,18 @@ class Codec(ABC):
         kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
         _mark_written(wire, *(() if residual is None else (residual,)))
 
-    def decode(self, wire: Tensor, out: Tensor) -> None:
+    def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
-        self.decode_sum(wire.unsqueeze(0), out)
+        self.decode_sum(wire.unsqueeze(0), out, scale=scale, step=step)
 
-    def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-        """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise."""
+    def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
+        """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
+
+        `step`, where it is known that the wires were encoded with it, stands in for their headers: these are then not
+        read, which on a GPU would wait for the stream.
+        """
         plan = _plan(self, out.numel(), out.dtype)
-        rotation = _check_wires(plan.layout, wires_WN, out.device)
+        rotation = _read_wires(plan, wires_WN, out.device, step)
         direct = out.is_contiguous() and not out.is_neg()
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         _check_memory(flat, wires_WN)
@@ -89,13 +93,17 @@ class Codec(ABC):
         scale: float = 1.0,
         step: int = 0,
         dtype: torch.dtype = torch.float32,
+        trusted: bool = False,
     ) -> None:
-        """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation."""
+        """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation.
+
+        `trusted` says that the wires were encoded with this `step`; their headers are then not read.
+        """
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
         plan = _plan(self, numel, dtype)
         _check_wire(plan.layout, wire, wires_WN.device)
-        rotation = _check_wires(plan.layout, wires_WN, wires_WN.device)
+        rotation = _read_wires(plan, wires_WN, wires_WN.device, step if trusted else None)
         dither = plan.key(step, hashing.DITHER_RECODE)
         backend = kernels.select(wire.device)
         backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
@@ -150,9 +158,10 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
     wire.check_wires(layout, buffer.unsqueeze(0), device)
 
 
-def _check_wires(layout: wire.Layout, wires_WN: Tensor, device: torch.device) -> int:
-    wire.check_wires(layout, wires_WN, device)
-    return wire.read_key(layout, wires_WN)
+def _read_wires(plan: _Plan, wires_WN: Tensor, device: torch.device, step: int | None) -> int:
+    """Check the wires and return the key of their rotation: from their headers, or of `step`."""
+    wire.check_wires(plan.layout, wires_WN, device)
+    return wire.read_key(plan.layout, wires_WN) if step is None else plan.key(step, hashing.ROTATION)
 
 
 def _check_memory(*tensors: Tensor) -> None:

@@ -1,0 +1,34 @@
+"""torch.distributed's verbs with a codec: same signatures, same places, 1 to 8 bits on the wire.
+
+To add a verb: write what one chunk does in `steps.py`, its signature in the module of its kind (reduce, gather,
+exchange), its prediction in `cost.py`, and export it here and in thinwire.
+"""
+
+from thinwire.collectives.calls import Traffic, traffic
+from thinwire.collectives.exchange import all_to_all, all_to_all_single
+from thinwire.collectives.gather import all_gather, all_gather_into_tensor, all_gather_single, broadcast
+from thinwire.collectives.reduce import (
+    all_reduce,
+    all_reduce_coalesced,
+    explain,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
+from thinwire.collectives.schedule import Work
+
+__all__ = [
+    "Traffic",
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "explain",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "traffic",
+]

@@ -1,0 +1,282 @@
+"""auto_quantize: a collective of torch.distributed, same signature, its data through a codec.
+
+    all_gather = auto_quantize(dist.all_gather, DQuantType.FP16)
+    all_gather(tensor_list, tensor, group, async_op=True).wait()
+
+Thin over thinwire's verbs, which have torch's parameter names: most calls are passed on as they are. The four that have
+no verb are said in terms of one that has:
+
+    gather, scatter       all_to_all, in which only one rank receives or sends
+    reduce                all_reduce, kept by one rank; the others' tensors stay as they are
+    reduce_scatter        reduce_scatter_tensor of the list's tensors laid side by side
+
+To add one: its name in `_VERBS` if a verb has the same parameters, else a function in `_REWRITES`.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import update_wrapper
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec, codec
+from thinwire.collectives import exchange, gather, primitives, reduce
+from thinwire.collectives.schedule import Work
+from thinwire.errors import CodecError, CollectiveError
+
+
+class DQuantType(Enum):
+    """The two types of torch's own auto_quantize; every codec of thinwire may stand in their place."""
+
+    FP16 = "fp16"
+    BFP16 = "bfp16"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def auto_quantize(
+    func: Callable[..., Any], qtype: DQuantType | str | Codec, quant_loss: float | None = None
+) -> Callable[..., Work | None]:
+    """`func`, a collective of torch.distributed or of thinwire, with its data sent as `qtype`.
+
+    The result is called like `func`, positional and keyword arguments alike, writes in place, and returns a Work when
+    async_op is true. It always goes through the codec, also where sending plain would be faster. all_to_all_single
+    takes out_splits and in_splits as other names of output_split_sizes and input_split_sizes.
+
+    quant_loss: a number by which every value that arrives is divided.
+    """
+    return _Quantised(func, _codec_of(qtype), quant_loss)
+
+
+def _codec_of(qtype: DQuantType | str | Codec) -> Codec:
+    names = {str(DQuantType.FP16): "fp16", str(DQuantType.BFP16): "bf16"}
+    name = str(qtype) if isinstance(qtype, DQuantType) else qtype
+    try:
+        return codec(names.get(name, name) if isinstance(name, str) else name)
+    except CodecError as error:
+        raise CodecError(f"qtype must be DQuantType.FP16, DQuantType.BFP16 or a codec: {error}") from None
+
+
+# Which collectives, and by which verb.
+
+Arguments = dict[str, Any]  # of a call, by parameter name
+Verb = Callable[..., Work | None]
+
+
+class _Call(NamedTuple):
+    """A verb about to be called, and the tensors the caller will look at."""
+
+    verb: Verb
+    arguments: Arguments
+    outputs: Sequence[Tensor]
+
+
+_VERBS: dict[str, Verb] = {
+    "all_gather": gather.all_gather,
+    "all_gather_into_tensor": gather.all_gather_into_tensor,
+    "all_gather_single": gather.all_gather_into_tensor,
+    "all_reduce": reduce.all_reduce,
+    "all_reduce_coalesced": reduce.all_reduce_coalesced,
+    "all_to_all": exchange.all_to_all,
+    "all_to_all_single": exchange.all_to_all_single,
+    "broadcast": gather.broadcast,
+    "reduce_scatter_single": reduce.reduce_scatter_tensor,
+    "reduce_scatter_tensor": reduce.reduce_scatter_tensor,
+}
+_ALIASES = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
+_REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
+
+
+def _gather(arguments: Arguments) -> _Call:
+    tensor, listed = arguments["tensor"], arguments.get("gather_list")
+    group = primitives.resolve(arguments.get("group"))
+    root = _root(group, arguments.get("dst"), arguments.get("group_dst"))
+    outputs = _list_of_root(group, root, listed, "gather_list")
+    sends = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
+    receives = outputs or [tensor.new_empty(0) for _ in sends]
+    return _exchange(arguments, group, receives, sends, outputs)
+
+
+def _scatter(arguments: Arguments) -> _Call:
+    tensor, listed = arguments["tensor"], arguments.get("scatter_list")
+    group = primitives.resolve(arguments.get("group"))
+    root = _root(group, arguments.get("src"), arguments.get("group_src"))
+    receives = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
+    sends = _list_of_root(group, root, listed, "scatter_list") or [tensor.new_empty(0) for _ in receives]
+    return _exchange(arguments, group, receives, sends, [tensor])
+
+
+def _exchange(
+    arguments: Arguments, group: dist.ProcessGroup, receives: list[Tensor], sends: list[Tensor], outputs: list[Tensor]
+) -> _Call:
+    passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
+    return _Call(exchange.all_to_all, passed | _only(arguments, "async_op"), outputs)
+
+
+def _reduce(arguments: Arguments) -> _Call:
+    group = primitives.resolve(arguments.get("group"))
+    is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
+    tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
+    return _Call(reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor])
+
+
+def _reduce_scatter(arguments: Arguments) -> _Call:
+    output, listed = arguments["output"], list(arguments["input_list"])
+    if any(tensor.numel() != output.numel() for tensor in listed):
+        lengths = [tensor.numel() for tensor in listed]
+        raise CollectiveError(f"reduce_scatter: expected {output.numel()} elements, the output's, got {lengths}")
+    whole = torch.cat([tensor.reshape(-1) for tensor in listed])
+    passed = {"output": output, "input": whole} | _only(arguments, "op", "group", "async_op")
+    return _Call(reduce.reduce_scatter_tensor, passed, [output])
+
+
+def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
+    """The rank in the group of the one that gathers, scatters or reduces: rank 0 of the world if none was named."""
+    if group_rank is None:
+        return dist.get_group_rank(group, 0 if rank is None else rank)
+    if rank is not None:
+        raise CollectiveError("name the root once: by its rank in the world or by its rank in the group")
+    return group_rank
+
+
+def _list_of_root(group: dist.ProcessGroup, root: int, tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
+    """The list that the root alone brings, one tensor a rank; empty elsewhere."""
+    expected = group.size() if group.rank() == root else 0
+    if len(tensors or ()) != expected:
+        got = "none" if tensors is None else f"{len(tensors)} tensors"
+        raise CollectiveError(f"{name}: expected {expected} tensors on this rank, got {got}")
+    return list(tensors or ())
+
+
+def _only(arguments: Arguments, *names: str) -> Arguments:
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+_REWRITES: dict[str, Callable[[Arguments], _Call]] = {
+    "gather": _gather,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
+}
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """The collective's name; aliases of one function have one name."""
+    for name in (*_VERBS, *_REWRITES):
+        if func is getattr(dist, name, None) or func is _VERBS.get(name):
+            return name
+    works = ", ".join(sorted((*_VERBS, *_REWRITES)))
+    raise CollectiveError(
+        f"auto_quantize wraps the collectives of torch.distributed that move tensors ({works}) "
+        f"and thinwire's own; got {getattr(func, '__name__', func)!r}"
+    )
+
+
+# The wrapper.
+
+
+class _Quantised:
+    """The callable that auto_quantize returns."""
+
+    def __init__(self, func: Callable[..., Any], codec: Codec, quant_loss: float | None) -> None:
+        if quant_loss is not None and not (math.isfinite(quant_loss) and quant_loss != 0):
+            raise CollectiveError(f"quant_loss must be a finite number other than 0, got {quant_loss!r}")
+        self._name, self._signature = _name_of(func), inspect.signature(func)
+        self._codec, self._quant_loss = codec, quant_loss
+        update_wrapper(self, func)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
+        call = self._call(self._bind(args, kwargs))
+        work = call.verb(**call.arguments, codec=self._codec)
+        if self._quant_loss is None:
+            return work
+        if work is None:
+            _divide(call.outputs, self._quant_loss)
+            return None
+        return _then_divide(work, call.outputs, self._quant_loss)
+
+    def __repr__(self) -> str:
+        return f"auto_quantize({self._name}, {str(self._codec)!r}, quant_loss={self._quant_loss})"
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+        """The call's arguments by the names of the wrapped function."""
+        if self._name == "all_to_all_single":
+            kwargs = _rename(kwargs)
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        if "codec" in arguments:
+            raise TypeError(f"codec is given twice: auto_quantize wrapped {self._name} with {self._codec}")
+        return arguments
+
+    def _call(self, arguments: Arguments) -> _Call:
+        rewrite = _REWRITES.get(self._name)
+        if rewrite is not None:
+            call = rewrite(arguments)
+        else:
+            first = next(iter(arguments.values()))
+            call = _Call(_VERBS[self._name], arguments, [first] if isinstance(first, Tensor) else list(first))
+        return call._replace(arguments=call.arguments | {"algorithm": _algorithm(call)})
+
+
+def _rename(kwargs: Arguments) -> Arguments:
+    renamed = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    if len(renamed) < len(kwargs):
+        pairs = ", ".join(f"{old} = {new}" for old, new in _ALIASES.items())
+        raise TypeError(f"all_to_all_single: the same splits were given under both names ({pairs})")
+    return renamed
+
+
+def _algorithm(call: _Call) -> str:
+    """One that compresses: for two ranks a single round costs the same bytes and rounds once instead of twice."""
+    asked: str = call.arguments.get("algorithm", "auto")
+    if asked == "plain":
+        raise CollectiveError(
+            "algorithm='plain' sends nothing through a codec: call the collective without auto_quantize"
+        )
+    if asked != "auto":
+        return asked
+    if call.verb not in _REDUCES:
+        return "compressed"
+    return "one_shot" if primitives.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
+
+
+def _divide(outputs: Sequence[Tensor], by: float) -> None:
+    for output in outputs:
+        output.detach().div_(by)
+
+
+def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
+    """A Work that is done once the outputs of `work` were divided: when they arrive, whoever waits for them."""
+    divided = Work(list(outputs))
+    divided.look = work.look
+
+    def arrived(_: object) -> None:
+        try:
+            divided.finished(_divide_arrived(work, outputs, by))
+        except BaseException as error:  # of the collective: whoever waits for `divided` gets it
+            divided.failed(error)
+
+    work.get_future().add_done_callback(arrived)
+    return divided
+
+
+def _divide_arrived(work: Work, outputs: Sequence[Tensor], by: float) -> "torch.cuda.Event | None":
+    """On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's."""
+    device = outputs[0].device if outputs else torch.device("cpu")
+    if device.type != "cuda":
+        work.wait()
+        _divide(outputs, by)
+        return None
+    stream, ready = torch.cuda.Stream(device), torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        work.wait()
+        _divide(outputs, by)
+        for output in outputs:
+            output.record_stream(stream)
+        ready.record()
+    return ready

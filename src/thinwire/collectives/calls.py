@@ -1,0 +1,214 @@
+"""What every verb does first: check its arguments, find its channel, agree with the other ranks, count the call."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity, registry
+from thinwire.collectives import chunks, cost, primitives, schedule, steps
+from thinwire.collectives.handshake import Handshake
+from thinwire.collectives.primitives import Group
+from thinwire.collectives.schedule import Channel, Work
+from thinwire.errors import CollectiveError
+
+
+class Traffic(NamedTuple):
+    """Bytes of wires that this rank handed to the transport and took from it."""
+
+    sent: int
+    received: int
+
+
+def traffic(group: Group = None) -> Traffic:
+    """What thinwire's compressed collectives moved in a group so far. Calls served by torch itself are not counted."""
+    kept = schedule.transports(primitives.resolve(group))
+    return Traffic(sum(t.sent for t in kept), sum(t.received for t in kept))
+
+
+class Reduction(NamedTuple):
+    """A sum times a factor; AVG's factor depends on the world."""
+
+    name: str
+    factor: float = 1.0
+
+    def scale(self, world: int) -> float:
+        """What the sum is multiplied by."""
+        return 1.0 / world if self.name == "avg" else self.factor
+
+    @property
+    def torch_op(self) -> Any:
+        """torch's own op."""
+        if self.name == "premul_sum":
+            return dist._make_nccl_premul_sum(self.factor)  # type: ignore[attr-defined]
+        return dist.ReduceOp.AVG if self.name == "avg" else dist.ReduceOp.SUM
+
+
+_SUM, _AVG = Reduction("sum"), Reduction("avg")
+
+
+def reduction(op: Any) -> Reduction:
+    """The reduction that torch's `op` names."""
+    if op == dist.ReduceOp.SUM:
+        return _SUM
+    if op == dist.ReduceOp.AVG:
+        return _AVG
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return _premul(op)
+    raise CollectiveError(f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others")
+
+
+def _premul(op: Any) -> Reduction:
+    factor = op.__getstate__()[1] if hasattr(op, "__getstate__") else None
+    if isinstance(factor, Tensor) and factor.numel() == 1:
+        factor = factor.item()
+    if not isinstance(factor, float | int) or not math.isfinite(factor):
+        raise CollectiveError(f"PREMUL_SUM needs a finite factor, got {factor!r}")
+    return Reduction("premul_sum", float(factor))
+
+
+@lru_cache(maxsize=1024)
+def _codec_of(spec: str) -> Codec:
+    return registry.codec(spec)
+
+
+def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
+    """The codec that serves a tensor of `shape`."""
+    codec = _codec_of(spec) if isinstance(spec, str) else registry.codec(spec)
+    return codec.pick(shape=shape)
+
+
+def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
+    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals."""
+    listed = list(tensors)
+    if not listed:
+        raise CollectiveError(f"{what}: expected at least one tensor, got none")
+    for tensor in listed:
+        if not isinstance(tensor, Tensor):
+            raise CollectiveError(f"{what}: expected tensors, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise CollectiveError(f"{what}: expected dense tensors, got {tensor.layout}: convert with to_dense()")
+    first = listed[0]
+    for tensor in listed[1:]:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise CollectiveError(
+                f"{what}: expected one dtype and device, got {first.dtype} on {first.device} "
+                f"and {tensor.dtype} on {tensor.device}"
+            )
+    if first.is_complex():
+        return [torch.view_as_real(tensor.resolve_conj()) for tensor in listed]
+    return listed
+
+
+def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
+    """Raise unless `algorithm` is one of `known`."""
+    if algorithm not in known:
+        raise CollectiveError(f"algorithm must be one of {', '.join(known)}, got {algorithm!r}")
+
+
+def channel_of(group: Group, device: torch.device) -> Channel:
+    """The channel of a group for tensors on `device`."""
+    return schedule.channel(primitives.resolve(group), device)
+
+
+class Call:
+    """One call of a verb on a channel: numbered, compared with the other ranks' if it is the first of its kind."""
+
+    def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
+        self.channel, self.text = channel, text
+        with channel.lock:
+            channel.calls += 1
+            self.number = channel.calls
+        self.answers: list[list[str]] = []
+        shakes = handshakes(channel)
+        if not known or shakes[0].every_call:
+            self.answers = [shake.check(self.number, text, details=details) for shake in shakes]
+
+    def run(self, operation: schedule.Operation) -> Work:
+        """Enter the operation into the channel's line; a caller that waits long looks for disagreement."""
+        work = self.channel.run(operation)
+        work.look = self._look
+        return work
+
+    def _look(self) -> None:
+        for shake in handshakes(self.channel):
+            shake.look(self.number, self.text)
+
+
+def handshakes(channel: Channel) -> list[Handshake]:
+    """One a group of the channel."""
+    found = channel.settled.get(Handshake)
+    if found is None:
+        name = f"{channel.device.type}{len(channel.transports)}"
+        found = channel.settled[Handshake] = [Handshake(transport.group, name) for transport in channel.transports]
+    return cast(list[Handshake], found)
+
+
+class Plan(NamedTuple):
+    """What was decided for calls of one kind; codec None is torch's own verb."""
+
+    codec: Codec | None
+    cut: chunks.Cut = chunks.Cut(0, 1)
+    chunk_bytes: int = 0
+    scratch_bytes: int = 0
+
+    def setting(self, channel: Channel, step: int) -> steps.Setting:
+        """What an operation on `channel` needs to know."""
+        assert self.codec is not None
+        tags = tuple(transport.draw_tags(steps.TAGS) for transport in channel.transports)
+        return steps.Setting(channel.transport, self.codec, step, tags, self.chunk_bytes, self.scratch_bytes)
+
+
+VERB_ALGORITHMS = ("auto", "compressed", "plain")
+
+
+def named(tensor: Tensor, codec: object, algorithm: str) -> str:
+    """The part of a call's text that all verbs have."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}, codec={codec}, algorithm={algorithm}"
+
+
+def plan(
+    channel: Channel,
+    verb: str,
+    whole: Tensor,
+    part: int,
+    codec: str | Codec,
+    algorithm: str,
+    exact: Codec | None = None,
+) -> Plan:
+    """Decide how a verb moves `whole`, of which the largest part of a rank has `part` elements.
+
+    `exact` is the codec of a plain call where torch has no verb for it.
+    """
+    chosen = choose(channel, verb, whole, codec, algorithm) or exact
+    if chosen is None:
+        return Plan(None)
+    dtype, world = whole.dtype, channel.transport.world
+    wire = chosen.wire_bytes(part, dtype) * max(1, -(-whole.numel() // max(part, 1)))
+    cut = chunks.cut(part, wire, world - 1 if verb == "broadcast" else 1)
+    span = chunks.Span(0, min(cut.chunk, part))
+    if verb == "broadcast":
+        chunk_wire = chunk_bytes = chunks.wires_bytes(chosen, chunks.shards(span, world - 1), dtype)
+    else:
+        chunk_wire = world * chosen.wire_bytes(span.numel, dtype)
+        chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
+    return Plan(chosen, cut, chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks))
+
+
+def choose(channel: Channel, verb: str, whole: Tensor, codec: str | Codec, algorithm: str) -> Codec | None:
+    """The codec a verb uses, or None for an exact call."""
+    check_algorithm(algorithm, VERB_ALGORITHMS)
+    if algorithm == "plain":
+        return None
+    chosen = codec_for(codec, whole.shape)
+    chosen.wire_bytes(whole.numel(), whole.dtype)  # says what is wrong with the dtype
+    if algorithm == "compressed":
+        return chosen
+    if isinstance(chosen, Identity) or whole.numel() == 0:
+        return None
+    choice = cost.choose(channel, verb, whole.numel(), whole.dtype, chosen)
+    return None if choice.algorithm == "plain" else chosen

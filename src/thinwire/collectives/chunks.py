@@ -1,0 +1,154 @@
+"""How a message is cut: chunks that follow each other through the pipeline, shards that belong to ranks.
+
+All ranks cut alike: the cuts depend on lengths, codec and world alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+
+CHUNKS = 16  # more => the first byte leaves sooner and the last is decoded sooner, more messages
+MIN_CHUNK_BYTES = 1 << 17  # of wire; less is not cut
+MAX_CHUNK_BYTES = 1 << 22  # of wire; more takes more scratch and stays in no cache
+_WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
+
+
+class Span(NamedTuple):
+    """Elements begin <= i < end."""
+
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """How many."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A message of `numel` elements in chunks of `chunk`; a message of nothing has one empty chunk."""
+
+    numel: int
+    chunk: int
+
+    @property
+    def num_chunks(self) -> int:
+        """At least 1."""
+        return max(1, -(-self.numel // self.chunk))
+
+    def span(self, index: int) -> Span:
+        """The elements of chunk `index`; empty past the end."""
+        begin = min(index * self.chunk, self.numel)
+        return Span(begin, min(begin + self.chunk, self.numel))
+
+
+def cut(numel: int, wire_bytes: int, shards: int = 1) -> Cut:
+    """Cut a message whose wire takes `wire_bytes`, so that full chunks fall into `shards` shards of whole blocks."""
+    count = max(1, min(CHUNKS, wire_bytes // MIN_CHUNK_BYTES), -(-wire_bytes // MAX_CHUNK_BYTES))
+    step = _WHOLE * shards
+    return Cut(numel, max(1, -(-numel // count) if count == 1 else -(-numel // (count * step)) * step))
+
+
+def shards(span: Span, count: int) -> list[Span]:
+    """`count` consecutive parts of a span, equal but for the last ones, which may be short or empty."""
+    each = -(-span.numel // count)
+    if each >= 16 * _WHOLE:
+        each = -(-each // _WHOLE) * _WHOLE
+    edges = [min(span.begin + i * each, span.end) for i in range(count + 1)]
+    return [Span(begin, end) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+
+
+class Desk:
+    """Cuts a chunk's scratch into named parts."""
+
+    def __init__(self, scratch: Tensor) -> None:
+        self._scratch, self._at = scratch, 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next `nbytes`."""
+        part = self._scratch[self._at : self._at + nbytes]
+        self._at += -(-nbytes // 16) * 16
+        return part
+
+    def rows(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Parts of these sizes, one after the other."""
+        return [self.take(size) for size in sizes]
+
+    def matrix(self, world: int, nbytes: int) -> Tensor:
+        """`world` rows of `nbytes`; wires are whole multiples of 16 bytes, so nothing is lost between rows."""
+        return self.take(world * nbytes).view(world, nbytes)
+
+    def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room for `numel` numbers."""
+        return self.take(numel * dtype.itemsize).view(dtype)
+
+
+class Flat:
+    """One or several tensors as one row of numbers, read and written by spans.
+
+    A span inside one contiguous tensor is a view of it; one that touches several is copied into `room` and back.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self._parts = [t.view(-1) if t.is_contiguous() else t.reshape(-1) for t in self.tensors]
+        self.numel = sum(part.numel() for part in self._parts)
+        self.dtype, self.device = self._parts[0].dtype, self._parts[0].device
+
+    @property
+    def scattered(self) -> bool:
+        """Whether spans can touch several tensors."""
+        return len(self._parts) > 1
+
+    def read(self, span: Span, desk: Desk) -> Tensor:
+        """The numbers of a span; pass what is returned to `write` after changing it."""
+        if not self.scattered:
+            return self._parts[0][span.begin : span.end]
+        room = desk.numbers(span.numel, self.dtype)
+        for piece, at in self._pieces(span):
+            room[at : at + piece.numel()].copy_(piece)
+        return room
+
+    def write(self, span: Span, values: Tensor) -> None:
+        """Put back what `read` gave."""
+        if self.scattered:
+            for piece, at in self._pieces(span):
+                piece.copy_(values[at : at + piece.numel()])
+
+    def finish(self) -> None:
+        """Bring the numbers to tensors that could not be viewed as a row."""
+        for tensor, part in zip(self.tensors, self._parts, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(part.view(tensor.shape))
+
+    def _pieces(self, span: Span) -> list[tuple[Tensor, int]]:
+        """The parts of tensors inside a span, each with its place in the span."""
+        found, start = [], 0
+        for part in self._parts:
+            begin, end = max(span.begin - start, 0), min(span.end - start, part.numel())
+            if begin < end:
+                found.append((part[begin:end], start + begin - span.begin))
+            start += part.numel()
+        return found
+
+
+def room_bytes(flat: Flat, numel: int) -> int:
+    """Scratch that reading a span of `numel` takes."""
+    return -(-numel * flat.dtype.itemsize // 16) * 16 if flat.scattered else 0
+
+
+def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
+    """Bytes of the wires of several spans; an empty span has none."""
+    return sum(codec.wire_bytes(part.numel, dtype) for part in parts if part.numel)
+
+
+def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:
+    """Scratch an operation may hold: one wire of the message and two of a chunk, and never less than one chunk needs."""
+    aligned = -(-chunk_bytes // 64) * 64
+    return max(aligned, min(num_chunks * aligned, wire + 2 * chunk_wire))

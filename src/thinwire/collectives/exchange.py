@@ -1,0 +1,169 @@
+"""From every rank to every rank: all_to_all_single, all_to_all."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives import calls, chunks, plain, steps
+from thinwire.collectives.calls import Call, Plan
+from thinwire.collectives.chunks import Flat
+from thinwire.collectives.primitives import Group
+from thinwire.collectives.schedule import Channel, Work, settle
+from thinwire.errors import CollectiveError, DisagreementError
+
+_MESSAGE_BYTES = 1 << 19  # of wire, to one rank; ranks know only their own lengths, so it cannot depend on them
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str = "auto",
+    step: int = 0,
+) -> Work | None:
+    """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
+
+    Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
+    """
+    target, source = calls.check_tensors((output, input), "all_to_all_single")
+    channel = calls.channel_of(group, target.device)
+    splits = [
+        _splits(sizes, tensor, channel.transport.world, name)
+        for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
+    ]
+    if channel.transport.world == 1:
+        target.detach().copy_(source.detach().view(target.shape))
+        return settle(Work([output]).finished(), async_op)
+    whole = target.detach().contiguous()
+    parts_out, parts_in = _cut(whole, splits[0]), _cut(source.detach().contiguous(), splits[1])
+    trailing = tuple(source.shape[1:])
+    text = f"all_to_all_single(rows of {trailing}, {calls.named(source, codec, algorithm)})"
+    call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm, None)
+    if plan.codec is None:
+        return plain.all_to_all_single(channel, target, source, splits[0], splits[1], async_op)
+    copies = () if target.is_contiguous() else ((target, whole),)
+    return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str = "auto",
+    step: int = 0,
+) -> Work | None:
+    """output_tensor_list[r] = what rank r's input_tensor_list holds for this rank. Lengths may differ and be zero.
+
+    Algorithms: "compressed", "plain" (exact), "auto": decided at the first call of a dtype, codec and group from the
+    sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
+    """
+    world = len(output_tensor_list)
+    tensors = calls.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
+    outputs, inputs = tensors[:world], tensors[world:]
+    channel = calls.channel_of(group, tensors[0].device)
+    if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
+        raise CollectiveError(
+            f"all_to_all: expected one tensor a rank in both lists, {channel.transport.world} in all, "
+            f"got {len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    if world == 1:
+        outputs[0].detach().copy_(inputs[0].detach().view(outputs[0].shape))
+        return settle(Work(list(output_tensor_list)).finished(), async_op)
+    text = f"all_to_all({calls.named(tensors[0], codec, algorithm)})"
+    call, plan = _agree(channel, text, outputs, inputs, inputs[0], codec, algorithm, Identity())
+    return _run(call, plan, outputs, inputs, step, list(output_tensor_list), (), async_op)
+
+
+def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if tensor.dim() == 0:
+        raise CollectiveError(f"all_to_all_single: {name} must have a dimension to cut, got a scalar")
+    if sizes is None or len(sizes) == 0:
+        if rows % world:
+            raise CollectiveError(
+                f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: "
+                f"pass {name}_split_sizes"
+            )
+        return [rows // world] * world
+    listed = [int(size) for size in sizes]
+    if len(listed) != world or min(listed) < 0 or sum(listed) != rows:
+        raise CollectiveError(
+            f"all_to_all_single: {name}_split_sizes must be {world} sizes that add up to {rows} rows, got {listed}"
+        )
+    return listed
+
+
+def _cut(tensor: Tensor, splits: list[int]) -> list[Tensor]:
+    return list(tensor.split(splits))
+
+
+def _agree(
+    channel: Channel,
+    text: str,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    sample: Tensor,
+    codec: str | Codec,
+    algorithm: str,
+    exact: Codec | None,
+) -> tuple[Call, Plan]:
+    """The call and its plan. Sizes are compared when ranks shake hands; they change from call to call, texts do not."""
+    lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
+    plan: Plan | None = channel.settled.get(text)
+    call = Call(channel, text, known=plan is not None, details=lengths)
+    if call.answers:
+        numel = _compare(call.number, call.answers[0])
+    if plan is None:
+        likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
+        chosen = calls.choose(channel, "all_to_all", likely, codec, algorithm) or exact
+        plan = channel.settled[text] = Plan(chosen)
+    return call, plan
+
+
+def _compare(number: int, answers: Sequence[str]) -> int:
+    """Check that every rank expects what the others send; the most elements that one rank sends."""
+    sent, expected = zip(*(([int(n) for n in side[1:-1].split(",")] for side in a.split("/")) for a in answers), strict=True)
+    for source, row in enumerate(sent):
+        for target, numel in enumerate(row):
+            if numel != expected[target][source]:
+                raise DisagreementError(
+                    f"the ranks disagree about operation {number} of this group: rank {source} sends {numel} elements "
+                    f"to rank {target}, which expects {expected[target][source]}"
+                )
+    return max(int(sum(row)) for row in sent)
+
+
+def _run(
+    call: Call,
+    plan: Plan,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    step: int,
+    results: list[Tensor],
+    copies: Sequence[tuple[Tensor, Tensor]],
+    async_op: bool,
+) -> Work | None:
+    channel, codec, dtype = call.channel, plan.codec, inputs[0].dtype
+    assert codec is not None
+    per_element = codec.wire_bytes(1 << 16, dtype) / (1 << 16)
+    chunk = max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024)
+    flats = [Flat([part]) for part in (*outputs, *inputs)]
+    foreign = [f.numel for i, f in enumerate(flats) if i % channel.transport.world != channel.transport.rank]
+    wire = sum(codec.wire_bytes(numel, dtype) for numel in foreign)
+    chunk_bytes = sum(codec.wire_bytes(min(numel, chunk), dtype) for numel in foreign)
+    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, -(-max(foreign, default=1) // chunk))
+    sized = Plan(codec, chunks.Cut(0, chunk), chunk_bytes, limit)
+    world = channel.transport.world
+    operation = steps.Exchange(sized.setting(channel, step), flats[:world], flats[world:], chunk)
+    operation.copies_back(results, copies)
+    return settle(call.run(operation), async_op)

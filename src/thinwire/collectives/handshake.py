@@ -1,0 +1,100 @@
+"""Agreement of ranks: the first call of a kind is compared over the group's store, before any data moves.
+
+[Note: Handshake] A call is described in one line of text. On the first call of that line every rank puts its line
+into the group's store and reads the others'; where they differ, every rank raises the same error and the group stays
+usable. Later calls of the same line are free, so two ranks that mix up calls they have both made before are not
+compared; THINWIRE_DEBUG=1 compares every call. A rank that waits long for a message says in the store where it is and
+looks where the others are, so that it too raises when one of them is held up in a handshake about something else.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from thinwire.collectives import primitives
+from thinwire.errors import CollectiveError, DisagreementError
+
+_LOOK_S = 1.0
+_PATIENCE_S = 1800.0  # torch's own limit
+
+
+class Handshake:
+    """Comparisons of calls in one group."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
+        self._store, self._name = primitives.store(group), f"thinwire/{name}"
+
+    def compare(self, number: int, call: str) -> list[str]:
+        """The calls of all ranks at operation `number` of the group; raises where one waits in another call."""
+        key = f"{self._name}/{number}"
+        self._store.set(f"{key}/{self.rank}", call)
+        calls = [call if rank == self.rank else self._await(key, number, rank, call) for rank in range(self.world)]
+        if self._store.add(f"{key}/read", 1) == self.world:  # the last reader leaves nothing behind
+            for last in (*range(self.world), "read"):
+                self._store.delete_key(f"{key}/{last}")
+        return calls
+
+    def check(self, number: int, call: str, *, details: str = "") -> list[str]:
+        """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
+        answers = [answer.split("\n", 1) for answer in self.compare(number, f"{call}\n{details}")]
+        if any(answer[0] != call for answer in answers):
+            _raise(number, [answer[0] for answer in answers])
+        return [answer[1] for answer in answers]
+
+    def look(self, number: int, call: str) -> None:
+        """Say that this rank waits in `call`, and raise if another is held up in a different one of that number."""
+        self._store.set(f"{self._name}/at/{self.rank}", f"{number}\n{call}")
+        for rank in range(self.world):
+            theirs = self._read(f"{self._name}/{number}/{rank}")
+            if rank != self.rank and theirs is not None and theirs.split("\n", 1)[0] != call:
+                _raise_pair(number, {self.rank: call, rank: theirs.split("\n", 1)[0]})
+
+    def _await(self, key: str, number: int, rank: int, call: str) -> str:
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            try:
+                self._store.wait([f"{key}/{rank}"], timedelta(seconds=_LOOK_S))
+            except (dist.DistStoreError, RuntimeError):
+                self._look_where(rank, number, call)
+            else:
+                return str(self._store.get(f"{key}/{rank}"), "utf-8")
+        raise CollectiveError(f"rank {rank} did not come to operation {number} of this group ({_first(call)}) in time")
+
+    def _look_where(self, rank: int, number: int, call: str) -> None:
+        """A rank that takes the call for an old one does not shake hands: it waits for messages, and says where."""
+        where = self._read(f"{self._name}/at/{rank}")
+        if where is None:
+            return
+        at, theirs = where.split("\n", 1)
+        if int(at) == number and theirs != _first(call):
+            _raise_pair(number, {self.rank: _first(call), rank: theirs})
+
+    def _read(self, key: str) -> str | None:
+        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
+
+
+def _first(call: str) -> str:
+    return call.split("\n", 1)[0]
+
+
+def _raise(number: int, calls: Sequence[str]) -> NoReturn:
+    sides = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
+    named = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in sides.items())
+    raise DisagreementError(f"the ranks disagree about operation {number} of this group: {named}")
+
+
+def _raise_pair(number: int, calls: dict[int, str]) -> NoReturn:
+    named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
+    raise DisagreementError(
+        f"the ranks disagree about operation {number} of this group: {named}. Messages are under way: make a new group"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,195 @@
+"""Sums over ranks: all_reduce, all_reduce_coalesced, reduce_scatter_tensor."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives import calls, chunks, cost, plain, primitives, schedule, steps
+from thinwire.collectives.calls import Call, Plan, Reduction
+from thinwire.collectives.chunks import Flat, Span
+from thinwire.collectives.primitives import Group
+from thinwire.collectives.schedule import Channel, Work, settle
+from thinwire.errors import CollectiveError
+
+SUM: Any = dist.ReduceOp.SUM
+ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
+Codecs = str | Codec | tuple[str | Codec, str | Codec]
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    codec: Codecs = "int8",
+    algorithm: str = "auto",
+    step: int = 0,
+) -> Work | None:
+    """Sum (or average) `tensor` over the ranks of `group`, in place, its wire in `codec`. The same bits on every rank.
+
+    Algorithms: "two_phase" (reduce-scatter and all-gather of wires), "one_shot" (all-gather of the wire), "plain"
+    (torch's own, exact), "auto" (the one predicted fastest; see `explain`) and, on a 2-D DeviceMesh of nodes and the
+    ranks inside them, "hierarchical", where codec may be a pair: inside a node, across nodes.
+    `step` varies rotation and stochastic rounding; pass the iteration, the same on all ranks.
+    """
+    return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    codec: Codecs = "int8",
+    algorithm: str = "auto",
+    step: int = 0,
+) -> Work | None:
+    """all_reduce of several tensors of one dtype as one message."""
+    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, codec, algorithm, step)
+
+
+class _Plan(NamedTuple):
+    """What was decided for all_reduce calls of one kind; no reducer is torch's own all_reduce."""
+
+    text: str
+    reducer: steps.Reducer | None = None
+    sizes: Plan = Plan(None)
+
+
+def _all_reduce(
+    verb: str, tensors: Sequence[Tensor], op: Any, group: Group, async_op: bool, codec: Codecs, algorithm: str, step: int
+) -> Work | None:
+    mesh = primitives.is_mesh(group) and group.ndim == 2
+    parts = calls.check_tensors(tensors, verb)
+    channel = mesh_channel(group, parts[0].device) if mesh else calls.channel_of(group, parts[0].device)
+    reduction, world = calls.reduction(op), math.prod(transport.world for transport in channel.transports)
+    if world == 1:
+        return settle(_alone(parts, list(tensors), reduction), async_op)
+    key = (verb, tuple(part.shape for part in parts), parts[0].dtype, reduction, codec, algorithm)
+    plan: _Plan | None = channel.settled.get(key)
+    text = plan.text if plan else _text(verb, parts, reduction, codec, algorithm)
+    call = Call(channel, text, known=plan is not None)
+    if plan is None:
+        plan = channel.settled[key] = _plan(channel, text, parts, codec, algorithm, mesh)
+    if plan.reducer is None:
+        return plain.all_reduce(channel, parts, list(tensors), reduction, async_op)
+    setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
+    operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)
+    operation.outputs = list(tensors)
+    return settle(call.run(operation), async_op)
+
+
+def _alone(parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction) -> Work:
+    """The sum over one rank: nothing to do, but for a factor."""
+    if reduction.name == "premul_sum":
+        for part in parts:
+            part.detach().mul_(reduction.factor)
+    return Work(outputs).finished()
+
+
+def _text(verb: str, parts: Sequence[Tensor], reduction: Reduction, codec: Codecs, algorithm: str) -> str:
+    sizes = "+".join(str(part.numel()) for part in parts)
+    named = "/".join(map(str, codec)) if isinstance(codec, tuple) else str(codec)
+    return f"{verb}(numel={sizes}, op={_op(reduction)}, {calls.named(parts[0], named, algorithm)})"
+
+
+def _op(reduction: Reduction) -> str:
+    return f"premul_sum*{reduction.factor!r}" if reduction.name == "premul_sum" else reduction.name
+
+
+def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algorithm: str, mesh: bool) -> _Plan:
+    calls.check_algorithm(algorithm, ALGORITHMS)
+    numel, dtype = sum(part.numel() for part in parts), parts[0].dtype
+    if mesh != (algorithm == "hierarchical") and not (mesh and algorithm == "auto"):
+        raise CollectiveError("algorithm='hierarchical' goes with a DeviceMesh of two dimensions, the others do not")
+    shape = parts[0].shape if len(parts) == 1 else (numel,)
+    if mesh:
+        pair = codec if isinstance(codec, tuple) else (codec, codec)
+        inside, across = (calls.codec_for(spec, shape) for spec in pair)
+        reducer: steps.Reducer = steps.Hierarchical(channel.transports[0], channel.transports[1], inside, across)
+        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world)
+    if isinstance(codec, tuple):
+        raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {codec!r} for {algorithm!r}")
+    chosen = calls.codec_for(codec, shape)
+    if algorithm != "plain":
+        chosen.wire_bytes(numel, dtype)  # says what is wrong with the dtype
+    if algorithm == "auto":
+        exact = isinstance(chosen, Identity) or numel == 0
+        algorithm = "plain" if exact else cost.choose(channel, "all_reduce", numel, dtype, chosen).algorithm
+    if algorithm == "plain":
+        return _Plan(text)
+    kind = steps.OneShot if algorithm == "one_shot" else steps.TwoPhase
+    return _sized(text, chosen, kind(channel.transport, chosen), Flat(parts), channel.transport.world)
+
+
+def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int) -> _Plan:
+    wire = codec.wire_bytes(flat.numel, flat.dtype)
+    cut = chunks.cut(flat.numel, wire, world)
+    chunk = Span(0, min(cut.chunk, cut.numel))
+    chunk_bytes = reducer.scratch_bytes(chunk, flat.dtype) + chunks.room_bytes(flat, chunk.numel)
+    limit = chunks.scratch_limit(wire, codec.wire_bytes(chunk.numel, flat.dtype), chunk_bytes, cut.num_chunks)
+    return _Plan(text, reducer, Plan(codec, cut, chunk_bytes, limit))
+
+
+def mesh_channel(mesh: Any, device: torch.device) -> Channel:
+    """The channel of a 2-D mesh: nodes along dimension 0, the ranks of a node along dimension 1."""
+    return schedule.channel(mesh.get_group(0), device, inside=mesh.get_group(1))
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str = "auto",
+    step: int = 0,
+) -> Work | None:
+    """output = this rank's part of the sum of `input` over ranks: one message in `codec`, one rounding.
+
+    `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
+    """
+    target, source = calls.check_tensors((output, input), "reduce_scatter_tensor")
+    channel, reduction = calls.channel_of(group, target.device), calls.reduction(op)
+    world = channel.transport.world
+    if source.numel() != world * target.numel():
+        raise CollectiveError(
+            f"reduce_scatter_tensor: input must have {world} times the elements of output, "
+            f"got {source.numel()} and {target.numel()}"
+        )
+    text = f"reduce_scatter_tensor(numel={source.numel()}, op={_op(reduction)}, {calls.named(source, codec, algorithm)})"
+    plan: Plan | None = channel.settled.get(text)
+    call = Call(channel, text, known=plan is not None)
+    if plan is None:
+        exact = None if plain.native(channel) else Identity()
+        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, exact)
+        channel.settled[text] = plan
+    if plan.codec is None:
+        return plain.reduce_scatter(channel, target, source, reduction, async_op)
+    flats = Flat([target]), Flat([source])
+    operation = steps.ReduceScatter(plan.setting(channel, step), *flats, plan.cut, reduction.scale(world))
+    operation.outputs = [output]
+    return settle(call.run(operation), async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor
+
+
+def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> cost.Choice:
+    """What all_reduce(tensor, group=group, codec=codec) does, and why; all ranks of the group must call it.
+
+    `print(thinwire.explain(tensor))` shows the measured link and every algorithm's predicted time and bytes.
+    """
+    part = calls.check_tensors((tensor,), "explain")[0]
+    channel = calls.channel_of(group, part.device)
+    chosen = calls.codec_for(codec, part.shape)
+    return cost.choose(channel, "all_reduce", part.numel(), part.dtype, chosen)

@@ -1,0 +1,387 @@
+"""Issue order, threads, streams and scratch: how operations of a group run.
+
+[Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
+that encodes, starts messages, yields what it waits for, and goes on when that is done. The line keeps as many chunks
+under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
+reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
+last one's end leaves. On gloo the line is one thread; messages carry tags drawn when the operation was called, so
+delays change no result. On NCCL the line runs in the calling thread and everything is ordered by one stream.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives import primitives
+from thinwire.collectives.primitives import Transport, Waitable
+from thinwire.errors import CollectiveError
+
+Steps = Generator[Sequence[Waitable], None, None]
+_ALIGN = 64
+_LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
+
+
+class Operation:
+    """One call of a verb: what its chunks do, and how much scratch each of them needs."""
+
+    num_chunks: int
+    chunk_bytes: int  # scratch of one chunk
+    scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
+    outputs: list[Tensor]
+
+    def chunk(self, index: int, scratch: Tensor) -> Steps:
+        """The coroutine of one chunk; `scratch` is its own until it ends."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Called once when all chunks are done."""
+
+
+class Work:
+    """A collective under way: torch.distributed.Work's wait, is_completed and get_future."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+        self._done = threading.Event()
+        devices: list[Any] = list({tensor.device for tensor in outputs if tensor.device.type == "cuda"})
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        self._error: BaseException | None = None
+        self._ready: torch.cuda.Event | None = None
+        self.look: Callable[[], None] | None = None  # raises when the ranks turn out to disagree
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
+        left = float("inf") if timeout is None else timeout.total_seconds()
+        while not self._done.wait(min(left, _LOOK_S)):
+            left -= _LOOK_S
+            if left <= 0:
+                raise TimeoutError(f"the collective did not end within {timeout}")
+            if self.look is not None:
+                self.look()
+        if self._error is not None:
+            raise self._error
+        if self._ready is not None:
+            self._ready.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        if self._ready is not None:
+            return bool(self._ready.query())
+        return self._done.is_set()
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
+        return self._future
+
+    def finished(self, ready: "torch.cuda.Event | None" = None) -> "Work":
+        """Mark as done; on a GPU as done when the event `ready` is."""
+        self._ready = ready
+        self._done.set()
+        self._future.set_result(self._outputs)
+        return self
+
+    def failed(self, error: BaseException) -> "Work":
+        """Mark as failed: waiting raises `error`."""
+        self._error = error
+        self._done.set()
+        self._future.set_exception(error)  # type: ignore[arg-type]
+        return self
+
+
+def settle(work: Work, async_op: bool) -> Work | None:
+    """What a verb returns: the work itself, or None once it is done."""
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+class Scratch:
+    """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
+
+    It grows to the largest need it has met and is then never allocated again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._lent: deque[tuple[int, int]] = deque()  # (from, to) of what is out, in the order it was taken
+        self._back: set[int] = set()  # starts of those that came back out of turn
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._buffer.numel()
+
+    def take(self, nbytes: int, limit: int) -> Tensor | None:
+        """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
+        if limit > self.nbytes and not self._lent:
+            self._buffer = torch.empty(limit, dtype=torch.uint8, device=self._device)
+        at = self._place(-(-nbytes // _ALIGN) * _ALIGN)
+        if at is None:
+            return None
+        self._lent.append((at, at + nbytes))
+        return self._buffer[at : at + nbytes]
+
+    def give(self, part: Tensor) -> None:
+        """Take back what was lent."""
+        self._back.add(int(part.storage_offset()))
+        while self._lent and self._lent[0][0] in self._back:
+            self._back.remove(self._lent.popleft()[0])
+
+    def _place(self, nbytes: int) -> int | None:
+        if not self._lent:
+            return 0 if nbytes <= self.nbytes else None
+        first, end = self._lent[0][0], -(-self._lent[-1][1] // _ALIGN) * _ALIGN
+        wrapped = self._lent[-1][0] < first
+        if not wrapped and end + nbytes <= self.nbytes:
+            return end
+        start = end if wrapped else 0
+        return start if start + nbytes <= first else None
+
+
+@dataclass
+class _Running:
+    """A chunk under way."""
+
+    task: "_Task"
+    scratch: Tensor
+    steps: Steps
+    awaited: Sequence[Waitable] = ()
+
+
+@dataclass
+class _Task:
+    """An operation in the line."""
+
+    operation: Operation
+    work: Work
+    groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
+    started: int = 0
+    ended: int = 0
+
+    @property
+    def all_started(self) -> bool:
+        return self.started >= self.operation.num_chunks
+
+
+class Line:
+    """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
+        self._under_way: deque[_Running] = deque()
+        self._task: _Task | None = None  # the one whose chunks are being started
+        self._failure: BaseException | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way and self._task is None
+
+    @property
+    def wants_task(self) -> bool:
+        """Whether another operation can be entered."""
+        return self._task is None
+
+    def enter(self, task: _Task) -> None:
+        """Make `task` the next whose chunks are started."""
+        if self._failure is not None:
+            task.work.failed(_broken(self._failure))
+            return
+        self._task = task
+
+    def advance(self) -> None:
+        """Start a chunk if there is room, else take the chunk that has waited longest one step on."""
+        try:
+            if self._start() or not self._under_way:
+                return
+            running = self._under_way.popleft()
+            for waitable in running.awaited:
+                waitable.wait()
+            self._step(running)
+        except BaseException as error:
+            self._fail(error)
+
+    def _start(self) -> bool:
+        task = self._task
+        if task is None:
+            return False
+        if not task.all_started:
+            operation = task.operation
+            scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
+            if scratch is None:
+                return False
+            running = _Running(task, scratch, operation.chunk(task.started, scratch))
+            task.started += 1
+            self._step(running)
+        if task.all_started:
+            self._task = None
+            self._end_if_done(task)
+        return True
+
+    def _step(self, running: _Running) -> None:
+        try:
+            running.awaited = next(running.steps)
+        except StopIteration:
+            self.scratch.give(running.scratch)
+            running.task.ended += 1
+            self._end_if_done(running.task)
+        else:
+            self._under_way.append(running)
+
+    def _end_if_done(self, task: _Task) -> None:
+        if task.all_started and task.ended == task.operation.num_chunks and not task.work._done.is_set():
+            task.operation.finish()
+            task.work.finished(_event(self.scratch))
+
+    def _fail(self, error: BaseException) -> None:
+        """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
+        self._failure = error
+        tasks = {id(running.task): running.task for running in self._under_way}
+        if self._task is not None:
+            tasks[id(self._task)] = self._task
+        self._task = None
+        self._under_way.clear()
+        for task in tasks.values():
+            if not task.work._done.is_set():
+                task.work.failed(error)
+
+
+def _broken(cause: BaseException) -> CollectiveError:
+    error = CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
+    error.__cause__ = cause
+    return error
+
+
+def _event(scratch: Scratch) -> "torch.cuda.Event | None":
+    if scratch._device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(scratch._device))
+    return event
+
+
+def _serve(inbox: "SimpleQueue[_Task | None]", line: Line) -> None:
+    """The thread of a line. It holds no group while it sleeps, so that a group can end."""
+    while True:
+        if line.wants_task:
+            try:
+                task = inbox.get(block=line.idle)
+            except Empty:
+                pass
+            else:
+                if task is None:
+                    return
+                line.enter(task)
+                del task
+        line.advance()
+
+
+@dataclass
+class Channel:
+    """What thinwire keeps about one group and one kind of device."""
+
+    transports: tuple[Transport, ...]  # one; two for a mesh: across nodes, inside a node
+    device: torch.device
+    settled: dict[Any, Any] = field(default_factory=dict)  # what was decided for calls of one kind
+    calls: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.scratch = Scratch(self.device)
+        self._line = Line(self.scratch)
+        self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._inline = isinstance(self.transports[0], primitives.StreamTransport)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def transport(self) -> Transport:
+        """The only transport, or that across nodes."""
+        return self.transports[0]
+
+    def run(self, operation: Operation) -> Work:
+        """Enter an operation into the line. Every tensor it holds lives until it is done."""
+        work = Work(operation.outputs)
+        task = _Task(operation, work, tuple(transport.group for transport in self.transports))
+        if self._inline:
+            with self.lock:
+                self._run_on_stream(task)
+        else:
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
+            self._start_thread()
+            self._inbox.put(task)
+        return work
+
+    def close(self) -> None:
+        """End the thread once it has nothing more to do."""
+        self._inbox.put(None)
+
+    def _run_on_stream(self, task: _Task) -> None:
+        stream = self._stream
+        assert stream is not None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._line.enter(task)
+            while not self._line.idle:
+                self._line.advance()
+        for tensor in task.operation.outputs:
+            tensor.record_stream(stream)
+
+    def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
+        with self.lock:
+            if self._thread is None:
+                name = f"thinwire-{self.transport.group.group_name}"
+                thread = threading.Thread(target=_serve, args=(self._inbox, self._line), name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+
+
+# What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
+_kept: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None = None) -> Channel:
+    """The channel of a group (with `inside`: of a mesh, `group` running across its nodes) for tensors on `device`."""
+    try:
+        found: Channel = _kept[group][device, inside and inside.group_name]
+    except KeyError:
+        return _new_channel(group, device, inside)
+    return found
+
+
+def _new_channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None) -> Channel:
+    with _lock:
+        groups = (group,) if inside is None else (group, inside)
+        made = Channel(tuple(_transport(member, device) for member in groups), device)
+        weakref.finalize(group, made.close)
+        found: Channel = _kept[group].setdefault((device, inside and inside.group_name), made)
+    return found
+
+
+def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    kept = _kept.setdefault(group, {})
+    if device not in kept:
+        kept[device] = primitives.transport(group, device)
+    found: Transport = kept[device]
+    return found
+
+
+def transports(group: dist.ProcessGroup) -> list[Transport]:
+    """The transports that were used in this group, one a device."""
+    return [kept for kept in _kept.get(group, {}).values() if isinstance(kept, Transport)]
