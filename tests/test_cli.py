@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import thinwire
-from thinwire.bench import codec as codec_bench, data, record, selftest
+from thinwire.bench import codec as codec_bench, collectives as collectives_bench, data, link as links, record, selftest
 from thinwire.cli.app import app
 from thinwire.cli.flags import split_codecs
 from thinwire.kernels import BACKENDS, cpu, use_backend
@@ -41,7 +41,9 @@ def test_version() -> None:
     assert call("--version").output == f"thinwire {thinwire.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [["bench", "codec"], ["bench", "kernels"], ["report"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [["bench", "codec"], ["bench", "kernels"], ["bench", "collectives"], ["report"], ["doctor"]]
+)
 def test_help_has_an_example_that_parses(command: list[str]) -> None:
     text = call(*command, "--help").output
     examples = re.findall(rf"^ +thinwire ({' '.join(command)}.*)$", text, re.MULTILINE)
@@ -137,6 +139,12 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["kernels", "--device", "cpu", "--ops", "compress"], "'compress' is not one of encode"),
         (["kernels", "--device", "cpu", "--dtypes", "int8"], "'int8' is not one of float32"),
         (["kernels", "--device", "cpu", "--threads", "1,0"], "expected integers from 1 on such as 1,2, got '0'"),
+        (["collectives", "--world", "1"], "a world has 2 to 254 ranks"),
+        (["collectives", "--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
+        (["collectives", "--verbs", "gossip"], "'gossip' is not one of all_reduce, reduce_scatter_tensor"),
+        (["collectives", "--codecs", "auto,int9"], "unknown codec 'int9'"),
+        (["collectives", "--algorithm", "ring"], "all_reduce has auto, two_phase, one_shot, plain, not 'ring'"),
+        (["collectives", "--verbs", "broadcast", "--algorithm", "one_shot"], "broadcast has auto, compressed, plain"),
     ],
 )
 def test_bad_flags_say_what_is_allowed(arguments: list[str], complaint: str) -> None:
@@ -145,6 +153,25 @@ def test_bad_flags_say_what_is_allowed(arguments: list[str], complaint: str) -> 
     assert complaint in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_what_a_collectives_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def run(*arguments: Any, progress: Any) -> record.Record:
+        asked.append(arguments)
+        return record.Record("collectives", record.conditions(torch.device("cpu")), [])
+
+    monkeypatch.setattr(collectives_bench, "run", run)
+    call("bench", "collectives")
+    call("bench", "collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536",
+         "--verbs", "broadcast", "--codecs", "int4:block=32,mode=affine,auto,plain", "--algorithm", "auto",
+         "--rounds", "7", "--quick")  # fmt: skip
+    names = ["int4:block=32,mode=affine", "auto", "plain"]
+    assert asked == [
+        ([2, 4], None, None, ["all_reduce"], list(collectives_bench.CODECS), None, None, False),
+        ([3, 4, 2], links.Link("1gbit", 1e9), [1024, 65536], ["broadcast"], names, "auto", 7, True),
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

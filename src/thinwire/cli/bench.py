@@ -7,14 +7,21 @@ from typing import Annotated
 import torch
 import typer
 
-from thinwire.bench import codec as codec_bench, kernels as kernels_bench
+from thinwire.bench import (
+    codec as codec_bench,
+    collectives as collectives_bench,
+    kernels as kernels_bench,
+    link as links,
+)
 from thinwire.bench.data import DISTRIBUTIONS
 from thinwire.bench.record import Interrupted, Progress, Record, write
 from thinwire.cli import flags, screen
+from thinwire.codecs import codec
+from thinwire.errors import CodecError
 from thinwire.report import tables
 
 app = typer.Typer(
-    help="Measure codecs and kernels. A record holds every number with its conditions.",
+    help="Measure codecs, kernels and collectives. A record holds every number with its conditions.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -122,6 +129,86 @@ def kernels_command(
         return kernels_bench.run(device.value, chosen, numel, some, types, count, quick, compile, progress)
 
     _deliver(measure, flags.target(json))
+
+
+@app.command("collectives")
+def collectives_command(
+    world: Annotated[
+        list[str] | None, typer.Option(metavar="N,M", help="Numbers of ranks, each measured; default 2,4.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
+    ] = None,
+    numel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N,M", help="Floats of a message; default 25 million, 8 million below 1gbit, quick 2**18."
+        ),
+    ] = None,
+    verbs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help=f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Codecs; also auto (int8 where it pays) and plain (thinwire's uncompressed path); "
+            f"default {','.join(collectives_bench.CODECS)}.",
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For all codecs; default the one that sends least and always compresses."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: 5 or more, as time allows.")] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What a collective takes beside torch's own in fp32 and bf16.
+
+    All are run by turns in one run, by gloo ranks of one thread each on this machine; a round takes as long as its
+    slowest rank, and medians are compared. ×plain and ×bf16 are torch's time over thinwire's (above 1: thinwire is
+    faster). bytes are what a rank sends; limit is the share of the link's rate that the payload reaches; CPU is the
+    processor time of a rank.
+
+    With --link every rank has a network namespace of its own, and its bytes are counted at the interface.
+
+    \b
+    Example:
+      thinwire bench collectives --world 2,4 --codecs int8,lloyd4,auto
+      thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
+      sudo thinwire bench collectives --world 4 --link 100mbit --json collectives.json
+    """
+    some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
+    names, sizes = _names(codecs or list(collectives_bench.CODECS)), flags.counts(numel, "--numel")
+    _check_algorithm(algorithm, some)
+    worlds = flags.counts(world, "--world") or list(collectives_bench.WORLDS)
+    if not 2 <= min(worlds) <= max(worlds) <= links.MOST_HOSTS:
+        raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
+    with screen.usage_errors("--link", ValueError):
+        shaped = links.parse(link) if link else None
+
+    def measure(progress: Progress) -> Record:
+        return collectives_bench.run(worlds, shaped, sizes, some, names, algorithm, rounds, quick, progress=progress)
+
+    _deliver(measure, flags.target(json))
+
+
+def _names(given: list[str]) -> list[str]:
+    """Codecs as they spell themselves, and the two names beside them."""
+    beside = (collectives_bench.AUTO, collectives_bench.PLAIN)
+    specs = [spec for text in given for spec in flags.split_codecs(text)]
+    with screen.usage_errors("--codecs", CodecError):
+        return list(dict.fromkeys(spec if spec in beside else str(codec(spec)) for spec in specs))
+
+
+def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
+    for verb in verbs:
+        known = collectives_bench.ALGORITHMS[verb]
+        if algorithm is not None and algorithm not in known:
+            raise typer.BadParameter(f"{verb} has {', '.join(known)}, not {algorithm!r}", param_hint="--algorithm")
 
 
 def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:

@@ -104,6 +104,32 @@ def _kernel_cells(row: Row) -> list[str]:
     return [*labels, *numbers, percent(row["copy_share"]), significant(row["times_eager"])]
 
 
+def _collectives_grid(record: Record) -> Grid:
+    header = ["verb", "codec", "algorithm", "world", "link", "numel", "ms", "×plain", "×bf16", "bytes", "limit"]
+    rows = [_collective_cells(row) for row in record.rows]
+    return Grid(_collectives_title(record), [*header, "CPU ms", "rel. error", "identical"], rows, labels=5)
+
+
+def _collectives_title(record: Record) -> str:
+    threads, cores = (", ".join(_texts(record, name)) for name in ("threads", "cores"))
+    return (
+        f"Ranks of {threads} thread on {cores} cores. ×plain, ×bf16: torch's time over thinwire's; bytes: sent by a "
+        "rank; limit: share of the link's rate; CPU ms: a rank's"
+    )
+
+
+def _collective_cells(row: Row) -> list[str]:
+    labels = [text(row[name]) for name in ("verb", "codec", "algorithm", "world", "link", "numel")]
+    labels[2] = f"auto: {labels[2]}" if row.get("auto") else labels[2]
+    times = [significant(row[name]) for name in ("ms_p50", "speedup_plain", "speedup_bf16")]
+    wire = [fixed(row["bytes_per_rank"], 0), percent(row["wire_limit_share"])]
+    return [*labels, *times, *wire, significant(row["cpu_ms_per_rank"]), scientific(row["rel_error"]), _yes(row)]
+
+
+def _yes(row: Row) -> str:
+    return {True: "yes", False: "NO"}[bool(row["identical"])]
+
+
 def _every_column(record: Record) -> Grid:
     """Any other kind: the columns of the schema as they are."""
     header = list(dict.fromkeys(name for row in record.rows for name in columns(record.kind, row)))
@@ -111,7 +137,11 @@ def _every_column(record: Record) -> Grid:
     return Grid(record.kind, header, rows)
 
 
-_GRIDS: dict[str, Callable[[Record], Grid]] = {"codec": _codec_grid, "kernels": _kernels_grid}
+_GRIDS: dict[str, Callable[[Record], Grid]] = {
+    "codec": _codec_grid,
+    "kernels": _kernels_grid,
+    "collectives": _collectives_grid,
+}
 
 
 def _rich(laid: Grid, *, ruled: bool) -> Table:
@@ -128,7 +158,7 @@ def _rich(laid: Grid, *, ruled: bool) -> Table:
 
 
 def _texts(record: Record, column: str) -> list[str]:
-    return list(dict.fromkeys(text(row[column]) for row in record.rows))
+    return list(dict.fromkeys(text(row.get(column)) for row in record.rows))
 
 
 def text(value: Value) -> str:

@@ -1,0 +1,243 @@
+"""The collectives benchmark: shaped links, ranks by torch's launcher, the formulas, and whole runs of two ranks."""
+
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire.bench import collectives as bench, link as links, record
+from thinwire.bench.collectives import Case, Sample
+from thinwire.cli.app import app
+from thinwire.codecs import codec
+from thinwire.report import tables
+
+MBIT = links.parse("100mbit")
+EVERYTHING = ",".join(bench.VERBS)
+
+
+def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, names: tuple[str, ...] = ("int8",)) -> Case:
+    return Case(verb, world, None, numel, 1, bench.entries(names, verb, world))
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "rate"), [("1gbit", 1e9), ("100mbit", 1e8), (" 2.5Gbit ", 2.5e9), ("56kbit", 56e3)])
+def test_rates(text: str, rate: float) -> None:
+    found = links.parse(text)
+    assert found.rate == rate
+    assert str(found) == text.strip().lower()
+
+
+@pytest.mark.parametrize("text", ["fast", "1", "1gb", "-1gbit", "0mbit", "1gbit 2gbit", ""])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a rate such as 100mbit or 1gbit, got"):
+        links.parse(text)
+
+
+def test_without_root_or_tools_the_message_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(links.shutil, "which", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", "collectives", "--link", "1gbit"])
+    assert result.exit_code == 1
+    assert "needs root (run it with sudo) and the command 'ip' (package iproute2) and the command 'tc'" in result.stderr
+    assert "without --link the ranks talk over loopback" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commands that would make and remove a link, none of which is run."""
+    made: list[str] = []
+    monkeypatch.setattr(links, "check", lambda: None)
+    monkeypatch.setattr(links, "_run", lambda *command, check=True: made.append(" ".join(command)))
+    return made
+
+
+def removed(commands: list[str]) -> set[str]:
+    return {command.split()[-1] for command in commands if command.startswith("ip netns del")}
+
+
+def added(commands: list[str]) -> set[str]:
+    return {command.split()[-1] for command in commands if command.startswith("ip netns add")}
+
+
+def test_hosts_are_removed_and_their_names_are_never_the_same(commands: list[str]) -> None:
+    with links.hosts(2, MBIT) as first, links.hosts(2, MBIT) as second:
+        assert not set(first) & set(second)
+        assert removed(commands) == set()
+    assert removed(commands) == added(commands) > {*first, *second}
+    assert sum("tbf rate 100mbit burst 65536b" in command for command in commands) == 8  # both ends of four
+
+
+def test_sigterm_removes_hosts_too(commands: list[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), links.hosts(2, MBIT):
+        signal.raise_signal(signal.SIGTERM)
+    assert removed(commands) == added(commands)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_link_that_cannot_be_made_leaves_nothing(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> None:
+        raise links.LinkError("no sch_tbf")
+
+    monkeypatch.setattr(links, "_shape", refused)
+    with pytest.raises(links.LinkError, match="no sch_tbf"), links.hosts(3, MBIT):
+        pytest.fail("it was refused")
+    assert removed(commands) >= added(commands)
+
+
+def test_a_failed_command_is_named() -> None:
+    with pytest.raises(links.LinkError, match=r"`sh -c echo no veth >&2; exit 2` failed: no veth; network namespaces"):
+        links._run("sh", "-c", "echo no veth >&2; exit 2")
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "algorithm", "world", "wires"),
+    [
+        ("all_reduce", "two_phase", 4, 1.5),
+        ("all_reduce", "one_shot", 4, 3),
+        ("all_reduce", "one_shot", 2, 1),
+        ("reduce_scatter_tensor", "compressed", 4, 0.75),
+        ("all_gather_into_tensor", "compressed", 2, 0.5),
+        ("all_to_all_single", "compressed", 4, 0.75),
+        ("broadcast", "compressed", 4, 1),
+    ],
+)
+def test_bytes_formula(verb: str, algorithm: str, world: int, wires: float) -> None:
+    int8 = codec("int8")
+    assert bench.bytes_formula(verb, algorithm, world, int8, 1280) == wires * int8.wire_bytes(1280)
+    if algorithm != "one_shot":
+        assert bench.bytes_formula(verb, "plain", world, int8, 1280) == wires * 4 * 1280
+
+
+def test_entries_compress_unless_told_otherwise() -> None:
+    def found(*arguments: Any) -> list[tuple[str, str, str]]:
+        return [(e.name, str(e.codec), e.algorithm) for e in bench.entries(["int4", "auto", "plain"], *arguments)]
+
+    beside = [("auto", "int8", "auto"), ("plain", "none", "plain")]
+    assert found("all_reduce", 2) == [("int4", "int4", "one_shot"), *beside]
+    assert found("all_reduce", 4) == [("int4", "int4", "two_phase"), *beside]
+    assert found("broadcast", 4) == [("int4", "int4", "compressed"), *beside]
+    assert found("all_reduce", 2, "two_phase") == [("int4", "int4", "two_phase"), *beside]
+
+
+def test_sizes() -> None:
+    assert bench.default_numel(None, False) == bench.default_numel(links.parse("1gbit"), False) == 25_000_000
+    assert bench.default_numel(MBIT, False) == 8_000_000
+    assert bench.default_numel(MBIT, True) == bench.QUICK_NUMEL
+    assert bench.divisible("all_reduce", 3, 1000) == 1000
+    assert bench.divisible("all_to_all_single", 3, 1000) == 999
+    assert bench.divisible("reduce_scatter_tensor", 4, 1) == 4
+
+
+@pytest.mark.parametrize("verb", bench.VERBS)
+def test_the_exact_result_is_what_the_verb_means(verb: str) -> None:
+    case = a_case(verb, world=3, numel=12)
+    given = [bench.inputs(rank, case).double() for rank in range(3)]
+    for rank in range(3):
+        part = slice(4 * rank, 4 * rank + 4)
+        expected = {
+            "all_reduce": lambda: given[0] + given[1] + given[2],
+            "reduce_scatter_tensor": lambda part=part: (given[0] + given[1] + given[2])[part],
+            "all_gather_into_tensor": lambda: torch.cat(given),
+            "all_to_all_single": lambda part=part: torch.cat([x[part] for x in given]),
+            "broadcast": lambda: given[0],
+        }[verb]()
+        assert torch.equal(bench.exact(rank, case), expected)
+        assert len(expected) == bench.output_numel(case)
+
+
+def samples(ms: float, digest: str = "a") -> Sample:
+    return Sample([ms, 3 * ms, 2 * ms], [1.0, 1.0, 9.0], [110] * 3, [100] * 3, 4e-4, digest, True, "two_phase")
+
+
+def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
+    parts = [{"torch fp32": samples(8), "torch bf16": samples(4), "int8": samples(1), "nothing": samples(0)}
+             for _ in range(2)]  # fmt: skip
+    parts[1]["int8"] = Sample([5, 1, 1], [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
+    (row,) = bench.rows_of(a_case(), parts)
+    assert set(row) >= set(record.COLUMNS["collectives"])
+    assert (row["ms_p50"], row["plain_ms"], row["bf16_ms"]) == (3, 16, 8)  # rounds take 5, 3 and 2
+    assert row["speedup_plain"] == pytest.approx(16 / 3)
+    assert (row["bytes_per_rank"], row["wire_limit_share"]) == (300, None)
+    assert (row["cpu_ms_per_rank"], row["rel_error"]) == (2, math.sqrt(9e-4))
+    assert row["identical"] is False
+    shaped = Case("all_reduce", 2, MBIT, 1000, 1, bench.entries(["int8"], "all_reduce", 2))
+    (row,) = bench.rows_of(shaped, parts)
+    assert row["bytes_per_rank"] == 310 - 110  # what the barrier sends is not the call's
+    assert row["wire_limit_share"] == pytest.approx(8 * codec("int8").wire_bytes(1000) / 1e8 / 3e-3)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_over_loopback(tmp_path: Path) -> None:
+    path = str(tmp_path / "collectives.json")
+    flags = ["--quick", "--world", "2", "--numel", "20000", "--rounds", "2", "--verbs", EVERYTHING]
+    result = CliRunner().invoke(app, ["bench", "collectives", *flags, "--codecs", "int8,auto,plain", "--json", path])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    found = record.read(path)
+    assert found.conditions["threads"] == 1
+    assert [(row["verb"], row["codec"]) for row in found.rows] == [
+        (verb, name) for verb in bench.VERBS for name in ("int8", "auto", "plain")
+    ]
+    assert multiprocessing.active_children() == []
+    for row in found.rows:
+        assert row["identical"] is True, row
+        assert row["link"] == "loopback"
+        assert row["rounds"] == 2
+        assert 0 < float(str(row["ms_p20"])) <= float(str(row["ms_p50"])) <= float(str(row["ms_p80"]))
+        assert (row["codec"] == "auto") == row["auto"]
+        assert row["algorithm"] in bench.ALGORITHMS[str(row["verb"])][1:]
+        compressed = row["algorithm"] != "plain"
+        # Two quantisations of half a step, with a step of at most 2/254 of a block's largest, which is below 6 sigma.
+        assert float(str(row["rel_error"])) < (6 * 2 / 254 if compressed else 1e-6)
+        assert row["bytes_sent"] is not None or not compressed
+    table = tables.grid(found)
+    assert table.header[:3] == ["verb", "codec", "algorithm"]
+    assert [cells[-1] for cells in table.rows] == ["yes"] * 15
+    assert "| all_reduce | int8 | one_shot | 2 | loopback | 20000 |" in tables.markdown(found)
+
+
+def shapes_links() -> bool:
+    try:
+        with links.hosts(1, MBIT):
+            return True
+    except links.LinkError:
+        return False
+
+
+def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+
+    def interrupted(cases: Any) -> Iterator[Any]:
+        yield cases[0]
+        signal.raise_signal(signal.SIGINT)
+        yield cases[1]
+
+    with pytest.raises(record.Interrupted) as stop:
+        bench.run([2], MBIT, [250_000, 8_000_000], codecs=["int8"], rounds=3, progress=interrupted)
+    (row,) = stop.value.record.rows
+    payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
+    assert payload <= float(str(row["bytes_sent"])) < counted
+    assert counted < payload * (1 + 2 * 66 / 1448) + 10_000  # a header and an acknowledgement a segment; retries
+    assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 65536 / payload  # bursts of both ends fly free
+    assert row["identical"] is True
+    assert multiprocessing.active_children() == []
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"tw{os.getpid()}n" not in listed
