@@ -161,13 +161,14 @@ def test_the_exact_result_is_what_the_verb_means(verb: str) -> None:
 
 
 def samples(ms: float, digest: str = "a") -> Sample:
-    return Sample([ms, 3 * ms, 2 * ms], [1.0, 1.0, 9.0], [110] * 3, [100] * 3, 4e-4, digest, True, "two_phase")
+    sent = 100 if ms else 0
+    return Sample([ms, 3 * ms, 2 * ms], [1.0] * 3, [110] * 3, [50] * 3, [sent] * 3, 4e-4, digest, True, "two_phase")
 
 
 def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     parts = [{"torch fp32": samples(8), "torch bf16": samples(4), "int8": samples(1), "nothing": samples(0)}
              for _ in range(2)]  # fmt: skip
-    parts[1]["int8"] = Sample([5, 1, 1], [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
+    parts[1]["int8"] = Sample([5, 1, 1], [3.0] * 3, [310] * 3, [290] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
     (row,) = bench.rows_of(a_case(), parts)
     assert set(row) >= set(record.COLUMNS["collectives"])
     assert (row["ms_p50"], row["plain_ms"], row["bf16_ms"]) == (3, 16, 8)  # rounds take 5, 3 and 2
@@ -178,6 +179,7 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     shaped = Case("all_reduce", 2, MBIT, 1000, 1, bench.entries(["int8"], "all_reduce", 2))
     (row,) = bench.rows_of(shaped, parts)
     assert row["bytes_per_rank"] == 310 - 110  # what the barrier sends is not the call's
+    assert row["bytes_payload"] == 290 - 50
     assert row["wire_limit_share"] == pytest.approx(8 * codec("int8").wire_bytes(1000) / 1e8 / 3e-3)
 
 
@@ -234,7 +236,7 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
         bench.run([2], MBIT, [250_000, 8_000_000], codecs=["int8"], rounds=3, progress=interrupted)
     (row,) = stop.value.record.rows
     payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
-    assert payload <= float(str(row["bytes_sent"])) < counted
+    assert payload <= float(str(row["bytes_sent"])) <= float(str(row["bytes_payload"])) < counted
     assert counted < payload * (1 + 2 * 66 / 1448) + 10_000  # a header and an acknowledgement a segment; retries
     assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 65536 / payload  # bursts of both ends fly free
     assert row["identical"] is True

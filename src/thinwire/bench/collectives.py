@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire import collectives
 from thinwire.bench import launch, link as links, timing
 from thinwire.bench.codec import nmse
-from thinwire.bench.link import Link
+from thinwire.bench.link import Link, Sent
 from thinwire.bench.record import Progress, Record, Row, collect
 from thinwire.bench.timing import Call
 from thinwire.codecs import Codec, codec
@@ -94,6 +94,7 @@ class Sample:
     ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     interface_bytes: list[int] = field(default_factory=list)
+    interface_payload: list[int] = field(default_factory=list)  # without headers
     transport_bytes: list[int] = field(default_factory=list)
     lost: float = 0.0  # NMSE against the exact result
     digest: str = ""
@@ -220,12 +221,13 @@ def _byte_columns(case: Case, entry: Entry, parts: Sequence[dict[str, Sample]]) 
     samples = _of(parts, entry.name)
     least = bytes_formula(case.verb, samples[0].algorithm, case.world, entry.codec, case.numel)
     # Torch's own verbs do not go through thinwire's transport: what they send over loopback is not known.
-    sent = max(median(sample.transport_bytes) for sample in samples) or None
+    sent = _bytes(parts, entry.name, "transport_bytes") or None
     return {
-        "bytes_per_rank": _at_interface(parts, entry.name) if case.link else sent,
+        "bytes_per_rank": _bytes(parts, entry.name, "interface_bytes") if case.link else sent,
         "bytes_formula": least,
         "wire_limit_share": 8e3 * least / case.link.rate / median(_times(samples)) if case.link else None,
         "bytes_sent": sent,
+        "bytes_payload": _bytes(parts, entry.name, "interface_payload") if case.link else None,
     }
 
 
@@ -242,9 +244,11 @@ def _cpu_ms(samples: Sequence[Sample]) -> float:
     return fmean(median(sample.cpu_ms) for sample in samples)
 
 
-def _at_interface(parts: Sequence[dict[str, Sample]], name: str) -> float:
-    """The barrier after a call is counted with it; a call that does nothing tells what it sends."""
-    counted = (median(part[name].interface_bytes) - median(part[NOTHING].interface_bytes) for part in parts)
+def _bytes(parts: Sequence[dict[str, Sample]], name: str, counter: str) -> float:
+    """Of a call, by the rank that sends most. The barrier after it is counted too; NOTHING tells what that sends."""
+    counted: list[float] = [
+        median(getattr(part[name], counter)) - median(getattr(part[NOTHING], counter)) for part in parts
+    ]
     return max(counted)
 
 
@@ -307,15 +311,17 @@ class _Bench:
         call, sample = self.calls[name], self.samples[name]
         self._restore()
         dist.barrier()
-        interface, transport = _interface_bytes(self.case), _transport_bytes()
+        interface, transport = _at_interface(self.case), collectives.traffic().sent
         cpu, start = time.process_time(), time.perf_counter()
         call()
         sample.ms.append(1e3 * (time.perf_counter() - start))
         sample.cpu_ms.append(1e3 * (time.process_time() - cpu))
         # A call is over when all was received; what this rank still has in its buffers is sent by then.
         dist.barrier()
-        sample.interface_bytes.append(_interface_bytes(self.case) - interface)
-        sample.transport_bytes.append(_transport_bytes() - transport)
+        now = _at_interface(self.case)
+        sample.interface_bytes.append(now.total - interface.total)
+        sample.interface_payload.append(now.payload - interface.payload)
+        sample.transport_bytes.append(collectives.traffic().sent - transport)
 
     def _call(self, name: str) -> None:
         self._restore()
@@ -412,12 +418,8 @@ def _nothing() -> None:
     pass
 
 
-def _interface_bytes(case: Case) -> int:
-    return links.sent_bytes() if case.link else 0
-
-
-def _transport_bytes() -> int:
-    return collectives.traffic().sent
+def _at_interface(case: Case) -> Sent:
+    return links.sent() if case.link else Sent(0, 0)
 
 
 def _digest(out: Tensor) -> str:
