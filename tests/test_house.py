@@ -27,7 +27,7 @@ FLOORS = [
     {"kernels"},
     {"codecs"},
     {"collectives", "feedback", "qat"},
-    {"integrations", "hooks"},
+    {"integrations", "hooks", "functional"},
     {"report", "advise", "bench"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,484 @@
+"""thinwire.functional: values, gradients, codecs of both directions, torch.compile, and what is refused."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from cases import seeded
+from ranks import RankPool
+from thinwire import functional as F  # noqa: N812
+from thinwire.errors import CollectiveError
+
+Group = dist.ProcessGroup
+Verb = Callable[[Tensor], Tensor]
+WORLDS = (1, 2, 3)
+NOTHING = {"codec": "none"}
+LLOYD = {"codec": "lloyd4", "algorithm": "compressed"}
+
+
+def rows_to(rank: int, world: int) -> list[int]:
+    """How many rows a rank sends to each: uneven, and none at all to some."""
+    return [(2 * rank + 3 * other) % 4 for other in range(world)]
+
+
+def splits(group: Group) -> tuple[list[int], list[int]]:
+    """(rows from each rank, rows to each rank)."""
+    rank, world = group.rank(), group.size()
+    return [rows_to(other, world)[rank] for other in range(world)], rows_to(rank, world)
+
+
+def shape_of(name: str, group: Group) -> tuple[int, ...]:
+    world = group.size()
+    if name == "all_to_all_single uneven":
+        return (sum(rows_to(group.rank(), world)), 2)
+    return {
+        "reduce_scatter avg dim -1": (2, 1, world),
+        "reduce_scatter": (2 * world, 2),
+        "all_to_all_single": (2 * world, 2),
+    }.get(name, (2, 1, 2))
+
+
+def verbs(group: Group, **how: Any) -> dict[str, Verb]:
+    """Every verb, by a name that says what is special."""
+    out_rows, in_rows = splits(group)
+    reduce = {"algorithm": "two_phase"} if how.get("algorithm") == "compressed" else {}
+    return {
+        "all_reduce": partial(F.all_reduce, **how | reduce),
+        "all_reduce avg": partial(F.all_reduce, op="avg", **how | reduce),
+        "all_gather": partial(F.all_gather, **how),
+        "all_gather dim 1": partial(F.all_gather, dim=1, **how),
+        "all_gather dim -1": partial(F.all_gather, dim=-1, **how),
+        "reduce_scatter": partial(F.reduce_scatter, **how),
+        "reduce_scatter avg dim -1": partial(F.reduce_scatter, op=dist.ReduceOp.AVG, dim=-1, **how),
+        "all_to_all_single": partial(F.all_to_all_single, **how),
+        "all_to_all_single uneven": partial(
+            F.all_to_all_single, output_split_sizes=out_rows, input_split_sizes=in_rows, **how
+        ),
+    }
+
+
+NAMES = [
+    *("all_reduce", "all_reduce avg", "all_gather", "all_gather dim 1", "all_gather dim -1", "reduce_scatter"),
+    *("reduce_scatter avg dim -1", "all_to_all_single", "all_to_all_single uneven"),
+]
+
+
+def random_input(name: str, group: Group, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape_of(name, group), generator=seeded(group.rank(), 7)).to(dtype)
+
+
+def everyone(group: Group, x: Any) -> list[Any]:
+    """What every rank brought, without thinwire."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, x, group=group)
+    return found
+
+
+# --- values and gradients against plain torch -------------------------------------------------------------------------
+
+
+def expected(name: str, group: Group, inputs: list[Tensor]) -> Tensor:
+    """What a verb gives, from every rank's input."""
+    rank, world = group.rank(), group.size()
+    if name.startswith("all_reduce"):
+        return sum(inputs[1:], inputs[0]) / (world if "avg" in name else 1)
+    if name.startswith("all_gather"):
+        return torch.cat(inputs, int(name.split()[-1]) if "dim" in name else 0)
+    if name.startswith("reduce_scatter"):
+        total = sum(inputs[1:], inputs[0]) / (world if "avg" in name else 1)
+        return total.chunk(world, -1 if "dim" in name else 0)[rank]
+    rows = [rows_to(other, world) if "uneven" in name else [2] * world for other in range(world)]
+    return torch.cat([x.split(rows[other])[rank] for other, x in enumerate(inputs)])
+
+
+def close(y: Tensor, expected: Tensor) -> bool:
+    """Sums of integers are exact; a mean is multiplied by 1 / world, two roundings, where torch divides, one."""
+    return y.shape == expected.shape and bool(((y - expected).abs() <= expected.abs() * 3 * 2.0**-53).all())
+
+
+def compare_values(group: Group) -> list[str]:
+    wrong = []
+    for name, verb in verbs(group, **NOTHING).items():
+        x = torch.randint(-9, 10, shape_of(name, group), generator=seeded(group.rank())).double()
+        before = x.clone()
+        y = verb(x)
+        if not close(y, expected(name, group, everyone(group, x))) or not y.is_contiguous():
+            wrong.append(f"{name} gave {y}")
+        y.fill_(7)
+        if not torch.equal(x, before):
+            wrong.append(f"{name} changed its input")
+    return wrong
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_values_are_those_of_torch_and_inputs_stay(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(compare_values) == [[]] * world
+
+
+def joined(group: Group, own: Tensor, lengths: list[int]) -> Tensor:
+    """Every rank's numbers, one rank after the other."""
+    whole = own.new_zeros(sum(lengths))
+    whole.split(lengths)[group.rank()].copy_(own.detach().flatten())
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+class Everything(torch.autograd.Function):
+    """All ranks' outputs as a function of all ranks' inputs, both held by every rank.
+
+    gradcheck runs on every rank at once, so it would disturb every rank's own input at the same time. Of this function
+    it disturbs, as it believes, one element of one rank's input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, lengths: list[int], verb: Verb, shape: tuple[int, ...], group: Group
+    ) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = inputs.detach().split(lengths)[group.rank()].view(shape).requires_grad_()
+            ctx.y = verb(ctx.x)
+        ctx.group, ctx.inputs = group, lengths
+        ctx.outputs = [int(n) for n in joined(group, torch.tensor([ctx.y.numel()]), [1] * group.size())]
+        return joined(group, ctx.y, ctx.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own = grads[0].split(ctx.outputs)[ctx.group.rank()]
+        (grad,) = torch.autograd.grad(ctx.y, ctx.x, own.view(ctx.y.shape), retain_graph=True)
+        return joined(ctx.group, grad, ctx.inputs), None, None, None, None
+
+
+def check_gradients(group: Group) -> list[str]:
+    failed = []
+    for name, verb in verbs(group, **NOTHING).items():
+        parts = everyone(group, random_input(name, group, torch.float64).flatten())
+        lengths = [part.numel() for part in parts]
+        inputs = torch.cat(parts).requires_grad_()
+        try:
+            arguments = inputs, lengths, verb, shape_of(name, group), group
+            torch.autograd.gradcheck(Everything.apply, arguments, fast_mode=group.size() == 3)
+        except torch.autograd.gradcheck.GradcheckError as error:
+            failed.append(f"{name}: {error}")
+    return failed
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradcheck_of_the_global_function(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(check_gradients) == [[]] * world
+
+
+def differentiate_twice(group: Group) -> Tensor:
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    (first,) = torch.autograd.grad(F.all_reduce(x**3, **NOTHING).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return second
+
+
+def test_a_gradient_has_a_gradient(ranks: RankPool) -> None:
+    for second in ranks(2).run(differentiate_twice):
+        assert torch.equal(second, torch.tensor([12.0, -24.0]))  # 2 ranks * 6x
+
+
+# --- two codecs -------------------------------------------------------------------------------------------------------
+
+
+def gradient(verb: Verb, x: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, gradient of the input, gradient that came in)."""
+    x = x.detach().requires_grad_()
+    y = verb(x)
+    grad = torch.randn(y.shape, generator=seeded(seed)).to(y.dtype)
+    y.backward(grad)
+    assert x.grad is not None
+    return y.detach(), x.grad, grad
+
+
+def compare_directions(group: Group) -> list[str]:
+    """Forward and backward each with int4 and exact: which of the two changes, and to what."""
+    wrong = []
+    exact, lossy = ({"codec": codec, "algorithm": "compressed"} for codec in ("none", "int4"))
+    for name in NAMES:
+        x, seed = random_input(name, group), group.rank() + 50
+        found = {
+            (forth, back): gradient(verbs(group, **lossy | {"codec": forth, "backward_codec": back})[name], x, seed)
+            for forth in ("none", "int4")
+            for back in ("none", "int4")
+        }
+        plain = gradient(verbs(group, **exact)[name], x, seed)
+        alike = gradient(verbs(group, **lossy)[name], x, seed)
+        for (forth, back), (y, grad, _) in found.items():
+            like_y, like_grad = (plain if forth == "none" else alike)[0], (plain if back == "none" else alike)[1]
+            if not (torch.equal(y, like_y) and torch.equal(grad, like_grad)):
+                wrong.append(f"{name}: {forth} forward, {back} backward")
+        if torch.equal(plain[0], alike[0]) or torch.equal(plain[1], alike[1]):
+            wrong.append(f"{name}: int4 changed nothing")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_forward_and_backward_have_their_own_codec_and_share_one_by_default(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(compare_directions) == [[]] * world
+
+
+def same_as_the_verbs(group: Group) -> list[bool]:
+    x = torch.randn(1000, generator=seeded(group.rank()))
+    y, grad, incoming = gradient(partial(F.all_reduce, codec="lloyd4", algorithm="two_phase", step=5), x, group.rank())
+    how = {"codec": "lloyd4", "algorithm": "two_phase", "step": 5}
+    thinwire.collectives.all_reduce(x, **how)
+    thinwire.collectives.all_reduce(incoming, **how)
+    return [torch.equal(y, x), torch.equal(grad, incoming), len({bytes(g.numpy()) for g in everyone(group, grad)}) == 1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(same_as_the_verbs) == [[True] * 3] * world
+
+
+def kinds(group: Group) -> list[str]:
+    """What is not as it should be for inputs of other dtypes, strides and needs."""
+    wrong = []
+    for name, verb in verbs(group, **LLOYD).items():
+        x = random_input(name, group)
+        if verb(x).requires_grad:
+            wrong.append(f"{name}: requires a gradient nobody asked for")
+        y, grad, _ = gradient(verb, x.bfloat16(), 1)
+        if (y.dtype, grad.dtype) != (torch.bfloat16,) * 2:
+            wrong.append(f"{name}: {y.dtype} and {grad.dtype} for bfloat16")
+        strided = x.mT.contiguous().mT
+        if not torch.equal(verb(strided), verb(x)):
+            wrong.append(f"{name}: strides change the result")
+        x.requires_grad_()
+        verb(x).sum().backward()  # its gradient is an expanded scalar
+        if x.grad is None or not x.grad.isfinite().all():
+            wrong.append(f"{name}: gradient {x.grad}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bf16_strides_and_no_gradient(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(kinds) == [[]] * world
+
+
+def groups(group: Group) -> list[float]:
+    """Sums over the world named in every way, then over this rank alone."""
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("all", "self"))
+    alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
+    x = torch.tensor([1.0 + group.rank()])
+    found = [F.all_reduce(x, group=g, **NOTHING).item() for g in (None, group, mesh["all"])]
+    return found + [F.all_reduce(x, group=g, **NOTHING).item() - group.rank() for g in (alone, mesh["self"])]
+
+
+def test_groups_and_meshes(ranks: RankPool) -> None:
+    assert ranks(2).run(groups) == [[3.0, 3.0, 3.0, 1.0, 1.0]] * 2
+
+
+def empty(group: Group) -> list[tuple[int, ...]]:
+    x = torch.zeros(0, 3)
+    results = [F.all_reduce(x), F.all_gather(x), F.all_gather(x, dim=1), F.reduce_scatter(x)]
+    results.append(F.all_to_all_single(x, [0] * group.size(), [0] * group.size()))
+    return [tuple(y.shape) for y in results]
+
+
+def test_empty_tensors(ranks: RankPool) -> None:
+    assert ranks(2).run(empty) == [[(0, 3), (0, 3), (0, 6), (0, 3), (0, 3)]] * 2
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def opcheck(group: Group) -> list[str]:
+    failed = []
+    named = verbs(group, codec="int8", backward_codec="bf16")
+    for name in ("all_reduce", "all_gather dim 1", "reduce_scatter avg dim -1", "all_to_all_single uneven"):
+        verb, x = named[name], random_input(name, group).requires_grad_()
+        arguments, op = recorded(verb, x)
+        checks = torch.library.opcheck(op, arguments, raise_exception=False)
+        failed += [f"{name}: {check}: {result}" for check, result in checks.items() if result != "SUCCESS"]
+    return failed
+
+
+def recorded(verb: Verb, x: Tensor) -> tuple[tuple[Any, ...], Any]:
+    """The arguments with which a verb calls its op, and the op."""
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[Any, ...]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "thinwire":
+                self.calls.append((func, args))
+            return func(*args, **kwargs or {})
+
+    with Recorder() as recorder:
+        verb(x.detach())
+    op, arguments = recorder.calls[0]
+    return (x, *arguments[1:]), op
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_opcheck(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(opcheck, timeout=50) == [[]] * world
+
+
+def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
+    torch._dynamo.reset()
+    compiled_verb: Verb = torch.compile(lambda x: verb(x * 2) + 1, fullgraph=True, backend=backend)
+    return compiled_verb
+
+
+def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
+    wrong = []
+    for name in names:
+        verb = verbs(group, codec=thinwire.Lloyd(4), backward_codec="int8")[name]
+        x = random_input(name, group)
+        eager = gradient(lambda x, verb=verb: verb(x * 2) + 1, x, 3)
+        traced = gradient(compiled(verb, backend), x, 3)
+        if not all(map(torch.equal, eager, traced)):
+            wrong.append(f"{name}: {eager} != {traced}")
+    return wrong
+
+
+def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
+    assert ranks(2).run(compare_compiled, "aot_eager", NAMES, timeout=50) == [[]] * 2
+
+
+def compare_inductor(group: Group) -> list[str]:
+    from torch._inductor import config
+
+    with warnings.catch_warnings(), config.patch(compile_threads=1):  # no pool of compilers for one small kernel
+        warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports
+        return compare_compiled(group, "inductor", ["all_reduce"])
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_is_eager_byte_for_byte(ranks: RankPool) -> None:
+    assert ranks(1).run(compare_inductor, timeout=50) == [[]]
+
+
+def compile_groups_and_codecs(group: Group) -> list[str]:
+    mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("all",))
+    mixed = thinwire.BySize(thinwire.Cast("bf16"), thinwire.BlockInt(4), min_numel=2)
+    wrong = []
+    for how in ({"group": mesh}, {"codec": mixed}, {"op": dist.ReduceOp.AVG}, {"codec": thinwire.BlockInt(4, 64)}):
+        x = torch.randn(9, generator=seeded(group.rank()))
+        verb = partial(F.all_reduce, **how)
+        if not torch.equal(compiled(verb)(x), verb(x * 2) + 1):
+            wrong.append(str(how))
+    return wrong
+
+
+def test_compiled_takes_meshes_ops_and_codec_objects(ranks: RankPool) -> None:
+    assert ranks(2).run(compile_groups_and_codecs) == [[]] * 2
+
+
+def compile_changing(group: Group) -> tuple[list[bool], int]:
+    """A codec object that changes is seen; a step that changes compiles no more than three times (0, 1, any)."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(64, generator=seeded(group.rank()))
+    how = {"algorithm": "two_phase"}
+    by_step = torch.compile(
+        lambda x, step: F.all_reduce(x, codec="lloyd1", step=step, **how), backend=backend, fullgraph=True
+    )
+    same = [torch.equal(by_step(x, s), F.all_reduce(x, codec="lloyd1", step=s, **how)) for s in range(6)]
+    by_codec = torch.compile(lambda x, codec: F.all_reduce(x, codec=codec, **how), backend=backend, fullgraph=True)
+    count = len(graphs)
+    for codec in (thinwire.BlockInt(4), thinwire.BlockInt(3), thinwire.BlockInt(4, 64), "int2"):
+        same.append(torch.equal(by_codec(x, codec), F.all_reduce(x, codec=codec, **how)))
+    return same, count
+
+
+def test_compiled_follows_a_changing_step_and_codec(ranks: RankPool) -> None:
+    for same, graphs in ranks(2).run(compile_changing):
+        assert same == [True] * 10
+        assert graphs <= 3
+
+
+def compile_routed(group: Group) -> bool:
+    """MoE dispatch: how many rows go where is in a tensor, so no graph knows it."""
+    torch._dynamo.reset()
+    out_rows, in_rows = splits(group)
+    x = torch.randn(sum(in_rows), 4, generator=seeded(group.rank())).requires_grad_()
+
+    def dispatch(x: Tensor, rows: Tensor) -> Tensor:
+        there, here = rows.tolist()
+        return F.all_to_all_single(x, there, here, codec="int8", algorithm="compressed")
+
+    rows = torch.tensor([out_rows, in_rows])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        y = torch.compile(dispatch, fullgraph=True, backend="aot_eager")(x, rows)
+    y.sum().backward()
+    return torch.equal(y, dispatch(x, rows)) and x.grad is not None
+
+
+def test_compiled_with_splits_from_a_tensor(ranks: RankPool) -> None:
+    assert ranks(2).run(compile_routed) == [True] * 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "op": (lambda x: F.all_reduce(x, "max"), "op must be one of sum, avg"),
+    "ReduceOp": (lambda x: F.reduce_scatter(x, dist.ReduceOp.MAX), "op must be one of sum, avg"),
+    "codec": (lambda x: F.all_reduce(x, codec="int9"), "unknown codec 'int9'"),
+    "backward codec": (lambda x: F.all_gather(x, backward_codec="nine"), "unknown codec 'nine'"),
+    "dim": (lambda x: F.all_gather(x, dim=2), r"dim must be -2 .. 1 .*got 2"),
+    "dim of a scalar": (lambda x: F.all_gather(x.sum()), "a tensor of shape"),
+    "length": (lambda x: F.reduce_scatter(x), "dimension 0 of length 3 is not divisible by the world, 2 ranks"),
+    "rows": (lambda x: F.all_to_all_single(x), "dimension 0 of length 3 is not divisible"),
+    "rows that come": (lambda x: F.all_to_all_single(x, None, [1, 2]), "dimension 0 of length 3 is not divisible"),
+    "scalar rows": (lambda x: F.all_to_all_single(x.sum()), "got a scalar"),
+    "number of splits": (lambda x: F.all_to_all_single(x, [3]), "output_split_sizes must have one entry .* got 1"),
+    "sum of splits": (lambda x: F.all_to_all_single(x, [1, 1], [1, 1]), "add up to 2 rows, the tensor has 3"),
+    "sign of splits": (lambda x: F.all_to_all_single(x, [1, 1], [4, -1]), "must not be negative"),
+}
+
+
+def refuse(group: Group, trace: bool) -> dict[str, str]:
+    """What each call says, eagerly or while it is traced."""
+    said = {}
+    for what, (call, _) in REFUSED.items():
+        torch._dynamo.reset()
+        try:
+            (torch.compile(call, fullgraph=True, backend="eager") if trace else call)(torch.ones(3, 2))
+        except CollectiveError as error:
+            said[what] = str(error)
+        except thinwire.CodecError as error:
+            said[what] = str(error)
+        except RuntimeError as error:  # the compiler's own, which quotes
+            said[what] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("trace", [False, True], ids=["eager", "traced"])
+def test_misuse_is_refused_before_anything_is_sent(ranks: RankPool, trace: bool) -> None:
+    for said in ranks(2).run(refuse, trace):
+        for what, (_, message) in REFUSED.items():
+            assert what in said, f"{what} was not refused"
+            with pytest.raises(ValueError, match=message):
+                raise ValueError(said[what])
+
+
+def refuse_mesh(group: Group) -> str:
+    mesh = init_device_mesh("cpu", (1, group.size()))
+    with pytest.raises(CollectiveError) as caught:
+        F.all_reduce(torch.ones(2), group=mesh)
+    return str(caught.value)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(ranks: RankPool) -> None:
+    assert "one dimension" in ranks(1).run(refuse_mesh)[0]
