@@ -1,0 +1,570 @@
+"""auto_quantize: every collective, called as torch's own, and each fault of torch's version repaired.
+
+Inputs are small integers, which fp16 and bf16 hold exactly, and so are their sums: results are compared bit for bit.
+"""
+
+import inspect
+import math
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._quantization import quantization as torchs
+
+from cases import seeded
+from ranks import RankPool
+from thinwire import Codec, CodecError, Lloyd, collectives
+from thinwire.collectives import Work
+from thinwire.collectives.auto_quantize import DQuantType, _then_divide, auto_quantize
+from thinwire.errors import CollectiveError
+
+Group = dist.ProcessGroup
+BOTH = (DQuantType.FP16, DQuantType.BFP16)
+N = 7  # no world but 1 divides it
+
+
+def numbers(rank: int, *shape: int) -> Tensor:
+    """What a rank brings."""
+    return torch.randint(-9, 10, shape, generator=seeded(rank, *shape)).float()
+
+
+def blank(*shape: int) -> Tensor:
+    return torch.full(shape, math.nan)
+
+
+def rows(source: int, target: int) -> int:
+    """How much goes from rank to rank where that may differ; nothing between some."""
+    return (source + 2 * target) % 4
+
+
+def total(world: int, *shape: int) -> Tensor:
+    return torch.stack([numbers(rank, *shape) for rank in range(world)]).sum(0)
+
+
+# --- every collective -------------------------------------------------------------------------------------------------
+
+Case = tuple[dict[str, Any], list[Tensor], list[Tensor]]  # arguments, outputs among them, what these must become
+
+
+def all_gather(rank: int, world: int) -> Case:
+    outputs = [blank(N) for _ in range(world)]
+    arguments = {"tensor_list": outputs, "tensor": numbers(rank, N)}
+    return arguments, outputs, [numbers(other, N) for other in range(world)]
+
+
+def all_gather_into_tensor(rank: int, world: int) -> Case:
+    output = blank(world * N)
+    arguments = {"output_tensor": output, "input_tensor": numbers(rank, N)}
+    return arguments, [output], [torch.cat([numbers(other, N) for other in range(world)])]
+
+
+def all_reduce(rank: int, world: int) -> Case:
+    tensor = numbers(rank, N)
+    return {"tensor": tensor, "op": dist.ReduceOp.SUM}, [tensor], [total(world, N)]
+
+
+def all_reduce_coalesced(rank: int, world: int) -> Case:
+    tensors = [numbers(rank, N), numbers(rank, 3, 5)]
+    return {"tensors": tensors}, tensors, [total(world, N), total(world, 3, 5)]
+
+
+def all_to_all(rank: int, world: int) -> Case:
+    outputs = [blank(rows(other, rank)) for other in range(world)]
+    inputs = [numbers(rank, rows(rank, other)) for other in range(world)]
+    arguments = {"output_tensor_list": outputs, "input_tensor_list": inputs}
+    return arguments, outputs, [numbers(other, rows(other, rank)) for other in range(world)]
+
+
+def all_to_all_single(rank: int, world: int) -> Case:
+    received = [numbers(other, rows(other, rank), 3) for other in range(world)]
+    output = blank(sum(map(len, received)), 3)
+    arguments = {
+        "output": output,
+        "input": torch.cat([numbers(rank, rows(rank, other), 3) for other in range(world)]),
+        "output_split_sizes": [rows(other, rank) for other in range(world)],
+        "input_split_sizes": [rows(rank, other) for other in range(world)],
+    }
+    return arguments, [output], [torch.cat(received)]
+
+
+def broadcast(rank: int, world: int) -> Case:
+    tensor = numbers(rank, N)
+    return {"tensor": tensor, "src": world - 1}, [tensor], [numbers(world - 1, N)]
+
+
+def reduce_scatter_tensor(rank: int, world: int) -> Case:
+    output = blank(N)
+    return {"output": output, "input": numbers(rank, world * N)}, [output], [total(world, world * N).chunk(world)[rank]]
+
+
+def reduce_scatter(rank: int, world: int) -> Case:
+    output = blank(N)
+    arguments = {"output": output, "input_list": list(numbers(rank, world, N))}
+    return arguments, [output], [total(world, world, N)[rank]]
+
+
+def gather(rank: int, world: int) -> Case:
+    outputs = [blank(N) for _ in range(world)] if rank == world - 1 else []
+    arguments = {"tensor": numbers(rank, N), "gather_list": outputs or None, "dst": world - 1}
+    return arguments, outputs, [numbers(other, N) for other in range(world)] if outputs else []
+
+
+def scatter(rank: int, world: int) -> Case:
+    output = blank(N)
+    arguments = {"tensor": output, "scatter_list": list(numbers(rank, world, N)) if rank == 0 else None}
+    return arguments, [output], [numbers(0, world, N)[rank]]
+
+
+def reduce(rank: int, world: int) -> Case:
+    tensor = numbers(rank, N)
+    outputs = [tensor] if rank == world - 1 else []
+    return {"tensor": tensor, "dst": world - 1}, outputs, [total(world, N)] if outputs else []
+
+
+CASES: dict[str, Callable[[int, int], Case]] = {
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "all_gather_single": all_gather_into_tensor,
+    "all_reduce": all_reduce,
+    "all_reduce_coalesced": all_reduce_coalesced,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all_single,
+    "broadcast": broadcast,
+    "gather": gather,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_single": reduce_scatter_tensor,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "scatter": scatter,
+}
+NAMES = [name for name in CASES if hasattr(dist, name)]  # torch 2.13 is the first with *_single
+LISTS = ["all_gather", "all_to_all", "all_reduce_coalesced"]
+
+
+def run_all(group: Group, how: str, quant_loss: float | None) -> list[str]:
+    """Call every collective with both types in one way; say what went wrong."""
+    wrong = []
+    for name in NAMES:
+        for qtype in BOTH:
+            arguments, outputs, expected = CASES[name](group.rank(), group.size())
+            wrapped = auto_quantize(getattr(dist, name), qtype, quant_loss)
+            work = call(wrapped, arguments, group, how)
+            if how.startswith("async"):
+                finish(work, how)
+            elif work is not None:
+                wrong.append(f"{name} returned {work}")
+            expected = [tensor / (quant_loss or 1) for tensor in expected]
+            if not all(map(torch.equal, outputs, expected)):
+                wrong.append(f"{name} {qtype}: {outputs} instead of {expected}")
+    return wrong
+
+
+def call(wrapped: Callable[..., Any], arguments: dict[str, Any], group: Group, how: str) -> Any:
+    if how == "keywords":
+        return wrapped(**arguments, group=group, async_op=False)
+    bound = inspect.signature(wrapped).bind(**arguments, group=group, async_op=how.startswith("async"))
+    bound.apply_defaults()
+    return wrapped(*bound.args, **bound.kwargs)  # every parameter by position
+
+
+def finish(work: Any, how: str) -> None:
+    """Wait for a Work in one of several ways; the result must not depend on which, nor on how often."""
+    if how == "async future":
+        work.get_future().wait()
+    elif how == "async poll":
+        while not work.is_completed():
+            time.sleep(0.001)
+    else:
+        assert work.wait()
+        assert work.wait()
+        work.get_future().wait()
+        assert work.is_completed()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_collective_in_both_types_where_torchs_has_three_and_bfp16_in_2d_only(
+    ranks: RankPool, world: int
+) -> None:
+    assert ranks(world).run(run_all, "keywords", None) == [[]] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_positions_serve_as_well_as_keywords_where_torchs_ignores_a_positional_group(
+    ranks: RankPool, world: int
+) -> None:
+    assert ranks(world).run(run_all, "positions", None) == [[]] * world
+
+
+@pytest.mark.parametrize("how", ["async wait", "async future", "async poll"])
+def test_async_op_returns_a_work_where_torchs_refuses_it(ranks: RankPool, how: str) -> None:
+    assert ranks(2).run(run_all, how, None) == [[]] * 2
+
+
+@pytest.mark.parametrize("how", ["keywords", "async wait", "async future", "async poll"])
+def test_quant_loss_divides_once_everywhere_where_torchs_forgets_lists_and_bfp16(ranks: RankPool, how: str) -> None:
+    assert ranks(2).run(run_all, how, 4.0) == [[]] * 2
+
+
+def test_quant_loss_divides_in_a_world_of_one_too(ranks: RankPool) -> None:
+    assert ranks(1).run(run_all, "async wait", 4.0) == [[]]
+
+
+# --- what torch's version does wrong, one by one ----------------------------------------------------------------------
+
+
+def test_str_of_a_type_is_its_value_where_torchs_raises() -> None:
+    assert [str(qtype) for qtype in BOTH] == ["fp16", "bfp16"]
+    assert [DQuantType("fp16"), DQuantType("bfp16")] == list(BOTH)
+    with pytest.raises(TypeError):
+        str(torchs.DQuantType.FP16)
+
+
+def outputs_that_are_views(group: Group) -> list[bool]:
+    """The caller keeps a buffer whose rows it hands out, and the list itself."""
+    results = []
+    for name in ("all_gather", "all_to_all"):
+        buffer = blank(group.size(), N)
+        outputs = list(buffer)
+        inputs = numbers(group.rank(), N) if name == "all_gather" else [numbers(group.rank(), N)] * group.size()
+        before = [id(output) for output in outputs]
+        auto_quantize(getattr(dist, name), DQuantType.FP16)(outputs, inputs)
+        expected = torch.stack([numbers(rank, N) for rank in range(group.size())])
+        results += [torch.equal(buffer, expected), [id(output) for output in outputs] == before]
+    return results
+
+
+def test_outputs_in_lists_are_written_where_torchs_replaces_them(ranks: RankPool) -> None:
+    assert ranks(3).run(outputs_that_are_views) == [[True] * 4] * 3
+
+
+def splits_by_other_names(group: Group) -> list[str]:
+    wrong = []
+    for old in (False, True):
+        arguments, (output,), (expected,) = all_to_all_single(group.rank(), group.size())
+        if old:
+            arguments["out_splits"] = arguments.pop("output_split_sizes")
+            arguments["in_splits"] = arguments.pop("input_split_sizes")
+        auto_quantize(dist.all_to_all_single, DQuantType.FP16)(**arguments)
+        if not torch.equal(output, expected):
+            wrong.append(f"old names: {old}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_splits_by_torchs_names_and_the_older_ones_where_torchs_ignores_its_own(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(splits_by_other_names) == [[]] * world
+
+
+def test_splits_under_both_names_are_a_type_error() -> None:
+    wrapped = auto_quantize(dist.all_to_all_single, DQuantType.FP16)
+    with pytest.raises(TypeError, match="under both names"):
+        wrapped(blank(2), blank(2), out_splits=[2], output_split_sizes=[2])
+    with pytest.raises(TypeError, match="multiple values"):
+        wrapped(blank(2), blank(2), [2], out_splits=[2])
+    with pytest.raises(TypeError, match="out_splits"):
+        auto_quantize(dist.all_gather, DQuantType.FP16)([blank(2)], blank(2), out_splits=[2])
+
+
+def gather_in_pairs(group: Group) -> list[float]:
+    """World 3: ranks 0 and 1 talk in a group of their own, passed by position."""
+    pair = dist.new_group([0, 1])
+    if group.rank() == 2:
+        return []
+    outputs = [blank(1), blank(1)]
+    auto_quantize(dist.all_gather, DQuantType.FP16)(outputs, torch.tensor([5.0 + group.rank()]), pair)
+    return [output.item() for output in outputs]
+
+
+def test_a_positional_group_is_used_where_torchs_ignores_it(ranks: RankPool) -> None:
+    assert ranks(3).run(gather_in_pairs) == [[5.0, 6.0], [5.0, 6.0], []]
+
+
+def divided(group: Group, name: str, qtype: DQuantType) -> bool:
+    """In two dimensions, which torch's version takes in both types; a list's own entries are looked at."""
+    world, x = group.size(), numbers(group.rank(), group.size(), 3)
+    wrapped = auto_quantize(getattr(dist, name), qtype, 4.0)
+    if name == "all_gather":
+        outputs = [blank(world, 3) for _ in range(world)]
+        wrapped(outputs, x)
+        return all(torch.equal(y, numbers(rank, world, 3) / 4) for rank, y in enumerate(outputs))
+    y = blank(world, 3)
+    wrapped(y, x)
+    return torch.equal(y, torch.stack([numbers(rank, world, 3)[group.rank()] for rank in range(world)]) / 4)
+
+
+def test_quant_loss_divides_lists_where_torchs_ignores_it(ranks: RankPool) -> None:
+    assert ranks(2).run(divided, "all_gather", DQuantType.FP16) == [True] * 2
+
+
+def test_quant_loss_divides_bfp16_where_torchs_drops_it(ranks: RankPool) -> None:
+    assert ranks(2).run(divided, "all_to_all_single", DQuantType.BFP16) == [True] * 2
+
+
+def exchange_a_million(group: Group) -> float:
+    x, y = torch.ones(1 << 20), blank(1 << 20)
+    wrapped = auto_quantize(dist.all_to_all_single, DQuantType.FP16)
+    start = time.perf_counter()
+    wrapped(y, x)
+    assert torch.equal(x, y)
+    return time.perf_counter() - start
+
+
+def test_a_million_floats_take_no_time_where_torchs_copies_row_by_row_for_21_s(ranks: RankPool) -> None:
+    assert max(ranks(2).run(exchange_a_million)) < 3
+
+
+def gather_shapes(group: Group, shape: tuple[int, ...]) -> list[bool]:
+    results = []
+    for qtype in BOTH:
+        outputs = [blank(*shape) for _ in range(group.size())]
+        auto_quantize(dist.all_gather, qtype)(outputs, numbers(group.rank(), *shape))
+        results += [torch.equal(output, numbers(rank, *shape)) for rank, output in enumerate(outputs)]
+    return results
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (2, 3, 4), (1, 1, 1, 129)], ids=str)
+def test_any_shape_where_torchs_bfp16_takes_two_dimensions(ranks: RankPool, shape: tuple[int, ...]) -> None:
+    assert ranks(2).run(gather_shapes, shape) == [[True] * 4] * 2
+
+
+def count_encoded(group: Group, name: str) -> int:
+    """How many elements this rank encodes in one call."""
+    arguments, _, _ = CASES[name](group.rank(), group.size())
+    encode, seen = Codec.encode, []
+
+    def counted(self: Codec, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        seen.append(x.numel())
+        encode(self, x, *args, **kwargs)
+
+    Codec.encode = counted  # type: ignore[method-assign]
+    try:
+        auto_quantize(getattr(dist, name), DQuantType.FP16)(**arguments)
+    finally:
+        Codec.encode = encode  # type: ignore[method-assign]
+    return sum(seen)
+
+
+def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(ranks: RankPool) -> None:
+    assert ranks(3).run(count_encoded, "all_gather") == [N] * 3
+    for rank, encoded in enumerate(ranks(3).run(count_encoded, "all_to_all")):
+        assert encoded == sum(rows(rank, other) for other in range(3) if other != rank)
+
+
+def gather_specials(group: Group, qtype: DQuantType, x: Tensor) -> Tensor:
+    outputs = [blank(*x.shape) for _ in range(group.size())]
+    auto_quantize(dist.all_gather, qtype)(outputs, x)
+    return outputs[1 - group.rank()]
+
+
+def test_infinities_stay_visible_where_torchs_fp16_clamps_them(ranks: RankPool) -> None:
+    x = torch.zeros(300)
+    x[0], x[-1] = math.inf, -math.inf
+    for y in ranks(2).run(gather_specials, DQuantType.FP16, x):
+        assert not y[0].isfinite()
+        assert not y[-1].isfinite()
+        assert torch.equal(y[128:256], x[128:256])  # the block between them
+    for y in ranks(2).run(gather_specials, DQuantType.BFP16, x):
+        assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("qtype", BOTH, ids=str)
+def test_every_nan_stays_one_where_torchs_bf16_makes_numbers_of_some(ranks: RankPool, qtype: DQuantType) -> None:
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -0x7FFFFF, -1], dtype=torch.int32)
+    x = bits.view(torch.float32).view(1, 5)
+    assert x.isnan().all()
+    for y in ranks(2).run(gather_specials, qtype, x):
+        assert y.isnan().all()
+
+
+def test_beyond_fp16_nothing_overflows_where_torchs_clamps_at_65504(ranks: RankPool) -> None:
+    x = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
+    for y in ranks(2).run(gather_specials, DQuantType.FP16, x):
+        assert torch.equal(y, x)
+
+
+def lengths_of_all_kinds(group: Group) -> list[int]:
+    """The lengths for which an exchange of unequal parts went wrong."""
+    rank, world, wrong = group.rank(), group.size(), []
+    for length in (1, 2, 5, 7, 127, 128, 129, 1001):
+        parts = [length // world + (other < length % world) for other in range(world)]
+        for qtype in BOTH:
+            y = blank(parts[rank] * world)
+            wrapped = auto_quantize(dist.all_to_all_single, qtype)
+            wrapped(y, numbers(rank, length), [parts[rank]] * world, parts)
+            if not torch.equal(y, torch.cat([numbers(other, length).split(parts)[rank] for other in range(world)])):
+                wrong.append(length)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lengths_the_world_does_not_divide_where_torchs_gives_garbage(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(lengths_of_all_kinds) == [[]] * world
+
+
+def indivisible_without_splits(group: Group) -> str:
+    with pytest.raises(CollectiveError) as caught:
+        auto_quantize(dist.all_to_all_single, DQuantType.FP16)(blank(N), blank(N))
+    return str(caught.value)
+
+
+def test_equal_parts_of_what_cannot_be_divided_are_refused_where_torchs_gives_garbage(ranks: RankPool) -> None:
+    assert str(N) in ranks(2).run(indivisible_without_splits)[0]
+
+
+def tuples(group: Group) -> list[str]:
+    wrong = []
+    for name in LISTS:
+        arguments, outputs, expected = CASES[name](group.rank(), group.size())
+        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+        auto_quantize(getattr(dist, name), DQuantType.BFP16, 2.0)(**arguments)
+        if not all(torch.equal(output, tensor / 2) for output, tensor in zip(outputs, expected, strict=True)):
+            wrong.append(name)
+    return wrong
+
+
+def test_tuples_serve_as_lists_where_torchs_refuses_them(ranks: RankPool) -> None:
+    assert ranks(2).run(tuples) == [[]] * 2
+
+
+def against_torchs(group: Group) -> bool:
+    """Where torch's version is right: fp16, lists, within the range of fp16."""
+    x = torch.randn(5, 3, generator=seeded(group.rank())).half().float()
+    ours, theirs = ([blank(5, 3) for _ in range(group.size())] for _ in range(2))
+    auto_quantize(dist.all_gather, DQuantType.FP16)(ours, x)
+    torchs.auto_quantize(dist.all_gather, torchs.DQuantType.FP16)(theirs, x)
+    return all(map(torch.equal, ours, theirs))
+
+
+def test_the_same_as_torchs_where_that_is_right(ranks: RankPool) -> None:
+    assert ranks(2).run(against_torchs) == [True] * 2
+
+
+# --- the callable -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_signature_is_the_wrapped_functions_own(name: str) -> None:
+    func = getattr(dist, name)
+    wrapped = auto_quantize(func, "int8")
+    assert inspect.signature(wrapped) == inspect.signature(func)
+    assert (wrapped.__name__, wrapped.__doc__) == (func.__name__, func.__doc__)
+    assert name.split("_")[0] in repr(wrapped)
+    assert inspect.signature(pickle.loads(pickle.dumps(wrapped))) == inspect.signature(func)
+
+
+@pytest.mark.parametrize("qtype", [*BOTH, "fp16", "bfp16", "bf16", "int4:block=64", Lloyd(2)], ids=str)
+def test_types_codec_strings_and_codecs(qtype: Any) -> None:
+    auto_quantize(dist.all_reduce, qtype)
+
+
+def test_an_unknown_type_is_refused() -> None:
+    for qtype in ("fp17", torch.float16, None, torchs.DQuantType.FP16):
+        with pytest.raises(CodecError, match=r"qtype must be DQuantType\.FP16"):
+            auto_quantize(dist.all_gather, qtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["send", "recv", "isend", "irecv", "barrier", "all_gather_object", "new_group"])
+def test_other_functions_are_refused_with_the_list_of_what_works(name: str) -> None:
+    with pytest.raises(CollectiveError, match=rf"all_to_all_single.*reduce_scatter_tensor.*got '{name}'"):
+        auto_quantize(getattr(dist, name), DQuantType.FP16)
+
+
+@pytest.mark.parametrize("quant_loss", [0, 0.0, math.nan, math.inf])
+def test_a_quant_loss_that_cannot_divide_is_refused(quant_loss: float) -> None:
+    with pytest.raises(CollectiveError, match="quant_loss"):
+        auto_quantize(dist.all_gather, DQuantType.FP16, quant_loss)
+
+
+def own_verbs(group: Group) -> list[str]:
+    wrong = []
+    for name in ("all_reduce", "all_gather", "all_to_all", "all_to_all_single", "broadcast", "all_reduce_coalesced"):
+        func = getattr(collectives, name)
+        arguments, outputs, expected = CASES[name](group.rank(), group.size())
+        wrapped = auto_quantize(func, "fp16", 2.0)
+        if inspect.signature(wrapped) != inspect.signature(func):
+            wrong.append(f"{name}: signature")
+        wrapped(**arguments, step=3)
+        if not all(torch.equal(output, tensor / 2) for output, tensor in zip(outputs, expected, strict=True)):
+            wrong.append(name)
+    return wrong
+
+
+def test_thinwires_own_verbs_are_wrapped_too(ranks: RankPool) -> None:
+    assert ranks(2).run(own_verbs) == [[]] * 2
+
+
+def test_a_second_codec_or_no_codec_is_refused(ranks: RankPool) -> None:
+    wrapped = auto_quantize(collectives.all_reduce, "fp16")
+    with pytest.raises(TypeError, match="codec is given twice"):
+        wrapped(blank(2), codec="int8")
+    with pytest.raises(CollectiveError, match="plain"):
+        wrapped(blank(2), algorithm="plain")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_goes_through_the_codec_however_small(ranks: RankPool, name: str) -> None:
+    assert sum(ranks(2).run(count_encoded, name)) > 0
+
+
+def refused_roots(group: Group) -> list[str]:
+    said = []
+    for name, keywords in [
+        ("gather", {"dst": 0, "group_dst": 0}),
+        ("gather", {"gather_list": [blank(1)], "dst": 0}),
+        ("scatter", {"src": 0}),
+    ]:
+        if name == "scatter" and group.rank():
+            continue
+        with pytest.raises(CollectiveError) as caught:
+            auto_quantize(getattr(dist, name), "fp16")(blank(1), **keywords)
+        said.append(str(caught.value))
+    with pytest.raises(CollectiveError) as caught:
+        auto_quantize(dist.reduce_scatter, "fp16")(blank(2), [blank(2), blank(3)])
+    return [*said, str(caught.value)]
+
+
+def test_misuse_of_the_rewritten_ones_is_refused(ranks: RankPool) -> None:
+    root, _ = ranks(2).run(refused_roots)
+    once, length, absent, uneven = root
+    assert "name the root once" in once
+    assert "gather_list: expected 2 tensors on this rank, got 1 tensors" in length
+    assert "scatter_list: expected 2 tensors on this rank, got none" in absent
+    assert "expected 2 elements" in uneven
+
+
+def untouched_elsewhere(group: Group) -> bool:
+    x = numbers(group.rank(), N)
+    auto_quantize(dist.reduce, DQuantType.FP16, 2.0)(x, 1)
+    return torch.equal(x, numbers(group.rank(), N)) if group.rank() != 1 else torch.equal(x, total(3, N) / 2)
+
+
+def test_reduce_changes_the_roots_tensor_alone(ranks: RankPool) -> None:
+    assert ranks(3).run(untouched_elsewhere) == [True] * 3
+
+
+def test_a_failure_reaches_whoever_waits_for_the_divided_values() -> None:
+    work, x = Work([torch.ones(2)]), torch.ones(2)
+    divided = _then_divide(work, [x], 2.0)
+    assert not divided.is_completed()
+    work.failed(CollectiveError("the other rank is gone"))
+    with pytest.raises(CollectiveError, match="the other rank is gone"):
+        divided.wait()
+    assert torch.equal(x, torch.ones(2))
+
+
+def old_names_warn_nothing(group: Group) -> int:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        arguments, _, _ = all_gather_into_tensor(group.rank(), group.size())
+        auto_quantize(dist.all_gather_into_tensor, "bf16")(**arguments)
+    return len(seen)
+
+
+def test_a_deprecated_name_of_torch_is_wrapped_in_silence(ranks: RankPool) -> None:
+    assert ranks(2).run(old_names_warn_nothing) == [0, 0]
