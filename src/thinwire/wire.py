@@ -70,6 +70,18 @@ class Format:
     variant: int
     block: int  # elements under one scale; 0 where there are no scales
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.bits, self.variant, self.block))
+
+    @cached_property
+    def rotated(self) -> bool:
+        """Whether wires of this format carry the key of a rotation."""
+        return self.kind == Kind.LLOYD and self.variant == LloydVariant.ROTATED
+
     def layout(self, numel: int) -> "Layout":
         """The offsets of a wire of `numel` elements."""
         return _layout(self, numel)
@@ -81,6 +93,13 @@ class Layout:
 
     format: Format
     numel: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.format, self.numel))
 
     @cached_property
     def num_blocks(self) -> int:
@@ -140,6 +159,11 @@ class Layout:
         width, at = self.planes[-1]
         return _aligned(at + self.num_codes * width // 8)
 
+    @cached_property
+    def plain_header(self) -> bytes:
+        """The header of a wire that is not rotated."""
+        return self.header()
+
     def header(self, key: int = 0) -> bytes:
         """The 32 bytes a wire of this layout starts with."""
         f = self.format
@@ -163,9 +187,8 @@ def read_key(layout: Layout, wires_WN: Tensor) -> int:
     Reads 32 bytes a wire on the host, so it serves CPU wires; on another device it would wait for the stream.
     """
     heads = _heads(wires_WN)
-    rotated = layout.format.kind == Kind.LLOYD and layout.format.variant == LloydVariant.ROTATED
-    key: int = _HEADER.unpack(heads[0])[8] if rotated else 0
-    expected = layout.header(key)
+    key: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
+    expected = layout.header(key) if key else layout.plain_header
     for rank, head in enumerate(heads):
         if head != expected:
             raise WireError(_mismatch(layout, rank, head, key))

@@ -9,7 +9,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,6 +19,8 @@ from thinwire import kernels, wire
 from thinwire.errors import CodecError, WireError
 from thinwire.kernels import hashing
 from thinwire.kernels.schema import Encoding
+
+_MOST_PLANS = 4096  # lengths a codec remembers
 
 
 class Codec(ABC):
@@ -52,12 +54,12 @@ class Codec(ABC):
         _check_wire(plan.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
-        source = x.detach().resolve_neg().contiguous().view(-1)
+        source = _row(x)
         _check_memory(source, wire)
         if x.dtype == torch.float64 and not plan.keeps_doubles:
             source = source.float()
         carried = None if residual is None else residual.view(-1)
-        rotation, dither = plan.key(step, hashing.ROTATION), plan.key(step, hashing.DITHER)
+        rotation, dither = plan.keys(step, hashing.DITHER)
         kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
         _mark_written(wire, *(() if residual is None else (residual,)))
 
@@ -104,10 +106,17 @@ class Codec(ABC):
         plan = _plan(self, numel, dtype)
         _check_wire(plan.layout, wire, wires_WN.device)
         rotation = _read_wires(plan, wires_WN, wires_WN.device, step if trusted else None)
-        dither = plan.key(step, hashing.DITHER_RECODE)
+        dither = plan.keys(step, hashing.DITHER_RECODE)[1]
         backend = kernels.select(wire.device)
         backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         _mark_written(wire)
+
+    @cached_property
+    def _plans(self) -> "dict[tuple[int, torch.dtype], _Plan]":
+        return {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_plans"}
 
     def _spell(self, name: str, *options: str) -> str:
         """name:option=value,... for the options that differ from their default."""
@@ -127,25 +136,44 @@ class _Plan:
     how: Encoding
     layout: wire.Layout
 
-    @property
+    @cached_property
     def keeps_doubles(self) -> bool:
         return self.how.format.bits == 64
 
-    def key(self, step: int, stream: int) -> int:
+    def keys(self, step: int, dither: int) -> tuple[int, int]:
+        """The keys of rotation and dither; 0 for what the encoding does not use."""
         step = operator.index(step)
         if not 0 <= step < 1 << 64:
             raise CodecError(f"step must be 0 .. 2**64 - 1, got {step}")
-        return hashing.key(self.codec.seed, step, stream)
+        seed, how = self.codec.seed, self.how
+        rotation = hashing.key(seed, step, hashing.ROTATION) if how.format.rotated else 0
+        return rotation, hashing.key(seed, step, dither) if how.stochastic else 0
 
 
-@lru_cache(maxsize=4096)
 def _plan(codec: Codec, numel: int, dtype: torch.dtype) -> _Plan:
+    plans = codec._plans
+    found = plans.get((numel, dtype))
+    if found is None:
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        found = plans[numel, dtype] = _new_plan(codec, numel, dtype)
+    return found
+
+
+def _new_plan(codec: Codec, numel: int, dtype: torch.dtype) -> _Plan:
     chosen = codec._sized(numel)
     if dtype not in chosen.inputs:
         known = ", ".join(str(d).removeprefix("torch.") for d in chosen.inputs)
         raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
     how = chosen.encoding(dtype)
     return _Plan(chosen, how, how.format.layout(numel))
+
+
+def _row(x: Tensor) -> Tensor:
+    """x's numbers, flat and contiguous; without a copy where they are already."""
+    if x.is_contiguous() and not x.is_neg():
+        return x if x.dim() == 1 else x.detach().view(-1)
+    return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def _text(value: object) -> str:
@@ -155,13 +183,19 @@ def _text(value: object) -> str:
 def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> None:
     if buffer.dim() != 1:
         raise WireError(f"a wire is a 1-D uint8 tensor, got shape {tuple(buffer.shape)}")
-    wire.check_wires(layout, buffer.unsqueeze(0), device)
+    if (
+        buffer.numel() != layout.nbytes
+        or buffer.dtype != torch.uint8
+        or buffer.device != device
+        or buffer.stride(0) != 1
+    ):
+        wire.check_wires(layout, buffer.unsqueeze(0), device)
 
 
 def _read_wires(plan: _Plan, wires_WN: Tensor, device: torch.device, step: int | None) -> int:
     """Check the wires and return the key of their rotation: from their headers, or of `step`."""
     wire.check_wires(plan.layout, wires_WN, device)
-    return wire.read_key(plan.layout, wires_WN) if step is None else plan.key(step, hashing.ROTATION)
+    return wire.read_key(plan.layout, wires_WN) if step is None else plan.keys(step, 0)[0]
 
 
 def _check_memory(*tensors: Tensor) -> None:

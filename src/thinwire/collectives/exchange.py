@@ -91,8 +91,7 @@ def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) 
     if sizes is None or len(sizes) == 0:
         if rows % world:
             raise CollectiveError(
-                f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: "
-                f"pass {name}_split_sizes"
+                f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: pass {name}_split_sizes"
             )
         return [rows // world] * world
     listed = [int(size) for size in sizes]
@@ -132,7 +131,9 @@ def _agree(
 
 def _compare(number: int, answers: Sequence[str]) -> int:
     """Check that every rank expects what the others send; the most elements that one rank sends."""
-    sent, expected = zip(*(([int(n) for n in side[1:-1].split(",")] for side in a.split("/")) for a in answers), strict=True)
+    sent, expected = zip(
+        *(([int(n) for n in side[1:-1].split(",")] for side in a.split("/")) for a in answers), strict=True
+    )
     for source, row in enumerate(sent):
         for target, numel in enumerate(row):
             if numel != expected[target][source]:

@@ -79,7 +79,9 @@ def all_gather(
     text = f"all_gather(lengths={sizes}, {calls.named(input, codec, algorithm)})"
     whole = torch.empty(sum(sizes), dtype=input.dtype, device="meta")
     call, plan = _agree(channel, text, whole, max(sizes), codec, algorithm, exact=Identity())
-    operation = steps.Gather(plan.setting(channel, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut)
+    operation = steps.Gather(
+        plan.setting(channel, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
+    )
     operation.outputs = list(tensor_list)
     return settle(call.run(operation), async_op)
 

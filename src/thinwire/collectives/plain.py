@@ -50,7 +50,9 @@ def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:
 
 def all_gather(channel: Channel, output: Tensor, input: Tensor, async_op: bool) -> Work | None:
     """torch's all_gather into one tensor."""
-    whole = output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    whole = (
+        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    )
     work = primitives.all_gather_single(
         whole, input.detach().contiguous(), group=channel.transport.group, async_op=async_op
     )
@@ -61,7 +63,9 @@ def reduce_scatter(
     channel: Channel, output: Tensor, input: Tensor, reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's reduce_scatter into one tensor, on a backend that has it."""
-    whole = output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    whole = (
+        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    )
     work = primitives.reduce_scatter_single(
         whole, input.detach().contiguous(), reduction.torch_op, group=channel.transport.group, async_op=async_op
     )
@@ -77,7 +81,9 @@ def all_to_all_single(
     async_op: bool,
 ) -> Work | None:
     """torch's all_to_all_single."""
-    whole = output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    whole = (
+        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    )
     group = channel.transport.group
     work = dist.all_to_all_single(
         whole, input.detach().contiguous(), output_splits, input_splits, group=group, async_op=async_op

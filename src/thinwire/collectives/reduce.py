@@ -64,7 +64,14 @@ class _Plan(NamedTuple):
 
 
 def _all_reduce(
-    verb: str, tensors: Sequence[Tensor], op: Any, group: Group, async_op: bool, codec: Codecs, algorithm: str, step: int
+    verb: str,
+    tensors: Sequence[Tensor],
+    op: Any,
+    group: Group,
+    async_op: bool,
+    codec: Codecs,
+    algorithm: str,
+    step: int,
 ) -> Work | None:
     mesh = primitives.is_mesh(group) and group.ndim == 2
     parts = calls.check_tensors(tensors, verb)
@@ -166,7 +173,9 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: input must have {world} times the elements of output, "
             f"got {source.numel()} and {target.numel()}"
         )
-    text = f"reduce_scatter_tensor(numel={source.numel()}, op={_op(reduction)}, {calls.named(source, codec, algorithm)})"
+    text = (
+        f"reduce_scatter_tensor(numel={source.numel()}, op={_op(reduction)}, {calls.named(source, codec, algorithm)})"
+    )
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None)
     if plan is None:

@@ -6,6 +6,11 @@ under way as the scratch holds and always waits for the one whose messages were 
 reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
 last one's end leaves. On gloo the line is one thread; messages carry tags drawn when the operation was called, so
 delays change no result. On NCCL the line runs in the calling thread and everything is ordered by one stream.
+
+[Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
+of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
+started the second message of all earlier ones, so everything that another rank needs for those is on its way. With
+more messages a chunk this does not hold, and such operations are waited for strictly in order, chunk by chunk.
 """
 
 import threading
@@ -36,6 +41,7 @@ class Operation:
     num_chunks: int
     chunk_bytes: int  # scratch of one chunk
     scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
+    in_order: bool = False  # see [Note: No deadlock]
     outputs: list[Tensor]
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
@@ -158,6 +164,7 @@ class _Running:
     scratch: Tensor
     steps: Steps
     awaited: Sequence[Waitable] = ()
+    steps_taken: int = 0
 
 
 @dataclass
@@ -232,11 +239,18 @@ class Line:
 
     def _step(self, running: _Running) -> None:
         try:
+            running.steps_taken += 1
             running.awaited = next(running.steps)
         except StopIteration:
             self.scratch.give(running.scratch)
             running.task.ended += 1
             self._end_if_done(running.task)
+        else:
+            self._put(running)
+
+    def _put(self, running: _Running) -> None:
+        if running.task.operation.in_order and running.steps_taken > 1:
+            self._under_way.appendleft(running)
         else:
             self._under_way.append(running)
 

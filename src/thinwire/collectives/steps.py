@@ -95,7 +95,13 @@ class TwoPhase:
         on_gpu = x.device.type != "cpu"
         if parts[rank].numel:
             codec.recode(
-                own_WN, wires[rank], parts[rank].numel, scale=abs(scale), step=key.of(rank), dtype=x.dtype, trusted=on_gpu
+                own_WN,
+                wires[rank],
+                parts[rank].numel,
+                scale=abs(scale),
+                step=key.of(rank),
+                dtype=x.dtype,
+                trusted=on_gpu,
             )
         yield link.gather(wires, tags[0] + 1)
         _decode(codec, wires, parts, out, key, -1.0 if scale < 0 else 1.0)
@@ -209,6 +215,7 @@ class AllReduce(_Base):
     def __init__(self, setting: Setting, flat: Flat, cut: Cut, reducer: Reducer, scale: float) -> None:
         super().__init__(setting, cut.num_chunks, [flat])
         self._flat, self._cut, self._reducer, self._scale = flat, cut, reducer, scale
+        self.in_order = isinstance(reducer, Hierarchical)
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """The reducer's steps on one span."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
-from thinwire.kernels.schema import LLOYD, Encoding
-from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, LloydVariant
+from thinwire.kernels.schema import LLOYD, Encoding, decoding
+from thinwire.wire import HEADER_BYTES, Format, Kind, Layout
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 2  # of native/thinwire.h
@@ -77,7 +77,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
 
 def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
-    job = _job(Encoding(format), format.layout(out.numel()), _DTYPES[out.dtype], rotation, 0)
+    job = _job(decoding(format), format.layout(out.numel()), _DTYPES[out.dtype], rotation, 0)
     _take_wires(job, wires_WN, scale)
     _run("tw_decode_sum", job, wires_WN.data_ptr(), out.data_ptr())
 
@@ -94,9 +94,10 @@ def recode(
 def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) -> _Job:
     job = _Job.from_buffer_copy(_template(how, layout))
     job.dtype = dtype
-    job.threads = max(1, min(torch.get_num_threads(), layout.numel // _ELEMENTS_A_THREAD))
+    if layout.numel >= 2 * _ELEMENTS_A_THREAD:
+        job.threads = max(1, min(torch.get_num_threads(), layout.numel // _ELEMENTS_A_THREAD))
     job.dither = dither
-    if layout.format.kind == Kind.LLOYD and layout.format.variant == LloydVariant.ROTATED:
+    if layout.format.rotated:
         job.rotation = rotation
         job.header[:] = layout.header(rotation)
     return job
@@ -118,6 +119,7 @@ def _template(how: Encoding, layout: Layout) -> bytes:
         stochastic=how.stochastic,
         unbiased=how.unbiased,
         num_planes=len(layout.planes),
+        threads=1,
         scale=1.0,
         numel=layout.numel,
         block=format.block,

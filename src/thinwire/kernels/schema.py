@@ -1,6 +1,7 @@
 """What a kernel is asked to do: the types shared by every backend, and the constants that define the codes."""
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -16,6 +17,18 @@ class Encoding:
     format: Format
     stochastic: bool = False  # True => unbiased rounding, twice the squared error
     unbiased: bool = False  # True => Lloyd scale <y,y>/<y,q> instead of the least-squares <y,q>/<q,q>
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.format, self.stochastic, self.unbiased))
+
+    @cached_property
+    def keyed(self) -> bool:
+        """Whether the bytes depend on the step: by a rotation or by stochastic rounding."""
+        return self.stochastic or self.format.rotated
 
 
 class Backend(Protocol):
@@ -84,3 +97,9 @@ OTHER_REACH = 1 + 2.0**-5  # block integers and casts: half a step and the round
 # domain the squares of a block are safe as well; outside it, where squares are needed, its peak is brought to [1, 2).
 LIFT, LOWER = 2.0**64, 2.0**-32
 TINY_PEAK, HUGE_PEAK = 2.0**-40, 2.0**48  # peak < TINY_PEAK => lifted; peak (or a stored scale) >= HUGE_PEAK => lowered
+
+
+@lru_cache(maxsize=256)
+def decoding(format: Format) -> Encoding:
+    """A format where an encoding is asked for, and the encoder's choices do not matter."""
+    return Encoding(format)
