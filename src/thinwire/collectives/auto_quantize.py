@@ -257,7 +257,7 @@ def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
 
     def arrived(_: object) -> None:
         try:
-            divided.finished(_divide_arrived(work, outputs, by))
+            _finish_divided(divided, work, outputs, by)
         except BaseException as error:  # of the collective: whoever waits for `divided` gets it
             divided.failed(error)
 
@@ -265,18 +265,21 @@ def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     return divided
 
 
-def _divide_arrived(work: Work, outputs: Sequence[Tensor], by: float) -> "torch.cuda.Event | None":
+def _finish_divided(divided: Work, work: Work, outputs: Sequence[Tensor], by: float) -> None:
     """On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's."""
-    device = outputs[0].device if outputs else torch.device("cpu")
-    if device.type != "cuda":
+    on_gpu = bool(outputs) and outputs[0].is_cuda
+    stream = torch.cuda.Stream(outputs[0].device) if on_gpu else None
+    with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
         work.wait()
         _divide(outputs, by)
+        divided.finished(_event_on(stream, outputs))
+
+
+def _event_on(stream: "torch.cuda.Stream | None", outputs: Sequence[Tensor]) -> "torch.cuda.Event | None":
+    if stream is None:
         return None
-    stream, ready = torch.cuda.Stream(device), torch.cuda.Event()
-    with torch.cuda.stream(stream):
-        work.wait()
-        _divide(outputs, by)
-        for output in outputs:
-            output.record_stream(stream)
-        ready.record()
-    return ready
+    for output in outputs:
+        output.record_stream(stream)
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
