@@ -3,6 +3,7 @@
 The public surface and nothing else.
 """
 
+from thinwire import functional
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.collectives import (
     Work,
@@ -46,6 +47,7 @@ __all__ = [
     "broadcast",
     "codec",
     "explain",
+    "functional",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "use_backend",

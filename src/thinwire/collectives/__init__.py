@@ -4,6 +4,7 @@ To add a verb: write what one chunk does in `steps.py`, its signature in the mod
 exchange), its prediction in `cost.py`, and export it here and in thinwire.
 """
 
+from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
 from thinwire.collectives.calls import Traffic, traffic
 from thinwire.collectives.exchange import all_to_all, all_to_all_single
 from thinwire.collectives.gather import all_gather, all_gather_into_tensor, all_gather_single, broadcast
@@ -17,6 +18,7 @@ from thinwire.collectives.reduce import (
 from thinwire.collectives.schedule import Work
 
 __all__ = [
+    "DQuantType",
     "Traffic",
     "Work",
     "all_gather",
@@ -26,6 +28,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "auto_quantize",
     "broadcast",
     "explain",
     "reduce_scatter_single",

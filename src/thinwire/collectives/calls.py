@@ -1,7 +1,9 @@
 """What every verb does first: check its arguments, find its channel, agree with the other ranks, count the call."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -11,10 +13,10 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, registry
 from thinwire.collectives import chunks, cost, primitives, schedule, steps
-from thinwire.collectives.handshake import Handshake
+from thinwire.collectives.handshake import BrokenError, Handshake
 from thinwire.collectives.primitives import Group
 from thinwire.collectives.schedule import Channel, Work
-from thinwire.errors import CollectiveError
+from thinwire.errors import CodecError, CollectiveError
 
 
 class Traffic(NamedTuple):
@@ -76,6 +78,13 @@ def _codec_of(spec: str) -> Codec:
     return registry.codec(spec)
 
 
+def check_codec(*specs: object) -> None:
+    """Raise unless each is a codec or a string."""
+    for spec in specs:
+        if not isinstance(spec, str | Codec):
+            raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
+
+
 def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
     """The codec that serves a tensor of `shape`."""
     codec = _codec_of(spec) if isinstance(spec, str) else registry.codec(spec)
@@ -100,8 +109,24 @@ def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
                 f"and {tensor.dtype} on {tensor.device}"
             )
     if first.is_complex():
-        return [torch.view_as_real(tensor.resolve_conj()) for tensor in listed]
+        if any(tensor.is_conj() for tensor in listed):
+            raise CollectiveError(f"{what}: a conjugated view shares its memory: call resolve_conj() on it first")
+        return [torch.view_as_real(tensor) for tensor in listed]
     return listed
+
+
+def check_outputs(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise if an output cannot be written element by element."""
+    for tensor in tensors:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
+
+
+def check_step(step: int) -> int:
+    """`step` as an int that codecs take."""
+    if not 0 <= (number := operator.index(step)) < 1 << 64:
+        raise CollectiveError(f"step must be 0 .. 2**64 - 1, got {step}")
+    return number
 
 
 def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
@@ -121,12 +146,14 @@ class Call:
     def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
         self.channel, self.text = channel, text
         with channel.lock:
+            channel.check_usable()
             channel.calls += 1
             self.number = channel.calls
         self.answers: list[list[str]] = []
         shakes = handshakes(channel)
         if not known or shakes[0].every_call:
-            self.answers = [shake.check(self.number, text, details=details) for shake in shakes]
+            with self._noting_failure():
+                self.answers = [shake.check(self.number, text, details=details) for shake in shakes]
 
     def run(self, operation: schedule.Operation) -> Work:
         """Enter the operation into the channel's line; a caller that waits long looks for disagreement."""
@@ -135,8 +162,17 @@ class Call:
         return work
 
     def _look(self) -> None:
-        for shake in handshakes(self.channel):
-            shake.look(self.number, self.text)
+        with self._noting_failure():
+            for shake in handshakes(self.channel):
+                shake.look(self.number, self.text)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenError as error:
+            self.channel.failure = error
+            raise
 
 
 def handshakes(channel: Channel) -> list[Handshake]:
@@ -160,7 +196,9 @@ class Plan(NamedTuple):
         """What an operation on `channel` needs to know."""
         assert self.codec is not None
         tags = tuple(transport.draw_tags(steps.TAGS) for transport in channel.transports)
-        return steps.Setting(channel.transport, self.codec, step, tags, self.chunk_bytes, self.scratch_bytes)
+        return steps.Setting(
+            channel.transport, self.codec, check_step(step), tags, self.chunk_bytes, self.scratch_bytes
+        )
 
 
 VERB_ALGORITHMS = ("auto", "compressed", "plain")

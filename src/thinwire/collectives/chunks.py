@@ -3,6 +3,7 @@
 All ranks cut alike: the cuts depend on lengths, codec and world alone.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 
-CHUNKS = 16  # more => the first byte leaves sooner and the last is decoded sooner, more messages
-MIN_CHUNK_BYTES = 1 << 17  # of wire; less is not cut
-MAX_CHUNK_BYTES = 1 << 22  # of wire; more takes more scratch and stays in no cache
+# A chunk costs about half a millisecond of messages and wake-ups whatever its size; what it gains is that its encoding
+# and decoding overlap with other chunks' travel. So a chunk has some work to hide, and there are few of them.
+CHUNKS = 8  # more => the first byte leaves sooner and the last is decoded sooner, more messages
+MIN_CHUNK = 1 << 19  # elements; fewer are not cut
+MAX_CHUNK_BYTES = 1 << 23  # of wire; more takes more scratch
+DEPTH = 6  # chunks under way at once; more => more scratch, no more overlap
 _WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
 
 
@@ -50,7 +54,7 @@ class Cut:
 
 def cut(numel: int, wire_bytes: int, shards: int = 1) -> Cut:
     """Cut a message whose wire takes `wire_bytes`, so that full chunks fall into `shards` shards of whole blocks."""
-    count = max(1, min(CHUNKS, wire_bytes // MIN_CHUNK_BYTES), -(-wire_bytes // MAX_CHUNK_BYTES))
+    count = max(1, min(CHUNKS, numel // MIN_CHUNK), -(-wire_bytes // MAX_CHUNK_BYTES))
     step = _WHOLE * shards
     return Cut(numel, max(1, -(-numel // count) if count == 1 else -(-numel // (count * step)) * step))
 
@@ -61,7 +65,7 @@ def shards(span: Span, count: int) -> list[Span]:
     if each >= 16 * _WHOLE:
         each = -(-each // _WHOLE) * _WHOLE
     edges = [min(span.begin + i * each, span.end) for i in range(count + 1)]
-    return [Span(begin, end) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [Span(begin, end) for begin, end in itertools.pairwise(edges)]
 
 
 class Desk:
@@ -149,6 +153,6 @@ def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
 
 
 def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:
-    """Scratch an operation may hold: one wire of the message and two of a chunk, and never less than one chunk needs."""
+    """Scratch an operation may hold: a wire of the message and two of a chunk; never less than one chunk needs."""
     aligned = -(-chunk_bytes // 64) * 64
-    return max(aligned, min(num_chunks * aligned, wire + 2 * chunk_wire))
+    return max(aligned, min(min(num_chunks, DEPTH) * aligned, wire + 2 * chunk_wire))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec
 from thinwire.collectives import calls, chunks, plain, steps
 from thinwire.collectives.calls import Call, Plan
 from thinwire.collectives.chunks import Flat
@@ -33,21 +33,23 @@ def all_to_all_single(
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
     """
     target, source = calls.check_tensors((output, input), "all_to_all_single")
+    calls.check_outputs((target,), "all_to_all_single")
     channel = calls.channel_of(group, target.device)
     splits = [
         _splits(sizes, tensor, channel.transport.world, name)
         for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
     ]
     if channel.transport.world == 1:
-        target.detach().copy_(source.detach().view(target.shape))
+        target.detach().copy_(source.detach().reshape(target.shape))
         return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
     parts_out, parts_in = _cut(whole, splits[0]), _cut(source.detach().contiguous(), splits[1])
     trailing = tuple(source.shape[1:])
     text = f"all_to_all_single(rows of {trailing}, {calls.named(source, codec, algorithm)})"
-    call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm, None)
+    call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm)
     if plan.codec is None:
-        return plain.all_to_all_single(channel, target, source, splits[0], splits[1], async_op)
+        lengths = [part.numel() for part in parts_out], [part.numel() for part in parts_in]
+        return plain.all_to_all_single(channel, target, source, lengths, [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
 
@@ -70,6 +72,7 @@ def all_to_all(
     world = len(output_tensor_list)
     tensors = calls.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
     outputs, inputs = tensors[:world], tensors[world:]
+    calls.check_outputs(outputs, "all_to_all")
     channel = calls.channel_of(group, tensors[0].device)
     if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
         raise CollectiveError(
@@ -77,10 +80,12 @@ def all_to_all(
             f"got {len(outputs)} outputs and {len(inputs)} inputs"
         )
     if world == 1:
-        outputs[0].detach().copy_(inputs[0].detach().view(outputs[0].shape))
+        outputs[0].detach().copy_(inputs[0].detach().reshape(outputs[0].shape))
         return settle(Work(list(output_tensor_list)).finished(), async_op)
     text = f"all_to_all({calls.named(tensors[0], codec, algorithm)})"
-    call, plan = _agree(channel, text, outputs, inputs, inputs[0], codec, algorithm, Identity())
+    call, plan = _agree(channel, text, outputs, inputs, inputs[0], codec, algorithm)
+    if plan.codec is None:
+        return plain.all_to_all(channel, outputs, inputs, list(output_tensor_list), async_op)
     return _run(call, plan, outputs, inputs, step, list(output_tensor_list), (), async_op)
 
 
@@ -114,7 +119,6 @@ def _agree(
     sample: Tensor,
     codec: str | Codec,
     algorithm: str,
-    exact: Codec | None,
 ) -> tuple[Call, Plan]:
     """The call and its plan. Sizes are compared when ranks shake hands; they change from call to call, texts do not."""
     lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
@@ -124,7 +128,7 @@ def _agree(
         numel = _compare(call.number, call.answers[0])
     if plan is None:
         likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
-        chosen = calls.choose(channel, "all_to_all", likely, codec, algorithm) or exact
+        chosen = calls.choose(channel, "all_to_all", likely, codec, algorithm)
         plan = channel.settled[text] = Plan(chosen)
     return call, plan
 

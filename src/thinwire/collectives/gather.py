@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec
 from thinwire.collectives import calls, plain, steps
 from thinwire.collectives.calls import Call, Plan
 from thinwire.collectives.chunks import Flat
@@ -30,6 +30,7 @@ def all_gather_into_tensor(
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
     """
     output, input = calls.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
+    calls.check_outputs((output,), "all_gather_into_tensor")
     channel = calls.channel_of(group, output.device)
     world = channel.transport.world
     if output.numel() != world * input.numel():
@@ -38,14 +39,14 @@ def all_gather_into_tensor(
             f"got {output.numel()} and {input.numel()}"
         )
     if world == 1:
-        output.detach().copy_(input.detach().view(output.shape))
+        output.detach().copy_(input.detach().reshape(output.shape))
         return settle(Work([output_tensor]).finished(), async_op)
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     text = f"all_gather_into_tensor(numel={input.numel()}, {calls.named(input, codec, algorithm)})"
     call, plan = _agree(channel, text, output, input.numel(), codec, algorithm)
     if plan.codec is None:
-        return plain.all_gather(channel, output, input, async_op)
+        return plain.all_gather(channel, output, input, [output_tensor], async_op)
     operation = steps.Gather(plan.setting(channel, step), parts, Flat([input]), plan.cut)
     operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
     return settle(call.run(operation), async_op)
@@ -66,6 +67,7 @@ def all_gather(
 ) -> Work | None:
     """tensor_list[r] = rank r's tensor, as decoded from its wire on every rank. Lengths may differ between ranks."""
     *outputs, input = calls.check_tensors((*tensor_list, tensor), "all_gather")
+    calls.check_outputs(outputs, "all_gather")
     channel = calls.channel_of(group, input.device)
     sizes = [output.numel() for output in outputs]
     if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
@@ -74,11 +76,13 @@ def all_gather(
             f"rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     if len(sizes) == 1:
-        outputs[0].detach().copy_(input.detach().view(outputs[0].shape))
+        outputs[0].detach().copy_(input.detach().reshape(outputs[0].shape))
         return settle(Work(list(tensor_list)).finished(), async_op)
     text = f"all_gather(lengths={sizes}, {calls.named(input, codec, algorithm)})"
     whole = torch.empty(sum(sizes), dtype=input.dtype, device="meta")
-    call, plan = _agree(channel, text, whole, max(sizes), codec, algorithm, exact=Identity())
+    call, plan = _agree(channel, text, whole, max(sizes), codec, algorithm)
+    if plan.codec is None:
+        return plain.all_gather_list(channel, outputs, input, list(tensor_list), async_op)
     operation = steps.Gather(
         plan.setting(channel, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
     )
@@ -102,6 +106,7 @@ def broadcast(
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
     (part,) = calls.check_tensors((tensor,), "broadcast")
+    calls.check_outputs((part,), "broadcast")
     channel = calls.channel_of(group, part.device)
     source = _source(channel, src, group_src)
     if channel.transport.world == 1:
@@ -109,7 +114,7 @@ def broadcast(
     text = f"broadcast(numel={part.numel()}, from rank {source}, {calls.named(part, codec, algorithm)})"
     call, plan = _agree(channel, text, part, part.numel(), codec, algorithm, verb="broadcast")
     if plan.codec is None:
-        return plain.broadcast(channel, part, source, async_op)
+        return plain.broadcast(channel, part, source, [tensor], async_op)
     operation = steps.Broadcast(plan.setting(channel, step), Flat([part]), source, plan.cut)
     operation.outputs = [tensor]
     return settle(call.run(operation), async_op)
@@ -135,12 +140,11 @@ def _agree(
     algorithm: str,
     *,
     verb: str = "all_gather",
-    exact: Codec | None = None,
 ) -> tuple[Call, Plan]:
-    """The call and its plan; `exact` is the codec of a plain call that torch has no verb for."""
+    """The call and its plan."""
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None)
     if plan is None:
-        plan = calls.plan(channel, verb, whole, part, codec, algorithm, exact)
+        plan = calls.plan(channel, verb, whole, part, codec, algorithm)
         channel.settled[text] = plan
     return call, plan

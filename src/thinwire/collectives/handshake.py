@@ -10,7 +10,6 @@ looks where the others are, so that it too raises when one of them is held up in
 import os
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -20,6 +19,10 @@ from thinwire.errors import CollectiveError, DisagreementError
 
 _LOOK_S = 1.0
 _PATIENCE_S = 1800.0  # torch's own limit
+
+
+class BrokenError(DisagreementError):
+    """A disagreement found when messages were under way: the group cannot be used any more."""
 
 
 class Handshake:
@@ -56,14 +59,18 @@ class Handshake:
                 _raise_pair(number, {self.rank: call, rank: theirs.split("\n", 1)[0]})
 
     def _await(self, key: str, number: int, rank: int, call: str) -> str:
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                self._store.wait([f"{key}/{rank}"], timedelta(seconds=_LOOK_S))
-            except (dist.DistStoreError, RuntimeError):
+        """What a rank wrote, polled for: the store's own wait would log a warning at every look."""
+        start, pause = time.monotonic(), 1e-4
+        looked = start
+        while (now := time.monotonic()) - start < _PATIENCE_S:
+            answer = self._read(f"{key}/{rank}")
+            if answer is not None:
+                return answer
+            if now - looked > _LOOK_S:
                 self._look_where(rank, number, call)
-            else:
-                return str(self._store.get(f"{key}/{rank}"), "utf-8")
+                looked = now
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         raise CollectiveError(f"rank {rank} did not come to operation {number} of this group ({_first(call)}) in time")
 
     def _look_where(self, rank: int, number: int, call: str) -> None:
@@ -91,7 +98,7 @@ def _raise(number: int, calls: Sequence[str]) -> NoReturn:
 
 def _raise_pair(number: int, calls: dict[int, str]) -> NoReturn:
     named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
-    raise DisagreementError(
+    raise BrokenError(
         f"the ranks disagree about operation {number} of this group: {named}. Messages are under way: make a new group"
     )
 

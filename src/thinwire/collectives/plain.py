@@ -1,7 +1,7 @@
 """torch's own verbs behind the same signatures: what `plain` runs. Exact, any dtype torch takes.
 
-gloo lacks some of them: averages, sums that are multiplied first, a reduce_scatter that moves less than an all_reduce,
-lists of uneven lengths. Those run as thinwire's own messages with the identity codec.
+gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has. Its
+reduce_scatter moves as much as an all_reduce, so numbers that the identity codec takes go that way instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,59 +48,87 @@ def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:
         row.div_(world, rounding_mode="trunc")  # as NCCL averages integers
 
 
-def all_gather(channel: Channel, output: Tensor, input: Tensor, async_op: bool) -> Work | None:
+def all_gather(channel: Channel, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's all_gather into one tensor."""
-    whole = (
-        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-    )
-    work = primitives.all_gather_single(
-        whole, input.detach().contiguous(), group=channel.transport.group, async_op=async_op
-    )
-    return _end([work], [output], lambda: _put(output, whole), async_op)
+    whole, group = _row(output), channel.transport.group
+    work = primitives.all_gather_single(whole, _row(input), group=group, async_op=async_op)
+    return _end([work], outputs, lambda: _put(output, whole), async_op)
+
+
+def all_gather_list(
+    channel: Channel, parts: Sequence[Tensor], input: Tensor, outputs: list[Tensor], async_op: bool
+) -> Work | None:
+    """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
+    sizes = [part.numel() for part in parts]
+    world, row, group = len(sizes), _row(input), channel.transport.group
+    whole = torch.empty(sum(sizes), dtype=row.dtype, device=row.device)
+    if len(set(sizes)) == 1:
+        work = primitives.all_gather_single(whole, row, group=group, async_op=async_op)
+    else:
+        sent = row.repeat(world)
+        work = dist.all_to_all_single(whole, sent, sizes, [row.numel()] * world, group=group, async_op=async_op)
+    return _end([work], outputs, lambda: _put_parts(parts, whole), async_op)
 
 
 def reduce_scatter(
-    channel: Channel, output: Tensor, input: Tensor, reduction: Reduction, async_op: bool
+    channel: Channel, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
-    """torch's reduce_scatter into one tensor, on a backend that has it."""
-    whole = (
-        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-    )
-    work = primitives.reduce_scatter_single(
-        whole, input.detach().contiguous(), reduction.torch_op, group=channel.transport.group, async_op=async_op
-    )
-    return _end([work], [output], lambda: _put(output, whole), async_op)
+    """torch's reduce_scatter into one tensor. gloo's has no future, so there the call ends before it returns."""
+    whole, group = _row(output), channel.transport.group
+    op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
+    later = async_op and native(channel)
+    work = primitives.reduce_scatter_single(whole, _row(input), op, group=group, async_op=later)
+    if not native(channel) and reduction.scale(channel.transport.world) != 1.0:
+        _multiply(whole, reduction, channel.transport.world)
+    ended = _end([work], outputs, lambda: _put(output, whole), later)
+    return Work(outputs).finished() if async_op and ended is None else ended
 
 
 def all_to_all_single(
     channel: Channel,
     output: Tensor,
     input: Tensor,
-    output_splits: list[int] | None,
-    input_splits: list[int] | None,
+    splits: tuple[list[int], list[int]],
+    outputs: list[Tensor],
     async_op: bool,
 ) -> Work | None:
-    """torch's all_to_all_single."""
-    whole = (
-        output.detach() if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-    )
-    group = channel.transport.group
-    work = dist.all_to_all_single(
-        whole, input.detach().contiguous(), output_splits, input_splits, group=group, async_op=async_op
-    )
-    return _end([work], [output], lambda: _put(output, whole), async_op)
+    """torch's all_to_all_single; splits are of outputs and inputs, in elements."""
+    whole, group = _row(output), channel.transport.group
+    work = dist.all_to_all_single(whole, _row(input), *splits, group=group, async_op=async_op)
+    return _end([work], outputs, lambda: _put(output, whole), async_op)
 
 
-def broadcast(channel: Channel, tensor: Tensor, source: int, async_op: bool) -> Work | None:
+def all_to_all(
+    channel: Channel, parts: Sequence[Tensor], inputs: Sequence[Tensor], outputs: list[Tensor], async_op: bool
+) -> Work | None:
+    """torch's all_to_all_single of the lists, one tensor after the other: gloo has no lists of uneven lengths."""
+    splits = [part.numel() for part in parts], [part.numel() for part in inputs]
+    sent = torch.cat([_row(part) for part in inputs])
+    whole = torch.empty(sum(splits[0]), dtype=sent.dtype, device=sent.device)
+    work = dist.all_to_all_single(whole, sent, *splits, group=channel.transport.group, async_op=async_op)
+    return _end([work], outputs, lambda: _put_parts(parts, whole), async_op)
+
+
+def broadcast(channel: Channel, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's broadcast from the group's rank `source`."""
-    row = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+    row = _row(tensor)
     work = dist.broadcast(row, group=channel.transport.group, group_src=source, async_op=async_op)
-    return _end([work], [tensor], lambda: _put(tensor, row), async_op)
+    return _end([work], outputs, lambda: _put(tensor, row), async_op)
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor, flat: a view of it where that is possible."""
+    return tensor.detach().contiguous().view(-1)
 
 
 def _put(target: Tensor, row: Tensor) -> None:
     if not target.is_contiguous():
         target.detach().copy_(row.view(target.shape))
+
+
+def _put_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
+    for part, row in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+        part.detach().copy_(row.view(part.shape))
 
 
 def _end(
@@ -117,7 +145,6 @@ class _Torch(Work):
 
     def __init__(self, works: Sequence[dist.Work], outputs: list[Tensor], finish: Callable[[], None]) -> None:
         super().__init__(outputs)
-        self._works = works
         futures = torch.futures.collect_all([work.get_future() for work in works])
 
         def end(gathered: "torch.futures.Future[list[torch.futures.Future[object]]]") -> list[Tensor]:
@@ -136,4 +163,4 @@ class _Torch(Work):
 
     def is_completed(self) -> bool:
         """Whether the outputs are final, without waiting."""
-        return self._future.done() and all(work.is_completed() for work in self._works)
+        return self._future.done()

@@ -74,7 +74,9 @@ def _all_reduce(
     step: int,
 ) -> Work | None:
     mesh = primitives.is_mesh(group) and group.ndim == 2
+    calls.check_codec(*codec) if isinstance(codec, tuple) else calls.check_codec(codec)
     parts = calls.check_tensors(tensors, verb)
+    calls.check_outputs(parts, verb)
     channel = mesh_channel(group, parts[0].device) if mesh else calls.channel_of(group, parts[0].device)
     reduction, world = calls.reduction(op), math.prod(transport.world for transport in channel.transports)
     if world == 1:
@@ -166,6 +168,7 @@ def reduce_scatter_tensor(
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
     """
     target, source = calls.check_tensors((output, input), "reduce_scatter_tensor")
+    calls.check_outputs((target,), "reduce_scatter_tensor")
     channel, reduction = calls.channel_of(group, target.device), calls.reduction(op)
     world = channel.transport.world
     if source.numel() != world * target.numel():
@@ -179,11 +182,11 @@ def reduce_scatter_tensor(
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None)
     if plan is None:
-        exact = None if plain.native(channel) else Identity()
+        exact = Identity() if not plain.native(channel) and source.dtype in Identity.inputs else None
         plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, exact)
         channel.settled[text] = plan
     if plan.codec is None:
-        return plain.reduce_scatter(channel, target, source, reduction, async_op)
+        return plain.reduce_scatter(channel, target, source, [output], reduction, async_op)
     flats = Flat([target]), Flat([source])
     operation = steps.ReduceScatter(plan.setting(channel, step), *flats, plan.cut, reduction.scale(world))
     operation.outputs = [output]

@@ -13,6 +13,7 @@ started the second message of all earlier ones, so everything that another rank 
 more messages a chunk this does not hold, and such operations are waited for strictly in order, chunk by chunk.
 """
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -32,6 +33,7 @@ from thinwire.errors import CollectiveError
 
 Steps = Generator[Sequence[Waitable], None, None]
 _ALIGN = 64
+_GRACE_S = 0.5  # how long the end of the process waits for a line
 _LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
 
 
@@ -43,6 +45,7 @@ class Operation:
     scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
     in_order: bool = False  # see [Note: No deadlock]
     outputs: list[Tensor]
+    inputs: Sequence[Tensor] = ()  # what is read besides
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """The coroutine of one chunk; `scratch` is its own until it ends."""
@@ -189,6 +192,7 @@ class Line:
         self.scratch = scratch
         self._under_way: deque[_Running] = deque()
         self._task: _Task | None = None  # the one whose chunks are being started
+        self._current: _Running | None = None  # the one that is being taken on
         self._failure: BaseException | None = None
 
     @property
@@ -213,12 +217,14 @@ class Line:
         try:
             if self._start() or not self._under_way:
                 return
-            running = self._under_way.popleft()
+            self._current = running = self._under_way.popleft()
             for waitable in running.awaited:
                 waitable.wait()
             self._step(running)
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._current = None
 
     def _start(self) -> bool:
         task = self._task
@@ -229,9 +235,9 @@ class Line:
             scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
             if scratch is None:
                 return False
-            running = _Running(task, scratch, operation.chunk(task.started, scratch))
+            self._current = _Running(task, scratch, operation.chunk(task.started, scratch))
             task.started += 1
-            self._step(running)
+            self._step(self._current)
         if task.all_started:
             self._task = None
             self._end_if_done(task)
@@ -240,7 +246,8 @@ class Line:
     def _step(self, running: _Running) -> None:
         try:
             running.steps_taken += 1
-            running.awaited = next(running.steps)
+            with torch.inference_mode():  # outputs may be inference tensors; the line's thread knows no mode of its own
+                running.awaited = next(running.steps)
         except StopIteration:
             self.scratch.give(running.scratch)
             running.task.ended += 1
@@ -256,13 +263,15 @@ class Line:
 
     def _end_if_done(self, task: _Task) -> None:
         if task.all_started and task.ended == task.operation.num_chunks and not task.work._done.is_set():
-            task.operation.finish()
+            with torch.inference_mode():
+                task.operation.finish()
             task.work.finished(_event(self.scratch))
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
         self._failure = error
-        tasks = {id(running.task): running.task for running in self._under_way}
+        running = [*self._under_way, *([] if self._current is None else [self._current])]
+        tasks = {id(chunk.task): chunk.task for chunk in running}
         if self._task is not None:
             tasks[id(self._task)] = self._task
         self._task = None
@@ -302,7 +311,7 @@ def _serve(inbox: "SimpleQueue[_Task | None]", line: Line) -> None:
         line.advance()
 
 
-@dataclass
+@dataclass(eq=False)
 class Channel:
     """What thinwire keeps about one group and one kind of device."""
 
@@ -310,6 +319,7 @@ class Channel:
     device: torch.device
     settled: dict[Any, Any] = field(default_factory=dict)  # what was decided for calls of one kind
     calls: int = 0
+    failure: BaseException | None = None  # what made the group unusable
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -324,6 +334,11 @@ class Channel:
     def transport(self) -> Transport:
         """The only transport, or that across nodes."""
         return self.transports[0]
+
+    def check_usable(self) -> None:
+        """Raise if an earlier operation of this channel failed half-way."""
+        if self.failure is not None:
+            raise _broken(self.failure)
 
     def run(self, operation: Operation) -> Work:
         """Enter an operation into the line. Every tensor it holds lives until it is done."""
@@ -351,7 +366,7 @@ class Channel:
             self._line.enter(task)
             while not self._line.idle:
                 self._line.advance()
-        for tensor in task.operation.outputs:
+        for tensor in (*task.operation.outputs, *task.operation.inputs):
             tensor.record_stream(stream)
 
     def _start_thread(self) -> None:
@@ -363,11 +378,27 @@ class Channel:
                 thread = threading.Thread(target=_serve, args=(self._inbox, self._line), name=name, daemon=True)
                 thread.start()
                 self._thread = thread
+                _open.add(self)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end after `close`, for a while."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _kept: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()  # those that have a thread
 _lock = threading.Lock()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A daemon thread that comes back from C++ after the interpreter has gone would abort the process."""
+    for found in list(_open):
+        found.close()
+    for found in list(_open):
+        found.join(_GRACE_S)
 
 
 def channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None = None) -> Channel:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, room_bytes, shards, wires_bytes
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards, wires_bytes
 from thinwire.collectives.primitives import Transport
 from thinwire.collectives.schedule import Operation, Steps
 from thinwire.kernels import hashing
@@ -231,6 +231,7 @@ class ReduceScatter(_Base):
     def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
         super().__init__(setting, cut.num_chunks, [output])
         self._output, self._input, self._cut, self._scale = output, input, cut, scale
+        self.inputs = input.tensors
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode every rank's part, send it there, add what came."""
@@ -254,6 +255,7 @@ class Gather(_Base):
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, outputs)
         self._input, self._chunk = input, cut.chunk
+        self.inputs = input.tensors
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode the own part, send it to all, decode all."""
@@ -276,6 +278,7 @@ class Exchange(_Base):
         chunks = max(Cut(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
         super().__init__(setting, chunks, outputs)
         self._inputs, self._chunk = inputs, chunk
+        self.inputs = [tensor for flat in inputs for tensor in flat.tensors]
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode what goes to each rank, send, decode what came from each."""
