@@ -1,15 +1,20 @@
-"""Codecs, inputs and comparisons that the tests of codecs, kernels and wires share.
+"""Codecs, inputs and comparisons that the tests of codecs, kernels, wires and collectives share.
 
 Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.collectives import chunks, exchange
 from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD
 
@@ -304,3 +309,99 @@ def error_bound(codec: Codec, x_KB: Tensor) -> Tensor:
         return _cast_bound(codec, x_KB) + SMALLEST
     assert isinstance(codec, BlockInt)
     return (_affine_bound if codec.mode == "affine" else _symmetric_bound)(codec, x_KB) + SMALLEST
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool = False) -> Tensor:
+    """A rank's n numbers: both signs, a stretch of zeros, one huge value; broken: one Inf and one NaN as well."""
+    x = torch.randn(n, generator=seeded(n, rank), dtype=torch.float64)
+    x[n // 5 : n // 3] = 0
+    x[n // 2 : n // 2 + 40].abs_().neg_()
+    if n > 9:
+        x[n - 2 - rank] = (-1) ** rank * (1e4 if dtype == torch.float16 else 1e30)
+    if broken and n:
+        x[n // 7 + rank], x[n // 2] = math.inf, math.nan
+    return x.to(dtype)
+
+
+def digest(*tensors: Tensor) -> str:
+    """One string for the bytes of tensors."""
+    parts = (t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return hashlib.sha256(b"/".join(parts)).hexdigest()
+
+
+@contextmanager
+def small_chunks(nbytes: int = 256) -> Iterator[None]:
+    """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
+    with (
+        patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=16),
+        patch.multiple(exchange, _MESSAGE_BYTES=nbytes),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers known to within `lost`, which is infinite where anything may stand."""
+
+    value: Tensor
+    lost: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Range":
+        """The numbers themselves."""
+        return cls(x.detach().reshape(-1).double(), torch.zeros(x.numel(), dtype=torch.float64))
+
+    @classmethod
+    def total(cls, ranges: Sequence["Range"], scale: float = 1.0, dtype: torch.dtype = torch.float32) -> "Range":
+        """scale * sum, in any order: a rounding an addition, one for the factor, one of the factor itself."""
+        value = scale * torch.stack([r.value for r in ranges]).sum(0)
+        lost = abs(scale) * torch.stack([r.lost for r in ranges]).sum(0)
+        sizes = abs(scale) * torch.stack([r.value.abs() + r.lost for r in ranges]).sum(0)
+        return cls(value, lost + (len(ranges) + 1) * sizes * half_ulp(dtype) + SMALLEST)
+
+    def coded(self, codec: Codec) -> "Range":
+        """Through encode and decode. Blocks may begin anywhere: an element shares one with its neighbours only."""
+        return Range(self.value, self.lost + _coding_bound(codec, self.value - self.lost, self.value + self.lost))
+
+    def written(self, dtype: torch.dtype) -> "Range":
+        """Rounded to `dtype`."""
+        smallest = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, SMALLEST)
+        return Range(self.value, self.lost + (self.value.abs() + self.lost) * half_ulp(dtype) + smallest)
+
+    def assert_holds(self, got: Tensor, what: str = "") -> None:
+        """`got` lies within; NaN or infinite where the numbers are, and nowhere beyond the blocks of those."""
+        flat = got.detach().reshape(-1).double()
+        finite = self.value.isfinite()
+        assert not flat[~finite].isfinite().any(), f"{what}: NaN or Inf was lost"
+        bound = torch.where(self.lost.isnan(), math.inf, self.lost)
+        bad = ~((flat - self.value).abs() <= bound) & bound.isfinite() & finite
+        if bad.any():
+            i = int(bad.nonzero()[0])
+            gap = f"{flat[i]}, expected {self.value[i]} within {bound[i]}"
+            raise AssertionError(f"{what}: {int(bad.sum())} of {flat.numel()} out of bounds, first [{i}]: {gap}")
+
+
+def half_ulp(dtype: torch.dtype) -> float:
+    """Relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _coding_bound(codec: Codec, low: Tensor, high: Tensor) -> Tensor:
+    """On the error of every element of a tensor between `low` and `high`, whatever its blocks: bounds grow with them."""
+    if isinstance(codec, Identity) or not low.numel():
+        return torch.zeros_like(low)
+    if isinstance(codec, Cast) and codec.format == "bf16":
+        return torch.maximum(low.abs(), high.abs()) * 2.0**-8 + 2.0**-134
+    reach = min(block_of(codec), low.numel()) - 1
+    windows = torch.cat((_windows(low, reach), _windows(high, reach)), 1)
+    bound = error_bound(codec, windows)
+    bound = torch.where(windows.isfinite().all(1, keepdim=True), bound, math.inf)
+    return bound[:, 0] if isinstance(codec, Lloyd) else torch.maximum(bound[:, reach], bound[:, 3 * reach + 1])
+
+
+def _windows(x: Tensor, reach: int) -> Tensor:
+    """A row an element: itself and its neighbours on both sides."""
+    return torch.cat((x[:1].expand(reach), x, x[-1:].expand(reach))).unfold(0, 2 * reach + 1, 1)

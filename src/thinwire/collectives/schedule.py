@@ -378,27 +378,22 @@ class Channel:
                 thread = threading.Thread(target=_serve, args=(self._inbox, self._line), name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-                _open.add(self)
-
-    def join(self, seconds: float) -> None:
-        """Wait for the thread to end after `close`, for a while."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+                _threads[thread] = self._inbox
 
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _kept: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]" = weakref.WeakKeyDictionary()
-_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()  # those that have a thread
+_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 @atexit.register
 def _end_threads() -> None:
     """A daemon thread that comes back from C++ after the interpreter has gone would abort the process."""
-    for found in list(_open):
-        found.close()
-    for found in list(_open):
-        found.join(_GRACE_S)
+    for inbox in list(_threads.values()):
+        inbox.put(None)
+    for thread in list(_threads):
+        thread.join(_GRACE_S)
 
 
 def channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None = None) -> Channel:
