@@ -404,7 +404,8 @@ def _algorithm(case: Case, name: str, out: Tensor) -> str:
     if asked is None or asked.algorithm != "auto":
         return asked.algorithm if asked else "plain"
     channel, chosen = calls.channel_of(None, out.device), asked.codec.pick(shape=out.shape)
-    return cost.choose(channel, COST_NAMES[case.verb], case.numel, out.dtype, chosen).algorithm
+    choice = cost.recall(channel, COST_NAMES[case.verb], case.numel, out.dtype, chosen)
+    return choice.algorithm if choice else "plain"
 
 
 def _agreed(mine: bool) -> bool:

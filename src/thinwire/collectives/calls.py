@@ -1,10 +1,10 @@
 """What every verb does first: check its arguments, find its channel, agree with the other ranks, count the call."""
 
 import contextlib
+import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -73,7 +73,7 @@ def _premul(op: Any) -> Reduction:
     return Reduction("premul_sum", float(factor))
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _codec_of(spec: str) -> Codec:
     return registry.codec(spec)
 
@@ -202,6 +202,7 @@ class Plan(NamedTuple):
 
 
 VERB_ALGORITHMS = ("auto", "compressed", "plain")
+Trial = Callable[[Codec, str, int], Callable[[], object]]
 
 
 def named(tensor: Tensor, codec: object, algorithm: str) -> str:
@@ -216,13 +217,15 @@ def plan(
     part: int,
     codec: str | Codec,
     algorithm: str,
+    trial: Trial,
     exact: Codec | None = None,
 ) -> Plan:
     """Decide how a verb moves `whole`, of which the largest part of a rank has `part` elements.
 
-    `exact` is the codec of a plain call where torch has no verb for it.
+    `trial(codec, algorithm, numel)` is a call on a message of `numel` elements, for `auto` to time. `exact` is the
+    codec of a plain call where torch has no verb for it.
     """
-    chosen = choose(channel, verb, whole, codec, algorithm) or exact
+    chosen = choose(channel, verb, whole, codec, algorithm, trial) or exact
     if chosen is None:
         return Plan(None)
     dtype, world = whole.dtype, channel.transport.world
@@ -237,7 +240,9 @@ def plan(
     return Plan(chosen, cut, chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks))
 
 
-def choose(channel: Channel, verb: str, whole: Tensor, codec: str | Codec, algorithm: str) -> Codec | None:
+def choose(
+    channel: Channel, verb: str, whole: Tensor, codec: str | Codec, algorithm: str, trial: Trial
+) -> Codec | None:
     """The codec a verb uses, or None for an exact call."""
     check_algorithm(algorithm, VERB_ALGORITHMS)
     if algorithm == "plain":
@@ -248,5 +253,6 @@ def choose(channel: Channel, verb: str, whole: Tensor, codec: str | Codec, algor
         return chosen
     if isinstance(chosen, Identity) or whole.numel() == 0:
         return None
-    choice = cost.choose(channel, verb, whole.numel(), whole.dtype, chosen)
+    prepared = {name: functools.partial(trial, chosen, name) for name in ("plain", "compressed")}
+    choice = cost.choose(channel, verb, whole.numel(), whole.dtype, chosen, prepared)
     return None if choice.algorithm == "plain" else chosen

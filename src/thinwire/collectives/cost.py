@@ -1,59 +1,49 @@
-"""The cost model: a link measured once a group, the codec's own speed, and what follows for each algorithm.
+"""The cost model: what each algorithm takes in this group, measured once at a few sizes, and what `auto` makes of it.
 
-Times add up as if nothing overlapped, so a compressed algorithm is chosen only where it wins without that help.
+[Note: Measured, not assumed] A time put together from link speed and kernel speed is wrong where it matters: messages
+and kernels compete for the same cores and caches, and wake-ups cost more than either says. So the algorithms themselves
+are timed, plain and compressed by turns, all ranks together, at sizes that rise until a call takes long enough; between
+and beyond these sizes times are on straight lines. All ranks take the slowest rank's times, so they choose alike.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.primitives import StreamTransport, Transport
-from thinwire.collectives.schedule import Channel, Operation, Steps
-from thinwire.collectives.steps import TAGS
+from thinwire.collectives.schedule import Channel
 
 _GAIN = 0.9  # a compressed algorithm must be predicted below this share of plain
-_ROUNDS = 5
-_ENOUGH_S = 0.02  # sizes grow until a message takes as long
-_SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
-_SAMPLES = (1 << 10, 1 << 17)  # elements on which a codec is timed
+_ROUNDS = 7
+_ENOUGH_S = 0.02  # sizes rise until a call takes as long
+_SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements
 
-Points = tuple[tuple[int, float], ...]  # (bytes, seconds), both rising
+Points = tuple[tuple[int, float], ...]  # (size, seconds), both rising
+Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
+Formula = Callable[[int, int], int]  # (bytes of a message, world) -> bytes that a rank sends
 
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured in one group."""
+    """Messages between all ranks at once: bytes a rank sends, and the seconds until all has come."""
 
-    line_s: float  # from the call to the line and back
-    exchange: Points  # bytes a rank sends to the others together, and the seconds until all has come
-    all_reduce: Points  # bytes of a tensor, and the seconds of torch's own all_reduce
+    points: Points
 
     @property
     def latency_s(self) -> float:
         """Seconds of the smallest message."""
-        return self.exchange[0][1]
+        return self.points[0][1]
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes a second in the largest message measured."""
-        nbytes, seconds = self.exchange[-1]
+        nbytes, seconds = self.points[-1]
         return nbytes / seconds
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a codec costs in one rank: seconds a call and seconds an element."""
-
-    encode: tuple[float, float]
-    decode: tuple[float, float]  # of one wire
-    add: tuple[float, float]  # decode_sum of W wires
-    recode: tuple[float, float]  # of W wires
 
 
 @dataclass(frozen=True)
@@ -67,14 +57,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` chose for a call, and why."""
+    """What `auto` chose for a call, and why: str() tells it."""
 
     verb: str
     codec: str
     numel: int
     world: int
     link: Link
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[Estimate, ...]  # plain first
 
     @property
     def algorithm(self) -> str:
@@ -91,206 +81,131 @@ class Choice:
         ]
         for estimate in self.estimates:
             chosen = "  <- chosen" if estimate.algorithm == self.algorithm else ""
-            time_and_bytes = f"{1e3 * estimate.seconds:9.3f} ms predicted, {estimate.sent} bytes sent a rank"
-            lines.append(f"  {estimate.algorithm:<12} {time_and_bytes}{chosen}")
+            figures = f"{1e3 * estimate.seconds:9.3f} ms predicted, {estimate.sent} bytes sent a rank"
+            lines.append(f"  {estimate.algorithm:<12} {figures}{chosen}")
         lines.append(f"a compressed algorithm is taken when it is predicted at least {1 - _GAIN:.0%} faster than plain")
         return "\n".join(lines)
 
 
-def choose(channel: Channel, verb: str, numel: int, dtype: torch.dtype, codec: Codec) -> Choice:
-    """Predict every algorithm of `verb` for a message of `numel` elements in all. All ranks get the same answer."""
+def choose(
+    channel: Channel, verb: str, numel: int, dtype: torch.dtype, codec: Codec, calls: Mapping[str, Prepare]
+) -> Choice:
+    """Predict the algorithms of `verb`, prepared by `calls`, for a message of `numel` elements in all.
+
+    The first choice of a verb, codec and dtype in a group measures; every rank of the group must then call.
+    """
     with channel.lock:
-        link, speed = _link(channel), _speed(channel, codec, dtype)
-    world = channel.transport.world
-    plain = _plain(verb, link, numel * dtype.itemsize, world)
-    predicted = _ESTIMATES[verb](link, speed, codec.wire_bytes(numel, dtype), numel, world)
-    compressed = [Estimate(e.algorithm, link.line_s + e.seconds, e.sent) for e in predicted]
-    return Choice(verb, str(codec), numel, world, link, (plain, *compressed))
+        _link(channel)
+        _curves(channel, verb, dtype, codec, calls)
+    choice = recall(channel, verb, numel, dtype, codec)
+    assert choice is not None
+    return choice
 
 
-def _plain(verb: str, link: Link, nbytes: int, world: int) -> Estimate:
-    if verb == "all_reduce":
-        return Estimate("plain", _at(link.all_reduce, nbytes), 2 * nbytes * (world - 1) // world)
-    sent = nbytes if verb == "broadcast" else nbytes * (world - 1) // world
-    return Estimate("plain", _at(link.exchange, sent), sent)
+def recall(channel: Channel, verb: str, numel: int, dtype: torch.dtype, codec: Codec) -> Choice | None:
+    """What `choose` says, where it has measured already."""
+    link, curves = channel.settled.get(Link), channel.settled.get(("curves", verb, dtype, codec))
+    if link is None or curves is None:
+        return None
+    world, plain, wire = channel.transport.world, numel * dtype.itemsize, codec.wire_bytes(numel, dtype)
+    estimates = tuple(
+        Estimate(name, at(points, numel), SENT[verb, name](plain if name == "plain" else wire, world))
+        for name, points in curves.items()
+    )
+    return Choice(verb, str(codec), numel, world, link, estimates)
 
 
-def _all_reduce(link: Link, speed: Speed, wire: int, numel: int, world: int) -> list[Estimate]:
-    shot = (world - 1) * wire
-    one_shot = _at(link.exchange, shot) + _cost(speed.encode, numel) + _cost(speed.add, numel)
-    phase = wire * (world - 1) // world
-    shard = numel / world
-    codec = world * (_cost(speed.encode, shard) + _cost(speed.decode, shard)) + _cost(speed.recode, shard)
-    two_phase = 2 * _at(link.exchange, phase) + codec
-    return [Estimate("one_shot", one_shot, shot), Estimate("two_phase", two_phase, 2 * phase)]
+def _share(nbytes: int, world: int) -> int:
+    return nbytes * (world - 1) // world
 
 
-def _reduce_scatter(link: Link, speed: Speed, wire: int, numel: int, world: int) -> list[Estimate]:
-    sent = wire * (world - 1) // world
-    codec = world * _cost(speed.encode, numel / world) + _cost(speed.add, numel / world)
-    return [Estimate("compressed", _at(link.exchange, sent) + codec, sent)]
+def _all(nbytes: int, world: int) -> int:
+    return nbytes
 
 
-def _all_gather(link: Link, speed: Speed, wire: int, numel: int, world: int) -> list[Estimate]:
-    sent = wire * (world - 1) // world
-    codec = _cost(speed.encode, numel / world) + world * _cost(speed.decode, numel / world)
-    return [Estimate("compressed", _at(link.exchange, sent) + codec, sent)]
-
-
-def _all_to_all(link: Link, speed: Speed, wire: int, numel: int, world: int) -> list[Estimate]:
-    sent = wire * (world - 1) // world
-    codec = (world - 1) * (_cost(speed.encode, numel / world) + _cost(speed.decode, numel / world))
-    return [Estimate("compressed", _at(link.exchange, sent) + codec, sent)]
-
-
-def _broadcast(link: Link, speed: Speed, wire: int, numel: int, world: int) -> list[Estimate]:
-    hops = _at(link.exchange, wire) + (link.latency_s if world > 2 else 0.0)
-    codec = (world - 1) * (_cost(speed.encode, numel / (world - 1)) + _cost(speed.decode, numel / (world - 1)))
-    return [Estimate("compressed", hops + codec, wire)]
-
-
-_ESTIMATES: dict[str, Callable[[Link, Speed, int, int, int], list[Estimate]]] = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
+SENT: dict[tuple[str, str], Formula] = {
+    ("all_reduce", "plain"): lambda nbytes, world: 2 * _share(nbytes, world),
+    ("all_reduce", "two_phase"): lambda nbytes, world: 2 * _share(nbytes, world),
+    ("all_reduce", "one_shot"): lambda nbytes, world: nbytes * (world - 1),
+    **{(verb, "plain"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
+    **{(verb, "compressed"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
+    ("broadcast", "plain"): _all,
+    ("broadcast", "compressed"): _all,
 }
 
 
-def _at(points: Points, nbytes: float) -> float:
-    """Seconds at `nbytes`: between two points on the line through them, outside on the line of the two nearest."""
-    if nbytes <= points[0][0]:
+def at(points: Points, size: float) -> float:
+    """Seconds at `size`: between two points on the line through them, outside on the line of the two nearest."""
+    if size <= points[0][0]:
         return points[0][1]
-    upper = next((i for i, point in enumerate(points) if point[0] >= nbytes), len(points) - 1)
+    upper = next((i for i, point in enumerate(points) if point[0] >= size), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
-    return y0 + (nbytes - x0) * max(0.0, y1 - y0) / (x1 - x0)
+    return y0 + (size - x0) * max(0.0, y1 - y0) / (x1 - x0)
 
 
-def _cost(speed: tuple[float, float], numel: float) -> float:
-    return speed[0] + speed[1] * numel
+def _link(channel: Channel) -> None:
+    """Messages themselves; measured once."""
+    if Link not in channel.settled:
+        calls = {"exchange": lambda size: _exchange(channel, size)}
+        (points,) = _measure(channel, calls).values()
+        others = channel.transport.world - 1
+        channel.settled[Link] = Link(tuple((size * others, seconds) for size, seconds in points))
 
 
-def _link(channel: Channel) -> Link:
-    """The measured link of a channel; measured now if it is the first time, by all ranks together."""
-    found = channel.settled.get(Link)
-    if found is None:
-        found = channel.settled[Link] = measure(channel)
-    return found
-
-
-def measure(channel: Channel) -> Link:
-    """Time messages and torch's all_reduce of rising size. Every rank of the group must call."""
-    link, device = channel.transport, channel.device
-    tag = link.draw_tags(TAGS)
+def _exchange(channel: Channel, size: int) -> Callable[[], object]:
+    """Send `size` bytes to each other rank and take as many from each."""
+    link = channel.transport
+    tag = link.draw_tags(1)
+    sent, came = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
     others = [rank for rank in range(link.world) if rank != link.rank]
-    exchanged: list[tuple[int, float]] = []
-    reduced: list[tuple[int, float]] = []
-    for size in _SIZES:
-        sent, came = (torch.zeros(link.world, size, dtype=torch.uint8, device=device) for _ in range(2))
-        tensor = torch.zeros(size, device=device)
 
-        def exchange(sent: Tensor = sent, came: Tensor = came) -> None:
-            for work in link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag):
-                work.wait()
+    def call() -> None:
+        for work in link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag):
+            work.wait()
 
-        def reduce(tensor: Tensor = tensor) -> None:
-            dist.all_reduce(tensor, group=link.group)
-
-        rounds = 2 if reduced and reduced[-1][1] > _ENOUGH_S / 8 else _ROUNDS
-        exchanged.append((size * len(others), _agreed(link, _together(exchange, link, device, rounds), device)))
-        reduced.append((4 * size, _agreed(link, _together(reduce, link, device, rounds), device)))
-        if exchanged[-1][1] + reduced[-1][1] > _ENOUGH_S:
-            break
-    line_s = _agreed(link, _alone(lambda: void(channel.run(_Nothing()).wait()), device), device)
-    return Link(line_s, _rising(exchanged), _rising(reduced))
+    return call
 
 
-class _Nothing(Operation):
-    """Goes through the line and does nothing there."""
-
-    num_chunks, chunk_bytes, scratch_bytes = 1, 0, 0
-
-    def __init__(self) -> None:
-        self.outputs = []
-
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
-        """One step that waits for no message."""
-        yield ()
-
-
-def void(_: object) -> None:
-    """Drop a value."""
-
-
-def _together(call: Callable[[], None], link: Transport, device: torch.device, rounds: int) -> float:
-    """The median of a few calls that all ranks start together; as many on every rank."""
-    taken = []
-    for _ in range(rounds + 1):
-        dist.barrier(group=link.group)
-        start = time.perf_counter()
-        call()
-        if isinstance(link, StreamTransport):
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return median(taken[1:])
-
-
-def _agreed(link: Transport, seconds: float, device: torch.device) -> float:
-    """The slowest rank's time, on every rank."""
-    shared = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(shared, dist.ReduceOp.MAX, group=link.group)
-    return float(shared)
-
-
-def _rising(points: Sequence[tuple[int, float]]) -> Points:
-    """A larger message never takes less time: noise that says so is levelled."""
-    level, found = 0.0, []
-    for nbytes, seconds in points:
-        level = max(level, seconds)
-        found.append((nbytes, level))
-    return tuple(found)
-
-
-def _speed(channel: Channel, codec: Codec, dtype: torch.dtype) -> Speed:
-    """The codec's costs in the slowest rank; measured once a codec and dtype by all ranks together."""
-    key = (Speed, codec, dtype)
+def _curves(channel: Channel, verb: str, dtype: torch.dtype, codec: Codec, calls: Mapping[str, Prepare]) -> None:
+    """Seconds of every algorithm over elements; measured once a verb, codec and dtype."""
+    key = ("curves", verb, dtype, codec)
     if key not in channel.settled:
-        channel.settled[key] = _measure_codec(channel, codec, dtype)
-    found: Speed = channel.settled[key]
-    return found
+        channel.settled[key] = _measure(channel, calls)
 
 
-def _measure_codec(channel: Channel, codec: Codec, dtype: torch.dtype) -> Speed:
+def _measure(channel: Channel, calls: Mapping[str, Prepare]) -> dict[str, Points]:
+    """Time the calls by turns at rising sizes. As many rounds and sizes on every rank: both depend on agreed times."""
+    points: dict[str, list[tuple[int, float]]] = {name: [] for name in calls}
+    slowest = 0.0
+    for size in _SIZES:
+        ready = {name: prepare(size) for name, prepare in calls.items()}
+        rounds = 2 if slowest > _ENOUGH_S / 8 else _ROUNDS
+        for name, seconds in _timed(channel, ready, rounds).items():
+            level = points[name][-1][1] if points[name] else 0.0
+            points[name].append((size, max(level, seconds)))  # noise that says a larger message is faster is levelled
+        slowest = max(row[-1][1] for row in points.values())
+        if slowest > _ENOUGH_S:
+            break
+    return {name: tuple(row) for name, row in points.items()}
+
+
+def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Medians of calls that all ranks start together, in the slowest rank."""
     link, device = channel.transport, channel.device
-    taken: list[list[float]] = []
-    for numel in _SAMPLES:
-        x = torch.randn(numel, device=device).to(dtype)
-        wires_WN = torch.empty(link.world, codec.wire_bytes(numel, dtype), dtype=torch.uint8, device=device)
-        out, wire = torch.empty_like(x), torch.empty_like(wires_WN[0])
-        for row in wires_WN:
-            codec.encode(x, row)
-        calls: list[Callable[[], None]] = [
-            lambda x=x, wire=wire: codec.encode(x, wire),  # type: ignore[misc]
-            lambda wire=wire, out=out: codec.decode(wire, out, step=0),  # type: ignore[misc]
-            lambda wires=wires_WN, out=out: codec.decode_sum(wires, out, step=0),  # type: ignore[misc]
-            lambda w=wires_WN, wire=wire, n=numel: codec.recode(w, wire, n, dtype=dtype, trusted=True),  # type: ignore[misc]
-        ]
-        taken.append([_agreed(link, _alone(call, device), device) for call in calls])
-    return Speed(*(_affine(small, large) for small, large in zip(*taken, strict=True)))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            dist.barrier(group=link.group)
+            start = time.perf_counter()
+            call()
+            if isinstance(link, StreamTransport):
+                torch.cuda.synchronize(device)
+            taken[name].append(time.perf_counter() - start)
+    return _agreed(link, {name: median(times[1:]) for name, times in taken.items()}, device)
 
 
-def _alone(call: Callable[[], None], device: torch.device) -> float:
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return median(taken[1:])
-
-
-def _affine(small: float, large: float) -> tuple[float, float]:
-    slope = max(0.0, large - small) / (_SAMPLES[1] - _SAMPLES[0])
-    return max(0.0, small - slope * _SAMPLES[0]), slope
+def _agreed(link: Transport, seconds: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """The slowest rank's times, on every rank."""
+    shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=link.group)
+    return dict(zip(seconds, shared.tolist(), strict=True))

@@ -1,7 +1,9 @@
 """From every rank to every rank: all_to_all_single, all_to_all."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
@@ -128,7 +130,9 @@ def _agree(
         numel = _compare(call.number, call.answers[0])
     if plan is None:
         likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
-        chosen = calls.choose(channel, "all_to_all", likely, codec, algorithm)
+        chosen = calls.choose(
+            channel, "all_to_all", likely, codec, algorithm, functools.partial(_trial, channel, sample.dtype)
+        )
         plan = channel.settled[text] = Plan(chosen)
     return call, plan
 
@@ -172,3 +176,10 @@ def _run(
     operation = steps.Exchange(sized.setting(channel, step), flats[:world], flats[world:], chunk)
     operation.copies_back(results, copies)
     return settle(call.run(operation), async_op)
+
+
+def _trial(channel: Channel, dtype: torch.dtype, codec: Codec, algorithm: str, numel: int) -> Callable[[], object]:
+    link = channel.transport
+    rows = -(-numel // link.world) * link.world
+    output, input = (torch.linspace(-1, 1, rows, device=channel.device).to(dtype) for _ in range(2))
+    return lambda: all_to_all_single(output, input, group=link.group, codec=codec, algorithm=algorithm)

@@ -1,6 +1,7 @@
 """Copies to all ranks: all_gather_into_tensor, all_gather, broadcast."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,19 @@ def _agree(
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None)
     if plan is None:
-        plan = calls.plan(channel, verb, whole, part, codec, algorithm)
+        trial = functools.partial(_trial, verb, channel, whole.dtype)
+        plan = calls.plan(channel, verb, whole, part, codec, algorithm, trial)
         channel.settled[text] = plan
     return call, plan
+
+
+def _trial(
+    verb: str, channel: Channel, dtype: torch.dtype, codec: Codec, algorithm: str, numel: int
+) -> Callable[[], object]:
+    link, device = channel.transport, channel.device
+    if verb == "broadcast":
+        tensor = torch.linspace(-1, 1, numel, device=device).to(dtype)
+        return lambda: broadcast(tensor, group=link.group, group_src=0, codec=codec, algorithm=algorithm)
+    part = -(-numel // link.world)
+    output, input = (torch.linspace(-1, 1, size, device=device).to(dtype) for size in (part * link.world, part))
+    return lambda: all_gather_into_tensor(output, input, link.group, codec=codec, algorithm=algorithm)

@@ -1,7 +1,8 @@
 """Sums over ranks: all_reduce, all_reduce_coalesced, reduce_scatter_tensor."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,11 +132,22 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
         chosen.wire_bytes(numel, dtype)  # says what is wrong with the dtype
     if algorithm == "auto":
         exact = isinstance(chosen, Identity) or numel == 0
-        algorithm = "plain" if exact else cost.choose(channel, "all_reduce", numel, dtype, chosen).algorithm
+        algorithm = "plain" if exact else _choose(channel, numel, dtype, chosen).algorithm
     if algorithm == "plain":
         return _Plan(text)
     kind = steps.OneShot if algorithm == "one_shot" else steps.TwoPhase
     return _sized(text, chosen, kind(channel.transport, chosen), Flat(parts), channel.transport.world)
+
+
+def _choose(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> cost.Choice:
+    def prepare(algorithm: str, size: int) -> Callable[[], object]:
+        tensor = torch.linspace(-1, 1, size, device=channel.device).to(dtype)
+        group = channel.transport.group
+        return lambda: all_reduce(tensor, group=group, codec=codec, algorithm=algorithm)
+
+    names = ("plain", "one_shot", "two_phase")
+    prepared = {name: functools.partial(prepare, name) for name in names}
+    return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared)
 
 
 def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int) -> _Plan:
@@ -183,7 +195,8 @@ def reduce_scatter_tensor(
     call = Call(channel, text, known=plan is not None)
     if plan is None:
         exact = Identity() if not plain.native(channel) and source.dtype in Identity.inputs else None
-        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, exact)
+        trial = functools.partial(_trial, channel, source.dtype)
+        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, trial, exact)
         channel.settled[text] = plan
     if plan.codec is None:
         return plain.reduce_scatter(channel, target, source, [output], reduction, async_op)
@@ -196,6 +209,13 @@ def reduce_scatter_tensor(
 reduce_scatter_single = reduce_scatter_tensor
 
 
+def _trial(channel: Channel, dtype: torch.dtype, codec: Codec, algorithm: str, numel: int) -> Callable[[], object]:
+    link = channel.transport
+    part = -(-numel // link.world)
+    output, input = (torch.linspace(-1, 1, size, device=channel.device).to(dtype) for size in (part, part * link.world))
+    return lambda: reduce_scatter_tensor(output, input, group=link.group, codec=codec, algorithm=algorithm)
+
+
 def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> cost.Choice:
     """What all_reduce(tensor, group=group, codec=codec) does, and why; all ranks of the group must call it.
 
@@ -204,4 +224,4 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     part = calls.check_tensors((tensor,), "explain")[0]
     channel = calls.channel_of(group, part.device)
     chosen = calls.codec_for(codec, part.shape)
-    return cost.choose(channel, "all_reduce", part.numel(), part.dtype, chosen)
+    return _choose(channel, part.numel(), part.dtype, chosen)

@@ -134,12 +134,13 @@ class Scratch:
 
     def take(self, nbytes: int, limit: int) -> Tensor | None:
         """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
-        if limit > self.nbytes and not self._lent:
-            self._buffer = torch.empty(limit, dtype=torch.uint8, device=self._device)
-        at = self._place(-(-nbytes // _ALIGN) * _ALIGN)
+        if (wanted := max(limit, nbytes, _ALIGN)) > self.nbytes and not self._lent:
+            self._buffer = torch.empty(-(-wanted // _ALIGN) * _ALIGN, dtype=torch.uint8, device=self._device)
+        size = -(-max(nbytes, 1) // _ALIGN) * _ALIGN  # no two regions start at one place
+        at = self._place(size)
         if at is None:
             return None
-        self._lent.append((at, at + nbytes))
+        self._lent.append((at, at + size))
         return self._buffer[at : at + nbytes]
 
     def give(self, part: Tensor) -> None:
@@ -151,7 +152,7 @@ class Scratch:
     def _place(self, nbytes: int) -> int | None:
         if not self._lent:
             return 0 if nbytes <= self.nbytes else None
-        first, end = self._lent[0][0], -(-self._lent[-1][1] // _ALIGN) * _ALIGN
+        first, end = self._lent[0][0], self._lent[-1][1]
         wrapped = self._lent[-1][0] < first
         if not wrapped and end + nbytes <= self.nbytes:
             return end
