@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import primitives
+from thinwire.collectives import primitives, schedule
 from thinwire.collectives.calls import Reduction
 from thinwire.collectives.schedule import Channel, Work
 
@@ -37,6 +37,31 @@ def all_reduce(
                 part.detach().copy_(row)
 
     return _end(works, outputs, finish, async_op)
+
+
+def remember_sum(channel: Channel, tensor: Tensor, codec: object, algorithm: str) -> None:
+    """From now on `quick_sum` serves blocking sums like this one."""
+    if not tensor.is_complex():
+        channel.settled["quick", tensor.shape, tensor.dtype, codec, algorithm] = primitives.sum_options()
+
+
+def quick_sum(tensor: Tensor, group: primitives.Group, codec: object, algorithm: str) -> bool:
+    """torch's sum where it was decided on before, with next to nothing around it; False where it was not.
+
+    Small messages end here, and there a few microseconds of Python can be seen.
+    """
+    try:
+        world = dist.group.WORLD if group is None else group
+        channel = schedule.known(world, tensor.device)
+        options = channel.settled["quick", tensor.shape, tensor.dtype, codec, algorithm]
+    except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
+        return False
+    if channel.failure is not None or not tensor.is_contiguous():
+        return False
+    with channel.lock:
+        channel.calls += 1
+    primitives.sum_now(world, tensor, options)
+    return True
 
 
 def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:

@@ -39,6 +39,8 @@ def all_reduce(
     ranks inside them, "hierarchical", where codec may be a pair: inside a node, across nodes.
     `step` varies rotation and stochastic rounding; pass the iteration, the same on all ranks.
     """
+    if op is SUM and not async_op and plain.quick_sum(tensor, group, codec, algorithm):
+        return None
     return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
 
 
@@ -89,6 +91,8 @@ def _all_reduce(
     if plan is None:
         plan = channel.settled[key] = _plan(channel, text, parts, codec, algorithm, mesh)
     if plan.reducer is None:
+        if verb == "all_reduce" and reduction.name == "sum" and not calls.handshakes(channel)[0].every_call:
+            plain.remember_sum(channel, tensors[0], codec, algorithm)
         return plain.all_reduce(channel, parts, list(tensors), reduction, async_op)
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
     operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)

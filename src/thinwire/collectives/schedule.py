@@ -406,6 +406,12 @@ def channel(group: dist.ProcessGroup, device: torch.device, inside: dist.Process
     return found
 
 
+def known(group: Any, device: torch.device) -> Channel:
+    """The channel of a group that has one; KeyError or TypeError otherwise."""
+    found: Channel = _kept[group][device, None]
+    return found
+
+
 def _new_channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None) -> Channel:
     with _lock:
         groups = (group,) if inside is None else (group, inside)
