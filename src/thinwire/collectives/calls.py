@@ -171,7 +171,7 @@ class Call:
         try:
             yield
         except BrokenError as error:
-            self.channel.failure = error
+            self.channel.failure = str(error)
             raise
 
 

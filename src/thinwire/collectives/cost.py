@@ -184,7 +184,7 @@ def _measure(channel: Channel, calls: Mapping[str, Prepare]) -> dict[str, Points
             level = points[name][-1][1] if points[name] else 0.0
             points[name].append((size, max(level, seconds)))  # noise that says a larger message is faster is levelled
         slowest = max(row[-1][1] for row in points.values())
-        if slowest > _ENOUGH_S:
+        if slowest > _ENOUGH_S and size > _SIZES[0]:
             break
     return {name: tuple(row) for name, row in points.items()}
 

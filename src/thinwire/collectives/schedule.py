@@ -194,7 +194,7 @@ class Line:
         self._under_way: deque[_Running] = deque()
         self._task: _Task | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
-        self._failure: BaseException | None = None
+        self._failure: str | None = None  # not the error: its traceback would hold the group
 
     @property
     def idle(self) -> bool:
@@ -270,7 +270,7 @@ class Line:
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
-        self._failure = error
+        self._failure = f"{type(error).__name__}: {error}"
         running = [*self._under_way, *([] if self._current is None else [self._current])]
         tasks = {id(chunk.task): chunk.task for chunk in running}
         if self._task is not None:
@@ -282,10 +282,8 @@ class Line:
                 task.work.failed(error)
 
 
-def _broken(cause: BaseException) -> CollectiveError:
-    error = CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
-    error.__cause__ = cause
-    return error
+def _broken(cause: str) -> CollectiveError:
+    return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
 
 
 def _event(scratch: Scratch) -> "torch.cuda.Event | None":
@@ -320,7 +318,7 @@ class Channel:
     device: torch.device
     settled: dict[Any, Any] = field(default_factory=dict)  # what was decided for calls of one kind
     calls: int = 0
-    failure: BaseException | None = None  # what made the group unusable
+    failure: str | None = None  # what made the group unusable
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ Shape suffixes: W ranks, K blocks, B codes of a block (padded), N elements.
 
 import ctypes
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -144,9 +145,19 @@ def _pad(layout: Layout, x: Tensor, codes: int) -> Tensor:
     return torch.cat((x.float(), filler.expand(-x.numel() % codes))).view(-1, codes)
 
 
+@lru_cache(maxsize=64)
+def _constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small table on a device, made once: making it waits for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
 def _write_header(layout: Layout, wire: Tensor, rotation: int) -> None:
     wire.zero_()
-    wire[:HEADER_BYTES] = torch.frombuffer(bytearray(layout.header(rotation)), dtype=torch.uint8).to(wire.device)
+    header = torch.frombuffer(bytearray(layout.header(rotation)), dtype=torch.uint8)
+    if wire.device.type == "cuda":
+        header = header.pin_memory()  # copied when the stream comes to it, without waiting
+    wire[:HEADER_BYTES].copy_(header, non_blocking=True)
 
 
 def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> None:
@@ -288,7 +299,7 @@ def _values(layout: Layout, codes_KB: Tensor) -> Tensor:
     if format.kind == Kind.CAST:
         return codes_KB.view(_CASTS[CastVariant(format.variant)][0]).float()
     if format.kind == Kind.LLOYD:
-        levels = torch.tensor(LLOYD[format.bits].signed_levels, dtype=torch.float32, device=codes_KB.device)
+        levels = _constant(LLOYD[format.bits].signed_levels, torch.float32, codes_KB.device)
         return levels[codes_KB.long()]
     if layout.affine:
         return codes_KB.float()
@@ -391,7 +402,7 @@ def _encode_lloyd(
     rank_KB = torch.zeros_like(size_KB)
     for edge in table.edges:
         rank_KB += size_KB >= edge
-    level_KB = torch.tensor(table.levels, dtype=torch.int32, device=z_KB.device)[rank_KB]
+    level_KB = _constant(table.levels, torch.int32, z_KB.device)[rank_KB]
     along_K1 = (size_KB * level_KB).sum(1, keepdim=True, dtype=torch.int32).float()  # <y, q> * grid
     if how.unbiased:
         fit_K1 = _over(codes, along_K1) * (rms_K1 * table.grid)
