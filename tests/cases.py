@@ -320,9 +320,9 @@ def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool
     x[n // 5 : n // 3] = 0
     x[n // 2 : n // 2 + 40].abs_().neg_()
     if n > 9:
-        x[n - 2 - rank] = (-1) ** rank * (1e4 if dtype == torch.float16 else 1e30)
+        x[n - 2 - rank % 8] = (-1) ** rank * (1e4 if dtype == torch.float16 else 1e30)
     if broken and n:
-        x[n // 7 + rank], x[n // 2] = math.inf, math.nan
+        x[n // 7 + rank % 4], x[n // 2] = math.inf, math.nan
     return x.to(dtype)
 
 

@@ -1,5 +1,6 @@
 """Collectives of GPU tensors: on NCCL's stream without waiting for the host, and over gloo through the host."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import thinwire
 from ranks import RankPool
+from thinwire import kernels
 from thinwire.codecs import Codec
 from thinwire.collectives import calls, chunks, schedule, steps
 from thinwire.collectives.chunks import Flat, Span
@@ -23,11 +25,20 @@ N = 40_000
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def hear_of_the_backend(device: torch.device) -> None:
+    """A GPU without kernels of its own is announced once; warnings are errors in the ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernels.select(device)
 
 
 def stream_operation(channel: schedule.Channel, codec: Codec, kind: type, x: Tensor) -> steps.AllReduce:
@@ -40,6 +51,7 @@ def stream_operation(channel: schedule.Channel, codec: Codec, kind: type, x: Ten
 
 def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str) -> dict[str, float]:
     torch.cuda.set_device(0)
+    hear_of_the_backend(torch.device("cuda", 0))
     nccl = dist.new_group([0], backend="nccl")
     device = torch.device("cuda", 0)
     channel, codec = schedule.channel(nccl, device), thinwire.codec(spec)
@@ -65,6 +77,7 @@ def test_nothing_waits_for_the_host_on_a_stream(ranks: RankPool, spec: str, kind
 
 def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[bytes, float, bool]:
     device = torch.device("cuda", 0)
+    hear_of_the_backend(device)
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(N, generator=generator)
     exact = x.clone()
@@ -88,6 +101,7 @@ def test_gpu_tensors_travel_over_gloo(ranks: RankPool, spec: str, algorithm: str
 
 def verbs_over_gloo(group: dist.ProcessGroup) -> list[float]:
     device, world, rank = torch.device("cuda", 0), group.size(), group.rank()
+    hear_of_the_backend(device)
     how = {"group": group, "codec": "none", "algorithm": "compressed"}
     x = torch.arange(world * 1000.0, device=device) + rank
     out = torch.empty(1000, device=device)

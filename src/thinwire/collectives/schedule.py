@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.collectives import primitives
 from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.errors import CollectiveError
@@ -322,6 +323,7 @@ class Channel:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        kernels.select(self.device)  # a slow backend is announced in the caller's thread, not in the line's
         self.scratch = Scratch(self.device)
         self._line = Line(self.scratch)
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()

@@ -1,0 +1,986 @@
+"""The verbs: values within derived bounds, the same bytes on all ranks, torch's signatures, and what is refused.
+
+Rank functions run many cases a call and return (digest of every output, the outputs themselves).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from cases import Range, assert_same, block_of, digest, given, half_ulp, seeded, small_chunks, wire_of
+from ranks import RankPool
+from thinwire.collectives import Work, traffic
+from thinwire.errors import CodecError, CollectiveError, ThinwireError
+
+Group = dist.ProcessGroup
+Answers = list[list[Tensor]]  # [rank][case]
+CODECS = (
+    *("none", "bf16", "fp16", "e4m3:block=64", "e5m2", "int8", "int4:block=32", "int3:block=40,mode=affine"),
+    *("int5:block=64,rounding=stochastic", "lloyd4:block=64", "lloyd2:block=128", "lloyd1:block=32,scale=unbiased"),
+)
+VERB_CODECS = ("none", "int8", "int4:block=32,mode=affine", "lloyd2:block=64")
+SHARED = ("two_phase", "one_shot")  # all_reduce through the codec
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+
+
+def lengths(codec: str) -> tuple[int, ...]:
+    """Nothing, one, around a block, and several chunks that no world divides."""
+    block = block_of(thinwire.codec(codec))
+    return tuple(sorted({0, 1, max(1, block - 1), block, block + 1, 1511, 2003}))
+
+
+def op_of(factor: float | str) -> Any:
+    """SUM, AVG or PREMUL_SUM of a factor."""
+    return {"sum": SUM, "avg": AVG}.get(factor) or dist._make_nccl_premul_sum(factor)
+
+
+def scale_of(factor: float | str, world: int) -> float:
+    return {"sum": 1.0, "avg": 1 / world}.get(factor, factor)  # type: ignore[arg-type, return-value]
+
+
+def is_exact(codec: str) -> bool:
+    return codec in ("none", "bf16")
+
+
+# --- all_reduce -------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """One all_reduce."""
+
+    numel: int
+    algorithm: str
+    factor: float | str = "sum"
+    dtype: torch.dtype = torch.float32
+    broken: bool = False
+
+
+def reduce_cases(group: Group, codec: str, cases: Sequence[Case]) -> tuple[list[str], list[Tensor]]:
+    outputs = []
+    with small_chunks():
+        for case in cases:
+            x = given(case.numel, group.rank(), case.dtype, broken=case.broken)
+            place = x.data_ptr()
+            assert thinwire.all_reduce(x, op_of(case.factor), codec=codec, algorithm=case.algorithm) is None
+            assert x.data_ptr() == place
+            outputs.append(x)
+    return [digest(x) for x in outputs], outputs if group.rank() == 0 else []
+
+
+def reduced_range(codec: str, case: Case, world: int) -> Range:
+    """What a sum may come to: every rank's rounding, and that of the sum where it travels too."""
+    coder = thinwire.codec("none" if case.algorithm == "plain" else codec)
+    inputs = [Range.of(given(case.numel, r, case.dtype, broken=case.broken)).coded(coder) for r in range(world)]
+    by_torch = case.algorithm in ("plain", "auto")  # whose sums round to the dtype at every addition
+    total = Range.total(inputs, scale_of(case.factor, world), case.dtype if by_torch else torch.float32)
+    return (total if case.algorithm == "one_shot" else total.coded(coder)).written(case.dtype)
+
+
+def check_reduce(ranks: RankPool, world: int, codec: str, cases: Sequence[Case]) -> None:
+    answers = ranks(world).run(reduce_cases, codec, cases)
+    for case, got, *digests in zip(cases, answers[0][1], *(answer[0] for answer in answers), strict=True):
+        assert len(set(digests)) == 1, f"ranks differ: {case}"
+        reduced_range(codec, case, world).assert_holds(got, f"{codec} {case}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(ranks: RankPool, world: int, codec: str) -> None:
+    check_reduce(ranks, world, codec, [Case(n, algorithm) for algorithm in SHARED for n in lengths(codec)])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", ["none", "int8", "lloyd4:block=64"])
+def test_all_reduce_averages_and_multiplies(ranks: RankPool, world: int, codec: str) -> None:
+    factors = ("avg", 0.5, -3.0, 0.0)
+    algorithms = (*SHARED, "plain", "auto")
+    check_reduce(ranks, world, codec, [Case(n, a, f) for a in algorithms for f in factors for n in (1, 511)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4:block=32,mode=affine", "lloyd2:block=64", "e4m3"])
+def test_all_reduce_takes_sixteen_bits(ranks: RankPool, codec: str, dtype: torch.dtype) -> None:
+    algorithms = (*SHARED, "plain", "auto")
+    check_reduce(ranks, 3, codec, [Case(n, a, f, dtype) for a in algorithms for f in ("sum", "avg") for n in (7, 700)])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int3:block=40,mode=affine", "lloyd4:block=64", "e5m2"])
+def test_a_block_that_is_not_finite_stays_visible_and_alone(ranks: RankPool, world: int, codec: str) -> None:
+    check_reduce(ranks, world, codec, [Case(n, a, broken=True) for a in (*SHARED, "plain") for n in (5, 129, 1777)])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
+    sizes, algorithms = (0, 1, 300, 5000), ("auto", *SHARED, "plain")
+    answers = ranks(world).run(reduce_cases, "int8", [Case(n, a) for n in sizes for a in algorithms])
+    for digests, _ in answers:
+        for i in range(0, len(digests), 4):
+            assert digests[i] in digests[i + 1 : i + 4]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int) -> None:
+    cases = [Case(n, a, dtype=d) for n in (1, 777) for a in SHARED for d in (*DTYPES, torch.float64)]
+    outputs = ranks(world).run(reduce_cases, "none", cases)[0][1]
+    for case, got in zip(cases, outputs, strict=True):
+        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+        total = torch.zeros(case.numel, dtype=wide)
+        for rank in range(world):
+            total += given(case.numel, rank, case.dtype)
+        assert_same(got, total.to(case.dtype), str(case))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int) -> None:
+    two_phase, one_shot = ranks(world).run(reduce_cases, "bf16", [Case(901, a) for a in SHARED])[0][1]
+    total = torch.zeros(901)
+    for rank in range(world):
+        total += given(901, rank).bfloat16()
+    assert_same(one_shot, total)
+    assert_same(two_phase, total.bfloat16().float())
+
+
+def nmse_of(group: Group, codec: str, algorithm: str, numel: int) -> float:
+    world = group.size()
+    xs = [torch.randn(numel, generator=seeded(5, rank)) for rank in range(world)]
+    x, want = xs[group.rank()].clone(), torch.stack(xs).double().sum(0)
+    thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
+    return float((x - want).square().sum() / want.square().sum())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
+def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, codec: str) -> None:
+    """Errors of independent Gaussian ranks are orthogonal. One tensor's own share varies: 4 sigma of 2**16 numbers."""
+    x, coder = torch.randn(1 << 16, generator=seeded(6)), thinwire.codec(codec)
+    y = torch.empty_like(x)
+    coder.decode(wire_of(coder, x), y)
+    once = float((x - y).square().sum() / x.square().sum())
+    slack = 1 + 4 * math.sqrt(2 / x.numel()) * 2
+    for world in (2, 4):
+        assert ranks(world).run(nmse_of, codec, "one_shot", x.numel())[0] <= once * slack
+        assert ranks(world).run(nmse_of, codec, "two_phase", x.numel())[0] <= 2 * once * slack
+
+
+def alone(group: Group) -> list[bool]:
+    """Every verb in a world of one rank, with a codec that would show."""
+    x, y = given(300, 0), torch.empty(300)
+    how: dict[str, Any] = {"codec": "lloyd1"}
+    same = []
+    for algorithm in SHARED:
+        z = x.clone()
+        thinwire.all_reduce(z, AVG, algorithm=algorithm, **how)
+        same.append(torch.equal(x, z))
+    z = x.clone()
+    thinwire.all_reduce(z, op_of(-2.0), algorithm="two_phase", **how)
+    same.append(torch.equal(z, -2 * x))
+    z = x.clone()
+    thinwire.all_reduce_coalesced([z[:100], z[100:]], algorithm="one_shot", **how)
+    same.append(torch.equal(x, z))
+    for algorithm in ("auto", "compressed", "plain"):
+        rest = {"algorithm": algorithm, **how}
+        for call in (
+            lambda rest=rest: thinwire.reduce_scatter_tensor(y, x, **rest),
+            lambda rest=rest: thinwire.reduce_scatter_tensor(y, x, AVG, **rest),
+            lambda rest=rest: thinwire.all_gather_into_tensor(y, x, **rest),
+            lambda rest=rest: thinwire.all_gather([y], x, **rest),
+            lambda rest=rest: thinwire.all_to_all([y], [x], **rest),
+            lambda rest=rest: thinwire.all_to_all_single(y, x, [300], [300], **rest),
+            lambda rest=rest: thinwire.broadcast(y.copy_(x), 0, **rest),
+        ):
+            y.fill_(math.nan)
+            call()
+            same.append(torch.equal(x, y))
+    return same
+
+
+def test_one_rank_alone_is_exact(ranks: RankPool) -> None:
+    assert all(ranks(1).run(alone)[0])
+
+
+def alone_strided(group: Group) -> list[bool]:
+    x = given(300, 0).view(20, 15).t()
+    outputs = []
+    for verb in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
+        y = torch.empty(20, 15).t()
+        getattr(thinwire, verb)(y, x, codec="int4", algorithm="compressed")
+        outputs.append(y)
+    y = torch.empty(20, 15).t()
+    thinwire.all_gather([y], x, codec="int4")
+    z = torch.empty(20, 15).t()
+    thinwire.all_to_all([z], [x], codec="int4")
+    factor = x.clone()
+    thinwire.reduce_scatter_tensor(factor, x, op_of(3.0), codec="int4", algorithm="compressed")
+    return [torch.equal(output, x) for output in (*outputs, y, z)] + [torch.equal(factor, 3 * x)]
+
+
+def test_one_rank_alone_may_be_strided(ranks: RankPool) -> None:
+    assert all(ranks(1).run(alone_strided)[0])
+
+
+def strided(group: Group, algorithm: str, codec: str) -> list[tuple[Tensor, Tensor]]:
+    """(result, the same of contiguous numbers) for layouts that are no row of numbers."""
+    rank, pairs = group.rank(), []
+    base = given(1200, rank)
+    for view in (
+        lambda t: t.view(30, 40).t(),
+        lambda t: t[::2],
+        lambda t: t.view(2, 30, 20)[:, 3:9],
+        lambda t: t.view(4, 3, 10, 10).to(memory_format=torch.channels_last),
+    ):
+        x = view(base.clone())
+        y = x.clone(memory_format=torch.contiguous_format)
+        with small_chunks():
+            thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
+            thinwire.all_reduce(y, codec=codec, algorithm=algorithm)
+        pairs.append((x.contiguous(), y))
+    return pairs
+
+
+@pytest.mark.parametrize("algorithm", [*SHARED, "plain"])
+def test_strided_tensors_get_what_contiguous_ones_get(ranks: RankPool, algorithm: str) -> None:
+    for pairs in ranks(3).run(strided, algorithm, "int8"):
+        for got, want in pairs:
+            assert_same(got, want)
+
+
+def neighbours_untouched(group: Group) -> bool:
+    whole = torch.ones(100, 4)
+    thinwire.all_reduce(whole[:, 1:3], codec="int8", algorithm="two_phase")
+    return bool((whole[:, 0] == 1).all() and (whole[:, 3] == 1).all() and (whole[:, 1] != 1).all())
+
+
+def test_a_view_is_written_and_its_neighbours_are_not(ranks: RankPool) -> None:
+    assert all(ranks(2).run(neighbours_untouched))
+
+
+def complex_sum(group: Group, codec: str, algorithm: str) -> tuple[str, Tensor, Tensor]:
+    x = torch.complex(given(333, group.rank()), given(333, group.rank() + 7))
+    y = torch.view_as_real(x).clone()
+    thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
+    thinwire.all_reduce(y, codec=codec, algorithm=algorithm)
+    return digest(x), torch.view_as_real(x), y
+
+
+@pytest.mark.parametrize("algorithm", [*SHARED, "plain", "auto"])
+def test_complex_numbers_are_pairs_of_reals(ranks: RankPool, algorithm: str) -> None:
+    answers = ranks(2).run(complex_sum, "int8", algorithm)
+    assert answers[0][0] == answers[1][0]
+    assert_same(answers[0][1], answers[0][2])
+
+
+def negated(group: Group, algorithm: str) -> bool:
+    base = torch.complex(torch.zeros(8), torch.arange(8.0))
+    view = base.conj().imag
+    assert view.is_neg()
+    thinwire.all_reduce(view, codec="none", algorithm=algorithm)
+    return torch.equal(base.imag, 2 * torch.arange(8.0))
+
+
+@pytest.mark.parametrize("algorithm", ["two_phase", "one_shot", "plain"])
+def test_a_negated_view_is_reduced_in_place(ranks: RankPool, algorithm: str) -> None:
+    assert all(ranks(2).run(negated, algorithm))
+
+
+def leaves(group: Group) -> list[bool]:
+    found = []
+    for algorithm in (*SHARED, "plain"):
+        x = torch.full((50,), 2.0, requires_grad=True)
+        before = x._version
+        thinwire.all_reduce(x, codec="int8", algorithm=algorithm)
+        found += [x.requires_grad, x.is_leaf, x.grad_fn is None, bool((x > 3).all())]
+        found.append(x._version > before or algorithm == "plain")  # torch's own leaves it
+    y = torch.nn.Parameter(torch.ones(9))
+    thinwire.broadcast(y, 0, codec="none", algorithm="compressed")
+    thinwire.all_reduce_coalesced([y, torch.nn.Parameter(torch.ones(3))], codec="none", algorithm="two_phase")
+    return [*found, bool((y == 2).all())]
+
+
+def test_leaves_that_require_grad_are_reduced_in_place(ranks: RankPool) -> None:
+    assert all(all(found) for found in ranks(2).run(leaves))
+
+
+def inferred(group: Group) -> list[float]:
+    with torch.inference_mode():
+        x, y, z = torch.ones(40), torch.ones(8, 10).t(), [torch.ones(5), torch.ones(6)]
+        thinwire.all_reduce(x, codec="none", algorithm="two_phase")
+        thinwire.all_reduce(y, codec="none", algorithm="two_phase")
+        thinwire.all_reduce_coalesced(z, codec="none", algorithm="two_phase")
+        out = torch.empty(6)
+        thinwire.all_to_all_single(out, torch.ones(6), codec="none", algorithm="compressed")
+    return [float(t.sum()) for t in (x, y, *z, out)]
+
+
+def test_inference_tensors_work(ranks: RankPool) -> None:
+    assert ranks(2).run(inferred) == [[80, 160, 10, 12, 6]] * 2
+
+
+def scalars(group: Group) -> list[float]:
+    x = torch.tensor(float(group.rank() + 1))
+    thinwire.all_reduce(x, codec="int8", algorithm="two_phase")
+    y = torch.tensor(float(group.rank() + 1))
+    thinwire.broadcast(y, 1, codec="bf16", algorithm="compressed")
+    return [x.item(), y.item()]
+
+
+def test_a_tensor_without_dimensions_is_one_number(ranks: RankPool) -> None:
+    first, second = ranks(2).run(scalars)
+    assert first == second
+    assert first[1] == 2
+    assert abs(first[0] - 3) <= 3 * 2 * (2**-8 + 2**-7)  # a scale of one number has one bfloat16 rounding
+
+
+def by_position(group: Group) -> list[bool]:
+    x, outputs = torch.full((6,), 1.0), []
+    work = thinwire.all_reduce(x, AVG, group, True, codec="none", algorithm="two_phase")
+    assert work is not None
+    outputs.append(work.wait())
+    y, z = torch.empty(3 * group.size()), torch.ones(3)
+    thinwire.all_gather_into_tensor(y, z, group, False)
+    thinwire.reduce_scatter_tensor(z, y, SUM, group, False)
+    thinwire.all_gather(list(y.split(3)), z, group, False)
+    thinwire.all_to_all(list(y.split(3)), list(y.clone().split(3)), group, False)
+    thinwire.all_to_all_single(y, y.clone(), None, None, group, False)
+    thinwire.broadcast(z, 0, group, False)
+    thinwire.broadcast(z, None, group, False, 0)
+    thinwire.all_reduce_coalesced([y, z], SUM, group, False)
+    return [*outputs, bool((x == 1).all())]
+
+
+def test_arguments_go_by_position_as_in_torch(ranks: RankPool) -> None:
+    assert all(all(found) for found in ranks(2).run(by_position))
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def in_groups(group: Group) -> list[float]:
+    """A group of all, one of some, a mesh, a mesh's dimension."""
+    rank, world = group.rank(), group.size()
+    found = []
+    everyone, some = dist.new_group(), dist.new_group([world - 1, 0])
+    mesh = init_device_mesh("cpu", (world,))
+    named = init_device_mesh("cpu", (1, world), mesh_dim_names=("pp", "dp"))
+    for member in (everyone, mesh, named["dp"], named["pp"]):
+        x = torch.full((200,), float(rank + 1))
+        thinwire.all_reduce(x, group=member, codec="none", algorithm="two_phase")
+        found.append(float(x[7]))
+    if rank in (0, world - 1):
+        x = torch.full((200,), float(rank + 1))
+        thinwire.all_reduce(x, group=some, codec="none", algorithm="one_shot")
+        thinwire.broadcast(y := torch.tensor([float(rank)]), world - 1, some, codec="none", algorithm="compressed")
+        found += [float(x[7]), float(y)]
+    return found
+
+
+def test_groups_and_meshes_are_served(ranks: RankPool) -> None:
+    total = [6.0, 6.0, 6.0]
+    assert ranks(3).run(in_groups) == [[*total, 1.0, 4.0, 2.0], [*total, 2.0], [*total, 3.0, 4.0, 2.0]]
+
+
+def hierarchical(
+    group: Group, shape: tuple[int, int], codec: Any, numel: int, factor: float | str
+) -> tuple[str, Tensor]:
+    mesh = meshes.setdefault(shape, init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")))
+    x = given(numel, group.rank())
+    with small_chunks():
+        thinwire.all_reduce(x, op_of(factor), mesh, codec=codec, algorithm="hierarchical")
+    return digest(x), x
+
+
+meshes: dict[tuple[int, int], Any] = {}  # of a rank: a mesh is made once, as in a job
+
+
+def hierarchical_range(
+    shape: tuple[int, int], codec: tuple[str, str], numel: int, factor: float | str
+) -> Range:
+    nodes, size = shape
+    inside, across = (thinwire.codec(spec) for spec in codec)
+    ranks_of = [[given(numel, node * size + i) for i in range(size)] for node in range(nodes)]
+    sums = [Range.total([Range.of(x).coded(inside) for x in xs]) for xs in ranks_of]
+    scale = scale_of(factor, nodes * size)
+    if nodes > 1:
+        sums = [total.coded(across) for total in sums]
+    total = Range.total(sums, scale)
+    return (total.coded(across) if nodes > 2 else total).coded(inside).written(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("codec", [("int8", "lloyd4:block=64"), ("none", "int4"), ("int8", "int8")])
+def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, int], codec: tuple[str, str]) -> None:
+    for numel, factor in ((0, "sum"), (1, "sum"), (3, "avg"), (1511, "avg"), (2003, -2.0)):
+        spec = codec if codec[0] != codec[1] else codec[0]
+        answers = ranks(4).run(hierarchical, shape, spec, numel, factor)
+        assert len({answer[0] for answer in answers}) == 1
+        hierarchical_range(shape, codec, numel, factor).assert_holds(answers[0][1], f"{shape} {codec} {numel} {factor}")
+
+
+# --- works ------------------------------------------------------------------------------------------------------------
+
+
+def works(group: Group, algorithm: str) -> list[bool]:
+    found = []
+    for verb, call in async_calls(group, algorithm).items():
+        work, outputs = call()
+        found += [isinstance(work, Work), work.wait() is True, work.is_completed() is True]
+        value = work.get_future().wait()
+        found += [len(value) == len(outputs), all(a is b for a, b in zip(value, outputs, strict=True))]
+        assert all(found), f"{verb} {found}"
+    return found
+
+
+def async_calls(group: Group, algorithm: str) -> dict[str, Callable[[], tuple[Work, list[Tensor]]]]:
+    """Every verb, started; each gives its work and its outputs."""
+    world = group.size()
+    x, y, parts = torch.ones(40), torch.ones(40 * world), list(torch.ones(world, 40).unbind())
+    how: Any = {"async_op": True, "codec": "int8", "algorithm": algorithm}
+    sums: Any = {**how, "algorithm": {"compressed": "two_phase"}.get(algorithm, algorithm)}
+    return {
+        "all_reduce": lambda: (thinwire.all_reduce(x, **sums), [x]),
+        "all_reduce_coalesced": lambda: (thinwire.all_reduce_coalesced([x, y], **sums), [x, y]),
+        "reduce_scatter_tensor": lambda: (thinwire.reduce_scatter_tensor(x, y, **how), [x]),
+        "all_gather_into_tensor": lambda: (thinwire.all_gather_into_tensor(y, x, **how), [y]),
+        "all_gather": lambda: (thinwire.all_gather(parts, x, **how), parts),
+        "all_to_all": lambda: (thinwire.all_to_all(parts, list(y.split(40)), **how), parts),
+        "all_to_all_single": lambda: (thinwire.all_to_all_single(y, y.clone(), **how), [y]),
+        "broadcast": lambda: (thinwire.broadcast(x, 0, **how), [x]),
+    }  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+def test_async_calls_return_a_work_whose_future_holds_the_outputs(ranks: RankPool, world: int, algorithm: str) -> None:
+    assert all(all(found) for found in ranks(world).run(works, algorithm))
+
+
+def complex_works(group: Group, algorithm: str) -> list[bool]:
+    world, found = group.size(), []
+    x, y = torch.ones(4, dtype=torch.complex64), torch.ones(4 * world, dtype=torch.complex64)
+    for verb, output, *args in (
+        ("all_reduce", x, x),
+        ("all_gather_into_tensor", y, y, x),
+        ("reduce_scatter_tensor", x, x, y),
+        ("all_to_all_single", y, y, y.clone()),
+        ("broadcast", x, x, 0),
+    ):
+        chosen = "one_shot" if verb == "all_reduce" and algorithm == "compressed" else algorithm
+        work = getattr(thinwire, verb)(*args, async_op=True, codec="none", algorithm=chosen)
+        found.append(work.get_future().wait()[0] is output)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(ranks: RankPool, algorithm: str) -> None:
+    assert ranks(2).run(complex_works, algorithm) == [[True] * 5] * 2
+
+
+# --- coalesced --------------------------------------------------------------------------------------------------------
+
+
+def coalesced(group: Group, codec: str, algorithm: str, sizes: Sequence[int]) -> tuple[str, list[Tensor], list[Tensor]]:
+    xs = [given(n, group.rank()) for n in sizes]
+    xs[-1] = xs[-1].view(2, -1).t()
+    joined = torch.cat([x.reshape(-1) for x in xs])
+    with small_chunks():
+        thinwire.all_reduce_coalesced(xs, AVG, codec=codec, algorithm=algorithm)
+        thinwire.all_reduce(joined, AVG, codec=codec, algorithm=algorithm)
+    return digest(*xs), [x.contiguous() for x in xs], list(joined.split([x.numel() for x in xs]))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", ["none", "int8", "lloyd4:block=64"])
+@pytest.mark.parametrize("algorithm", [*SHARED, "plain"])
+def test_coalesced_tensors_are_reduced_as_one_row(ranks: RankPool, world: int, codec: str, algorithm: str) -> None:
+    answers = ranks(world).run(coalesced, codec, algorithm, (700, 0, 1, 33, 1290))
+    assert len({answer[0] for answer in answers}) == 1
+    for got, want in zip(*answers[0][1:], strict=True):
+        if algorithm != "plain":
+            assert_same(got.reshape(-1), want)
+        else:  # torch adds the parts of a tensor in an order that depends on its length
+            bound = Range.total([Range.of(want)] * 2, 0.5).written(torch.float32)
+            bound.assert_holds(got) if world == 2 else None
+
+
+# --- the other verbs --------------------------------------------------------------------------------------------------
+
+
+def check_each(got: Answers, want: Callable[[int, int], Range | None], what: str) -> None:
+    """got[rank][case] lies within want(rank, case)."""
+    for rank, outputs in enumerate(got):
+        for i, output in enumerate(outputs):
+            expected = want(rank, i)
+            if expected is not None:
+                expected.assert_holds(output, f"{what}, rank {rank}, case {i}")
+
+
+PARTS = (0, 1, 63, 129, 1511)  # elements of a rank
+
+
+def scatter_cases(group: Group, codec: str, algorithm: str, factor: float | str) -> list[Tensor]:
+    outputs = []
+    with small_chunks():
+        for n in PARTS:
+            output, input = torch.full((n,), math.nan), given(n * group.size(), group.rank())
+            thinwire.reduce_scatter_tensor(output, input, op_of(factor), codec=codec, algorithm=algorithm)
+            outputs.append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_reduce_scatter_is_within_one_rounding(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm, factor in (("compressed", "sum"), ("compressed", -2.0), ("plain", "avg"), ("auto", "avg")):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+
+        def want(rank: int, i: int, coder: Any = coder, factor: Any = factor) -> Range:
+            n = PARTS[i]
+            parts = [given(n * world, r)[rank * n : (rank + 1) * n] for r in range(world)]
+            return Range.total([Range.of(part).coded(coder) for part in parts], scale_of(factor, world))
+
+        check_each(ranks(world).run(scatter_cases, codec, algorithm, factor), want, f"{codec} {algorithm} {factor}")
+
+
+def gather_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+    outputs = []
+    with small_chunks():
+        for n in PARTS:
+            output = torch.full((n * group.size(),), math.nan)
+            thinwire.all_gather_into_tensor(output, given(n, group.rank()), codec=codec, algorithm=algorithm)
+            outputs.append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_all_gather_is_within_one_rounding_and_the_same_on_all_ranks(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm in ("compressed", "plain", "auto"):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+        answers = ranks(world).run(gather_cases, codec, algorithm)
+        assert len({digest(*answer) for answer in answers}) == 1
+        for n, got in zip(PARTS, answers[0], strict=True):
+            for rank, part in enumerate(got.view(world, -1)):
+                Range.of(given(n, rank)).coded(coder).assert_holds(part, f"{codec} {algorithm} {n}")
+
+
+UNEVEN = ((5, 0, 130, 1), (0, 2000, 1, 7), (0, 0, 0, 0), (64, 64, 64, 64))  # of four ranks
+
+
+def gather_lists(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+    outputs = []
+    with small_chunks():
+        for row in UNEVEN:
+            sizes = row[: group.size()]
+            parts = [torch.full((n,), math.nan) for n in sizes]
+            input = given(sizes[group.rank()], group.rank())
+            thinwire.all_gather(parts, input, codec=codec, algorithm=algorithm)
+            outputs += parts
+    return outputs
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_all_gather_takes_uneven_lists(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm in ("compressed", "plain", "auto"):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+        answers = ranks(world).run(gather_lists, codec, algorithm)
+        assert len({digest(*answer) for answer in answers}) == 1
+        for i, got in enumerate(answers[0]):
+            row, rank = divmod(i, world)
+            Range.of(given(UNEVEN[row][rank], rank)).coded(coder).assert_holds(got, f"{codec} {algorithm} {i}")
+
+
+def broadcast_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+    outputs, world = [], group.size()
+    with small_chunks():
+        for n in (0, 1, 2, 63, 1511):
+            for source in (0, world - 1):
+                x = given(n, group.rank())
+                thinwire.broadcast(x, source, codec=codec, algorithm=algorithm)
+                outputs.append(x)
+    return outputs
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_broadcast_gives_all_ranks_the_sources_wire(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm in ("compressed", "plain", "auto"):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+        answers = ranks(world).run(broadcast_cases, codec, algorithm)
+        assert len({digest(*answer) for answer in answers}) == 1
+        for i, got in enumerate(answers[0]):
+            want = Range.of(given(got.numel(), (0, world - 1)[i % 2])).coded(coder)
+            want.assert_holds(got, f"{codec} {algorithm} {i}")
+
+
+def rows(source: int, target: int, i: int) -> int:
+    """How many rows one rank sends another in case i: several chunks, one, none, all the same."""
+    return ((source * 7 + target * 3) % 5, 0 if source == target else 700, int(source < target), 64, 0)[i]
+
+
+def exchange_single(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+    rank, world, outputs = group.rank(), group.size(), []
+    with small_chunks():
+        for i in range(5):
+            sent = [rows(rank, other, i) for other in range(world)]
+            came = [rows(other, rank, i) for other in range(world)]
+            output, input = torch.full((sum(came), 3), math.nan), given(3 * sum(sent), rank).view(-1, 3)
+            splits = (None, None) if i > 2 else (came, sent)
+            thinwire.all_to_all_single(output, input, *splits, codec=codec, algorithm=algorithm)
+            outputs.append(output)
+    return outputs
+
+
+def sent_to(source: int, target: int, world: int, i: int) -> Tensor:
+    sizes = [3 * rows(source, other, i) for other in range(world)]
+    return given(sum(sizes), source).split(sizes)[target]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_all_to_all_single_takes_uneven_and_empty_splits(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm in ("compressed", "plain", "auto"):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+        for rank, outputs in enumerate(ranks(world).run(exchange_single, codec, algorithm)):
+            for i, output in enumerate(outputs):
+                parts = output.split([rows(source, rank, i) for source in range(world)])
+                for source, part in enumerate(parts):
+                    want = Range.of(sent_to(source, rank, world, i))
+                    (want if source == rank else want.coded(coder)).assert_holds(part, f"{codec} {algorithm} {i}")
+
+
+def exchange_lists(group: Group, codec: str, algorithm: str) -> list[list[Tensor]]:
+    rank, world, outputs = group.rank(), group.size(), []
+    with small_chunks():
+        for i in range(5):
+            parts = [torch.full((3 * rows(other, rank, i),), math.nan) for other in range(world)]
+            inputs = [sent_to(rank, other, world, i) for other in range(world)]
+            thinwire.all_to_all(parts, inputs, codec=codec, algorithm=algorithm)
+            outputs.append(parts)
+    return outputs
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", VERB_CODECS)
+def test_all_to_all_takes_uneven_lists_and_keeps_its_own_part(ranks: RankPool, world: int, codec: str) -> None:
+    for algorithm in ("compressed", "plain", "auto"):
+        coder = thinwire.codec("none" if algorithm == "plain" else codec)
+        for rank, outputs in enumerate(ranks(world).run(exchange_lists, codec, algorithm)):
+            for i, parts in enumerate(outputs):
+                for source, part in enumerate(parts):
+                    want = Range.of(sent_to(source, rank, world, i))
+                    (want if source == rank else want.coded(coder)).assert_holds(part, f"{codec} {algorithm} {i}")
+
+
+def every_dtype(group: Group, algorithm: str, dtype: torch.dtype) -> list[Tensor]:
+    """All verbs with the identity on small whole numbers: exact in every dtype."""
+    world, rank = group.size(), group.rank()
+    whole, part = torch.arange(8 * world).to(dtype) + rank, torch.arange(8).to(dtype) + rank
+    how: Any = {"codec": "none", "algorithm": algorithm}
+    summed = whole.clone()
+    thinwire.all_reduce(summed, codec="none", algorithm="plain" if algorithm == "plain" else "two_phase")
+    scattered, gathered, exchanged = part.clone(), torch.zeros_like(whole), torch.zeros_like(whole)
+    thinwire.reduce_scatter_tensor(scattered, whole, **how)
+    thinwire.all_gather_into_tensor(gathered, part, **how)
+    thinwire.all_to_all_single(exchanged, whole, **how)
+    listed, swapped = (list(torch.zeros_like(whole).split(8)) for _ in range(2))
+    thinwire.all_gather(listed, part, **how)
+    thinwire.all_to_all(swapped, list(whole.split(8)), **how)
+    thinwire.broadcast(part, 1, **how)
+    return [summed, scattered, gathered, torch.cat(listed), exchanged, torch.cat(swapped), part]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [
+        *(("compressed", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)),
+        *(("plain", dtype) for dtype in (torch.float64, torch.int64, torch.uint8, torch.complex64)),
+    ],
+)
+def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: torch.dtype) -> None:
+    whole = [(torch.arange(16) + rank) for rank in range(2)]
+    for rank, got in enumerate(ranks(2).run(every_dtype, algorithm, dtype)):
+        total = whole[0] + whole[1]
+        exchanged = torch.cat([w.split(8)[rank] for w in whole])
+        gathered = torch.cat([w[:8] for w in whole])
+        want = (total, total.split(8)[rank], gathered, gathered, exchanged, exchanged, whole[1][:8])
+        for name, mine, expected in zip("reduce scatter gather list exchange swap cast".split(), got, want, strict=True):
+            assert torch.equal(mine, expected.to(dtype)), f"{name}: {mine}"
+
+
+def strided_verbs(group: Group, algorithm: str) -> list[bool]:
+    """Outputs and inputs that are transposed get the same numbers."""
+    world, rank = group.size(), group.rank()
+    how: Any = {"codec": "int8", "algorithm": algorithm}
+    whole, part = given(60 * world, rank).view(20, 3 * world), given(60, rank).view(6, 10)
+    found = []
+    for verb, out_shape, input in (
+        ("reduce_scatter_tensor", (6, 10), whole),
+        ("all_gather_into_tensor", (10, 6 * world), part),
+        ("all_to_all_single", (20, 3 * world), whole),
+    ):
+        rows_out = out_shape[0] - out_shape[0] % world if verb == "all_to_all_single" else out_shape[0]
+        source = input[: input.shape[0] - input.shape[0] % world] if verb == "all_to_all_single" else input
+        want = torch.empty(rows_out, out_shape[1])
+        got = torch.empty(out_shape[1], rows_out).t()
+        lying = source.t().contiguous().t()
+        assert not got.is_contiguous()
+        assert not lying.is_contiguous()
+        getattr(thinwire, verb)(want, source.contiguous(), **how)
+        getattr(thinwire, verb)(got, lying, **how)
+        found.append(torch.equal(got, want))
+    cast, straight = part.t(), part.t().contiguous()
+    thinwire.broadcast(cast, 0, **how)
+    thinwire.broadcast(straight, 0, **how)
+    lists = [[torch.empty(10, 6).t() if t else torch.empty(6, 10) for _ in range(world)] for t in (0, 1, 0, 1)]
+    thinwire.all_gather(lists[0], part, **how)
+    thinwire.all_gather(lists[1], part.t().contiguous().t(), **how)
+    thinwire.all_to_all(lists[2], [part] * world, **how)
+    thinwire.all_to_all(lists[3], [part.t().contiguous().t()] * world, **how)
+    pairs = ((0, 1), (2, 3))
+    same = [torch.equal(a, b) for i, j in pairs for a, b in zip(lists[i], lists[j], strict=True)]
+    return [*found, torch.equal(cast, straight), *same]
+
+
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_strided_inputs_and_outputs_work_in_every_verb(ranks: RankPool, world: int, algorithm: str) -> None:
+    for found in ranks(world).run(strided_verbs, algorithm):
+        assert all(found), found
+
+
+def test_the_single_names_are_the_same_functions() -> None:
+    assert thinwire.all_gather_single is thinwire.all_gather_into_tensor
+    assert thinwire.reduce_scatter_single is thinwire.reduce_scatter_tensor
+
+
+def by_shape(group: Group) -> list[Tensor]:
+    spec = "bysize(small=none; large=int2; min_numel=100)"
+    outputs = [given(50, group.rank()), given(200, group.rank())]
+    for x in outputs:
+        thinwire.all_reduce(x, codec=spec, algorithm="two_phase")
+    return outputs
+
+
+def test_codecs_made_of_codecs_choose_by_the_whole_tensor(ranks: RankPool) -> None:
+    small, large = ranks(4).run(by_shape)[0]  # shards of 50 elements: small, had the shard decided
+    total = torch.zeros(50)
+    for rank in range(4):
+        total += given(50, rank)
+    assert_same(small, total)
+    assert not torch.equal(large, torch.stack([given(200, r) for r in range(4)]).sum(0))
+
+
+def vary_step(group: Group) -> list[str]:
+    digests = []
+    for step in (0, 0, 1, 2**63):
+        x = given(600, group.rank())
+        thinwire.all_reduce(x, codec="lloyd2", algorithm="two_phase", step=step)
+        digests.append(digest(x))
+    return digests
+
+
+def test_step_varies_the_rotation_and_zero_repeats(ranks: RankPool) -> None:
+    first, second = ranks(2).run(vary_step)
+    assert first == second
+    assert first[0] == first[1]
+    assert len(set(first)) == 3
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusals(group: Group) -> dict[str, str]:
+    """Every misuse, by name: 'error: message'. All ranks make the same mistakes."""
+    world = group.size()
+    x, y, parts = torch.ones(6), torch.ones(6 * world), [torch.ones(2) for _ in range(world)]
+    mesh = init_device_mesh("cpu", (1, world))
+    calls: dict[str, Callable[[], Any]] = {
+        "max": lambda: thinwire.all_reduce(x, dist.ReduceOp.MAX),
+        "product": lambda: thinwire.reduce_scatter_tensor(x, y, dist.ReduceOp.PRODUCT),
+        "op is text": lambda: thinwire.all_reduce(x, "sum"),
+        "infinite factor": lambda: thinwire.all_reduce(x, dist._make_nccl_premul_sum(math.inf)),
+        "sparse": lambda: thinwire.all_reduce(torch.eye(3).to_sparse()),
+        "no tensor": lambda: thinwire.all_reduce([1.0]),
+        "mixed dtypes": lambda: thinwire.all_reduce_coalesced([x, x.half()]),
+        "mixed dtypes gather": lambda: thinwire.all_gather_into_tensor(y.half(), x),
+        "nothing coalesced": lambda: thinwire.all_reduce_coalesced([]),
+        "algorithm": lambda: thinwire.all_reduce(x, algorithm="ring"),
+        "algorithm of another verb": lambda: thinwire.all_reduce(x, algorithm="compressed"),
+        "algorithm of gather": lambda: thinwire.all_gather_into_tensor(y, x, algorithm="two_phase"),
+        "codec": lambda: thinwire.all_reduce(x, codec="int9", algorithm="two_phase"),
+        "codec is a number": lambda: thinwire.all_reduce(x, codec=8, algorithm="two_phase"),
+        "codec is a list": lambda: thinwire.all_reduce(x, codec=["int8", "int4"], algorithm="two_phase"),
+        "pair of codecs": lambda: thinwire.all_reduce(x, codec=("int8", "int4"), algorithm="two_phase"),
+        "dtype": lambda: thinwire.all_reduce(x.double(), codec="int8", algorithm="two_phase"),
+        "integers": lambda: thinwire.all_gather_into_tensor(y.long(), x.long(), codec="int8", algorithm="compressed"),
+        "hierarchical without mesh": lambda: thinwire.all_reduce(x, algorithm="hierarchical"),
+        "two_phase on a mesh": lambda: thinwire.all_reduce(x, group=mesh, algorithm="two_phase"),
+        "mesh of two": lambda: thinwire.broadcast(x, 0, mesh),
+        "group is a number": lambda: thinwire.all_reduce(x, group=3),
+        "scatter sizes": lambda: thinwire.reduce_scatter_tensor(x, y[1:]),
+        "gather sizes": lambda: thinwire.all_gather_into_tensor(y[1:], x),
+        "gather list": lambda: thinwire.all_gather(parts[1:], parts[0]),
+        "gather own length": lambda: thinwire.all_gather(parts, x),
+        "exchange lists": lambda: thinwire.all_to_all(parts, parts[1:]),
+        "splits of output": lambda: thinwire.all_to_all_single(y, y.clone(), [1] * world, None),
+        "splits negative": lambda: thinwire.all_to_all_single(y, y.clone(), None, [-1, 6 * world + 1]),
+        "splits too few": lambda: thinwire.all_to_all_single(y, y.clone(), None, [6 * world]),
+        "rows left over": lambda: thinwire.all_to_all_single(torch.ones(2 * world + 1), torch.ones(2 * world + 1)),
+        "scalar": lambda: thinwire.all_to_all_single(torch.tensor(1.0), torch.tensor(1.0)),
+        "no source": lambda: thinwire.broadcast(x),
+        "two sources": lambda: thinwire.broadcast(x, 0, group_src=0),
+        "source outside": lambda: thinwire.broadcast(x, group_src=world),
+        "rank outside": lambda: thinwire.broadcast(x, world),
+        "negative step": lambda: thinwire.all_reduce(x, codec="lloyd4", algorithm="two_phase", step=-1),
+        "step is a fraction": lambda: thinwire.all_reduce(x, codec="lloyd4", algorithm="two_phase", step=0.5),
+        "conjugated": lambda: thinwire.all_reduce(torch.ones(3, dtype=torch.complex64).conj()),
+        "expanded": lambda: thinwire.all_reduce(torch.ones(1).expand(6)),
+        "expanded output": lambda: thinwire.all_gather_into_tensor(torch.ones(1).expand(6 * world), x),
+        "meta": lambda: thinwire.all_reduce(torch.ones(4, device="meta")),
+    }
+    return {name: _refused(call) for name, call in calls.items()}
+
+
+def _refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        kinds = (CollectiveError, CodecError, ThinwireError, ValueError, TypeError, Exception)
+        kind = next(kind for kind in kinds if isinstance(error, kind))
+        return f"{kind.__name__}: {error}"
+    return "accepted"
+
+
+EXPECTED = {
+    "max": "CollectiveError: op must be ReduceOp.SUM, AVG or PREMUL_SUM",
+    "product": "CollectiveError: op must be ReduceOp.SUM, AVG or PREMUL_SUM",
+    "op is text": "CollectiveError: op must be ReduceOp.SUM, AVG or PREMUL_SUM",
+    "infinite factor": "CollectiveError: PREMUL_SUM needs a finite factor",
+    "sparse": "CollectiveError: all_reduce: expected dense tensors",
+    "no tensor": "CollectiveError: all_reduce: expected tensors, got list",
+    "mixed dtypes": "CollectiveError: all_reduce_coalesced: expected one dtype",
+    "mixed dtypes gather": "CollectiveError: all_gather_into_tensor: expected one dtype",
+    "nothing coalesced": "CollectiveError: all_reduce_coalesced: expected at least one tensor",
+    "algorithm": "CollectiveError: algorithm must be one of auto, two_phase, one_shot, hierarchical, plain, got 'ring'",
+    "algorithm of another verb": "CollectiveError: algorithm must be one of",
+    "algorithm of gather": "CollectiveError: algorithm must be one of auto, compressed, plain",
+    "codec": "CodecError: unknown codec 'int9'",
+    "codec is a number": "CodecError: expected a codec",
+    "codec is a list": "CodecError: expected a codec",
+    "pair of codecs": "CollectiveError: a pair of codecs goes with algorithm='hierarchical'",
+    "dtype": "CodecError: codec int8 takes float32, bfloat16, float16, got torch.float64",
+    "integers": "CodecError: codec int8 takes",
+    "hierarchical without mesh": "CollectiveError: algorithm='hierarchical' goes with a DeviceMesh of two dimensions",
+    "two_phase on a mesh": "CollectiveError: algorithm='hierarchical' goes with a DeviceMesh of two dimensions",
+    "mesh of two": "CollectiveError: expected a DeviceMesh of one dimension",
+    "group is a number": "CollectiveError: expected a ProcessGroup, a DeviceMesh or None, got 3",
+    "scatter sizes": "CollectiveError: reduce_scatter_tensor: input must have 2 times",
+    "gather sizes": "CollectiveError: all_gather_into_tensor: output must have 2 times",
+    "gather list": "CollectiveError: all_gather: tensor_list must hold one tensor a rank",
+    "gather own length": "CollectiveError: all_gather: tensor_list must hold one tensor a rank",
+    "exchange lists": "CollectiveError: all_to_all: expected one tensor a rank",
+    "splits of output": "CollectiveError: all_to_all_single: output_split_sizes must be 2 sizes that add up to 12",
+    "splits negative": "CollectiveError: all_to_all_single: input_split_sizes must be",
+    "splits too few": "CollectiveError: all_to_all_single: input_split_sizes must be",
+    "rows left over": "CollectiveError: all_to_all_single: 5 rows of output do not divide",
+    "scalar": "CollectiveError: all_to_all_single: output must have a dimension",
+    "no source": "CollectiveError: broadcast needs either src or group_src",
+    "two sources": "CollectiveError: broadcast needs either src or group_src",
+    "source outside": "CollectiveError: broadcast: group_src must be 0..1",
+    "rank outside": "CollectiveError: ",
+    "negative step": "CollectiveError: step must be",
+    "step is a fraction": "TypeError",
+    "conjugated": "CollectiveError: all_reduce: a conjugated view",
+    "expanded": "CollectiveError: all_reduce: elements of an expanded tensor share memory",
+    "expanded output": "CollectiveError: all_gather_into_tensor: elements of an expanded tensor share memory",
+    "meta": "CollectiveError: this group has no backend for meta tensors",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(ranks: RankPool) -> dict[str, str]:
+    first, second = ranks(2).run(refusals)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_misuse_is_refused_by_name(refused: dict[str, str], name: str) -> None:
+    assert refused[name].startswith(EXPECTED[name]), refused[name]
+
+
+def usable(group: Group) -> float:
+    x = torch.ones(30)
+    thinwire.all_reduce(x, codec="none", algorithm="two_phase")
+    return float(x[0])
+
+
+def test_misuse_leaves_the_group_usable(ranks: RankPool, refused: dict[str, str]) -> None:
+    assert ranks(2).run(usable) == [2.0, 2.0]
+
+
+def outside(group: Group) -> str:
+    some = dist.new_group([0])
+    return _refused(lambda: thinwire.all_reduce(torch.ones(3), group=some)) if group.rank() else "member"
+
+
+def test_a_rank_outside_the_group_is_told(ranks: RankPool) -> None:
+    assert ranks(2).run(outside)[1].startswith("CollectiveError: this rank is not a member")
+
+
+def test_a_job_without_groups_is_told() -> None:
+    with pytest.raises(CollectiveError, match="init_process_group"):
+        thinwire.all_reduce(torch.ones(3))
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def counted(group: Group, codec: str, numel: int) -> dict[str, tuple[int, int]]:
+    """Bytes sent and received by every verb."""
+    world, found = group.size(), {}
+    member = dist.new_group()
+    x, part = torch.randn(numel), torch.randn(numel // world)
+    how: Any = {"group": member, "codec": codec, "algorithm": "compressed"}
+    for name, call in {
+        "two_phase": lambda: thinwire.all_reduce(x, **how | {"algorithm": "two_phase"}),
+        "one_shot": lambda: thinwire.all_reduce(x, **how | {"algorithm": "one_shot"}),
+        "reduce_scatter": lambda: thinwire.reduce_scatter_tensor(part, x, **how),
+        "all_gather": lambda: thinwire.all_gather_into_tensor(x, part, **how),
+        "all_to_all": lambda: thinwire.all_to_all_single(x, x.clone(), **how),
+        "broadcast": lambda: thinwire.broadcast(x, 0, **how),
+    }.items():
+        before = traffic(member)
+        call()
+        after = traffic(member)
+        found[name] = (after.sent - before.sent, after.received - before.received)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", ["int8", "lloyd2"])
+def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str) -> None:
+    numel = 1 << 20
+    numel -= numel % world
+    wire = thinwire.codec(codec).wire_bytes(numel)
+    shares = {"two_phase": 2 * (world - 1) / world, "one_shot": world - 1}
+    shares |= {name: (world - 1) / world for name in ("reduce_scatter", "all_gather", "all_to_all")}
+    answers = ranks(world).run(counted, codec, numel)
+    for found in answers:
+        for name, share in shares.items():
+            assert found[name] == pytest.approx((share * wire, share * wire), rel=0.02), name
+    sent, received = zip(*(found["broadcast"] for found in answers), strict=True)
+    assert sum(sent) == sum(received) == pytest.approx((world - 1) * wire, rel=0.02)
+    assert max(sent + received) <= 1.02 * wire
+
+
+def test_half_an_ulp_is_what_torch_says() -> None:
+    assert half_ulp(torch.float32) == 2.0**-24

@@ -1,0 +1,578 @@
+"""Issue order, threads, scratch and works: what happens between the call of a verb and its end."""
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given as forall, settings, strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from cases import digest, given, small_chunks
+from ranks import RankPool
+from thinwire.collectives import Work, chunks, schedule
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span
+from thinwire.collectives.schedule import Channel, Line, Operation, Scratch, Steps
+from thinwire.errors import CollectiveError
+
+Group = dist.ProcessGroup
+CPU = torch.device("cpu")
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def delays(seed: int) -> Iterator[None]:
+    """Every third step of every line, or so, waits up to 0.3 ms first."""
+    advance, dice = Line.advance, random.Random(seed)
+
+    def late(line: Line) -> None:
+        if dice.random() < 1 / 3:
+            time.sleep(dice.random() * 3e-4)
+        advance(line)
+
+    with patch.object(Line, "advance", late):
+        yield
+
+
+Started = tuple[Work, list[Tensor]]
+CODECS = ("int8", "lloyd4:block=64", "bf16", "int4:block=32,rounding=stochastic")
+
+
+def start(group: Group, verb: int, numel: int, codec: str, step: int, *, wait: bool) -> list[Tensor] | Started:
+    """One of the verbs on numbers that follow from rank, length and step."""
+    rank, world = group.rank(), group.size()
+    x = given(numel, rank + 10 * step)
+    how: Any = {"group": group, "async_op": not wait, "codec": codec, "step": step}
+    if verb < 3:
+        algorithm = ("two_phase", "one_shot", "plain")[verb]
+        work, outputs = thinwire.all_reduce(x, algorithm=algorithm, **how), [x]
+    elif verb == 3:
+        outputs = [torch.empty(numel // world)]
+        work = thinwire.reduce_scatter_tensor(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
+    elif verb == 4:
+        outputs = [torch.empty(numel + other) for other in range(world)]
+        work = thinwire.all_gather(outputs, given(numel + rank, rank + step), algorithm="compressed", **how)
+    elif verb == 5:
+        outputs = [torch.empty(numel // world * world)]
+        work = thinwire.all_to_all_single(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
+    else:
+        work, outputs = thinwire.broadcast(x, group_src=step % world, algorithm="compressed", **how), [x]
+    return outputs if wait else (work, outputs)
+
+
+Bucket = tuple[int, int, str, int]  # verb, length, codec, step
+
+
+def draw_buckets(count: int) -> list[Bucket]:
+    """Operations of every verb, of several chunks and codecs, each on three sets of numbers."""
+    kinds = [(i % 7, (150, 700, 1201)[i % 3], CODECS[i % 4]) for i in range(count)]
+    return [(*kind, step) for kind in kinds for step in range(3)]
+
+
+def storm(group: Group, rounds: int) -> int:
+    """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
+    dice, own, wrong = random.Random(17), random.Random(group.rank()), 0
+    with small_chunks(500), delays(group.rank()):
+        want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(28)}
+        for number in range(rounds):
+            buckets = dice.choices(list(want), k=8)
+            begun = [start(group, *bucket, wait=False) for bucket in buckets]
+            if number % 5 == 0:
+                dist.all_reduce(torch.ones(100), group=group)  # the user's own, in the midst
+            own.shuffle(order := list(range(8)))
+            for i in order:
+                begun[i][0].wait()
+            wrong += sum(digest(*outputs) != want[b] for (_, outputs), b in zip(begun, buckets, strict=True))
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
+    ranks: RankPool, world: int
+) -> None:
+    assert ranks(world).run(storm, 200, timeout=55.0) == [0] * world
+
+
+def threads_with_groups(group: Group) -> int:
+    """Three threads, each with a group of its own, all verbs at once."""
+    groups, wrong = [dist.new_group() for _ in range(3)], []
+
+    def work(number: int) -> None:
+        want = {bucket: digest(*start(groups[number], *bucket, wait=True)) for bucket in draw_buckets(7)}
+        begun = [(*start(groups[number], *bucket, wait=False), seen) for bucket, seen in want.items()]
+        for item, outputs, seen in begun:
+            item.wait()
+            wrong.append(digest(*outputs) != seen)
+
+    with small_chunks(400), delays(group.rank()):
+        _run_threads(work)
+    assert len(wrong) == 63
+    return sum(wrong)
+
+
+def threads_in_turn(group: Group) -> int:
+    """Three threads on one group; they take turns in calling, and wait whenever they like."""
+    turn, count, wrong = threading.Condition(), [0], []
+    member, calls = dist.new_group(), 45
+
+    def work(number: int) -> None:
+        for step in range(number, calls, 3):
+            with turn:
+                turn.wait_for(lambda step=step: count[0] == step)
+                item, outputs = start(member, step % 2, 777, "int8", step, wait=False)
+                count[0] += 1
+                turn.notify_all()
+            item.wait()
+            wrong.append((step, digest(*outputs)))
+
+    with small_chunks(400):
+        with delays(group.rank()):
+            _run_threads(work)
+        return sum(seen != digest(*start(member, step % 2, 777, "int8", step, wait=True)) for step, seen in wrong)
+
+
+def _run_threads(work: Callable[[int], None]) -> None:
+    """Run work(0..2) in threads; what one raises is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_threads_with_a_group_each_do_not_disturb_each_other(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(threads_with_groups) == [0] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_threads_that_take_turns_share_a_group(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(threads_in_turn) == [0] * world
+
+
+def beside_torch(group: Group) -> bool:
+    """The user's own collectives and messages on the same group, while ours are under way and late."""
+    rank, world = group.rank(), group.size()
+    ours, theirs = [], []
+    with small_chunks(400), delays(rank):
+        for step in range(10):
+            ours.append(start(group, step % 2, 3001, "int8", 0, wait=False))
+            theirs.append(torch.full((50,), float(rank)))
+            dist.all_reduce(theirs[-1], group=group)
+            dist.barrier(group=group)
+            box = torch.zeros(1)
+            sent = dist.isend(torch.tensor([rank + step]).float(), (rank + 1) % world, group=group, tag=step)
+            dist.recv(box, (rank - 1) % world, group=group, tag=step)
+            sent.wait()
+            assert box.item() == (rank - 1) % world + step
+        for work, _ in ours:
+            work.wait()
+    same = all(len({digest(*outputs) for _, outputs in ours[kind::2]}) == 1 for kind in (0, 1))
+    return same and all(bool((t == sum(range(world))).all()) for t in theirs)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_users_own_calls_on_the_group_are_not_mixed_up_with_ours(ranks: RankPool, world: int) -> None:
+    assert all(ranks(world).run(beside_torch))
+
+
+def late_rank(group: Group) -> list[bool]:
+    """Rank 1 comes late: until then rank 0's work is not done, and waiting for it a while raises."""
+    x, found = torch.ones(300), []
+    thinwire.all_reduce(x, group=group, codec="int8", algorithm="two_phase")
+    dist.barrier(group=group)
+    if group.rank() == 1:
+        time.sleep(0.5)
+    work = thinwire.all_reduce(x, group=group, async_op=True, codec="int8", algorithm="two_phase")
+    assert work is not None
+    if group.rank() == 0:
+        found.append(not work.is_completed())
+        try:
+            work.wait(timedelta(seconds=0.05))
+        except TimeoutError as error:
+            found.append("did not end" in str(error))
+    return [*found, work.wait(), work.is_completed()]
+
+
+def test_a_work_is_not_done_before_the_last_rank_came(ranks: RankPool) -> None:
+    assert ranks(2).run(late_rank) == [[True] * 4, [True] * 2]
+
+
+def chained(group: Group) -> float:
+    x = torch.ones(300)
+    work = thinwire.all_reduce(x, group=group, async_op=True, codec="none", algorithm="one_shot")
+    assert work is not None
+    return work.get_future().then(lambda future: float(future.value()[0][0]) / 2).wait()
+
+
+def test_futures_can_be_chained(ranks: RankPool) -> None:
+    assert ranks(2).run(chained) == [1.0, 1.0]
+
+
+def dropped(group: Group) -> float:
+    """Nobody keeps the tensors' other names, the works, or waits before the last."""
+    outputs = [torch.ones(2000) for _ in range(20)]
+    with small_chunks():
+        for x in outputs:
+            thinwire.all_reduce(x.view(40, 50), group=group, async_op=True, codec="none", algorithm="two_phase")
+        gc.collect()
+        thinwire.all_reduce(torch.ones(3), group=group, codec="none", algorithm="two_phase")
+    return float(torch.cat(outputs).sum())
+
+
+def test_works_that_nobody_keeps_still_end_in_order(ranks: RankPool) -> None:
+    assert ranks(2).run(dropped) == [80000.0, 80000.0]
+
+
+# --- scratch ----------------------------------------------------------------------------------------------------------
+
+
+def channel_of(group: Group) -> Channel:
+    return schedule.channel(group, CPU)
+
+
+VERBS = ("two_phase", "one_shot", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+
+
+def run_verb(group: Group, verb: str, numel: int, codec: str, *, async_op: bool = False) -> Work | None:
+    """A verb whose whole message has `numel` elements."""
+    x, part = torch.ones(numel), torch.ones(numel // group.size())
+    how: Any = {"group": group, "async_op": async_op, "codec": codec, "algorithm": "compressed"}
+    if verb in ("two_phase", "one_shot"):
+        return thinwire.all_reduce(x, **how | {"algorithm": verb})
+    if verb == "reduce_scatter":
+        return thinwire.reduce_scatter_tensor(part, x, **how)
+    if verb == "all_gather":
+        return thinwire.all_gather_into_tensor(x, part, **how)
+    if verb == "all_to_all":
+        return thinwire.all_to_all_single(x, torch.ones(numel), **how)
+    return thinwire.broadcast(x, 0, **how)
+
+
+def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
+    """Elements of a chunk, over all ranks."""
+    coder = thinwire.codec(codec)
+    if verb in ("reduce_scatter", "all_gather"):
+        part = numel // world
+        return world * chunks.cut(part, world * coder.wire_bytes(part)).chunk
+    return chunks.cut(numel, coder.wire_bytes(numel), world - 1 if verb == "broadcast" else world).chunk
+
+
+def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
+    """Bytes of scratch after each of three rounds of `in_flight` operations, and how many buffers that were."""
+    member, held, buffers = dist.new_group(), [], set()
+    for _ in range(3):
+        works = [run_verb(member, verb, numel, codec, async_op=True) for _ in range(in_flight)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        held.append(channel_of(member).scratch.nbytes)
+        buffers.add(channel_of(member).scratch._buffer.data_ptr())
+    return [*held, len(buffers)]
+
+
+@pytest.mark.parametrize("codec", ["int8", "lloyd1"])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "all_to_all"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
+    ranks: RankPool, world: int, verb: str, codec: str
+) -> None:
+    """Every wire has a header and sections rounded up to 16 bytes, so a chunk's shards take a little more than it."""
+    numel, coder = world << 20, thinwire.codec(codec)
+    chunk = chunk_of(verb, numel, codec, world)
+    assert chunk < numel, "the message must be cut for the bound to say anything"
+    headers = (numel // chunk + 3) * 2 * world * 64
+    bound = coder.wire_bytes(numel) + 2 * coder.wire_bytes(chunk) + headers
+    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 4):
+        assert len(set(held)) == 1, "it grew after the first round"
+        assert buffers == 1
+        assert held[0] <= bound
+
+
+def uneven_scratch(group: Group) -> tuple[int, int]:
+    member, numel = dist.new_group(), 1 << 21
+    run_verb(member, "all_to_all", numel, "int8")
+    return channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
+
+
+def test_an_exchange_takes_no_more_than_its_wires_both_ways(ranks: RankPool) -> None:
+    for held, wire in ranks(2).run(uneven_scratch):
+        assert held <= 2 * wire
+
+
+def rising(group: Group) -> list[bool]:
+    """Operations of rising length in flight: the scratch grows when it is empty, and nothing is mixed up."""
+    member, found = dist.new_group(), []
+    with small_chunks(), delays(group.rank()):
+        begun = [start(member, n % 2, 100 * n + 7, "int8", 0, wait=False) for n in range(1, 30)]
+        for work, _ in begun:
+            work.wait()
+        for n, (_, outputs) in enumerate(begun, 1):
+            found.append(digest(*outputs) == digest(*start(member, n % 2, 100 * n + 7, "int8", 0, wait=True)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scratch_grows_while_operations_are_in_flight(ranks: RankPool, world: int) -> None:
+    assert all(all(found) for found in ranks(world).run(rising))
+
+
+def empty_in_flight(group: Group) -> bool:
+    """Rank 1 comes late, so that all of rank 0's operations are in the line at once."""
+    member = dist.new_group()
+    how: Any = {"group": member, "codec": "int8"}
+    for numel in (500, 4000):
+        thinwire.all_reduce(torch.ones(numel), algorithm="two_phase", **how)
+        thinwire.broadcast(torch.ones(0), group_src=0, algorithm="compressed", **how)
+    if group.rank() == 1:
+        time.sleep(0.3)
+    works = [thinwire.all_reduce(torch.ones(500), algorithm="two_phase", async_op=True, **how)]
+    works += [
+        thinwire.broadcast(torch.ones(0), group_src=0, algorithm="compressed", async_op=True, **how) for _ in range(2)
+    ]
+    works.append(thinwire.all_reduce(torch.ones(500), algorithm="one_shot", async_op=True, **how))
+    for work in works:
+        assert work is not None
+        work.wait()
+    last = thinwire.all_reduce(torch.ones(400000), algorithm="two_phase", async_op=True, **how)
+    assert last is not None
+    return last.wait(timedelta(seconds=5)) and not channel_of(member).scratch._lent
+
+
+def test_empty_operations_in_flight_leave_no_scratch_behind(ranks: RankPool) -> None:
+    assert all(ranks(2).run(empty_in_flight))
+
+
+def mesh_in_flight(group: Group) -> bool:
+    """Three hierarchical operations; rank 0's line empties before the third and its scratch grows, the others' do not."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    how: Any = {"group": mesh, "codec": "none", "algorithm": "hierarchical", "async_op": True}
+    inputs = [given(n, group.rank()) for n in (430, 16, 3000)]
+    with small_chunks(1600):
+        for x in inputs[:2]:
+            thinwire.all_reduce(x.clone(), **how).wait()
+        thinwire.all_reduce(given(2900, group.rank()), **how | {"async_op": True}).wait()
+    for _ in range(3):
+        with small_chunks(1600):
+            begun = [x.clone() for x in inputs]
+            works = []
+            for x in begun:
+                works.append(thinwire.all_reduce(x, **how))
+                if group.rank() == 0:
+                    time.sleep(0.05)
+            assert all(work.wait(timedelta(seconds=5)) for work in works)
+    return True
+
+
+def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPool) -> None:
+    assert all(ranks(4).run(mesh_in_flight))
+
+
+@settings(max_examples=300, deadline=None)
+@forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
+def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
+    """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
+    scratch, out = Scratch(CPU), []
+    for nbytes, which in steps:
+        part = scratch.take(nbytes, max(limit, -(-nbytes // 64) * 64))
+        if part is not None:
+            assert part.numel() == nbytes
+            out.append(part)
+            edges = sorted((p.storage_offset(), p.storage_offset() + p.numel()) for p in out if p.numel())
+            assert all(a[1] <= b[0] for a, b in zip(edges, edges[1:], strict=False)), f"overlap: {edges}"
+            assert not edges or edges[-1][1] <= scratch.nbytes
+        elif out:
+            scratch.give(out.pop(which % len(out)))
+        else:
+            pytest.fail("nothing is out and there is no room")
+    for part in out:
+        scratch.give(part)
+    assert scratch.take(2000, 2048) is not None, "not all came back"
+
+
+@forall(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> None:
+    scratch = Scratch(CPU)
+    part = scratch.take(10, 4096)
+    assert part is not None
+    place = scratch._buffer.data_ptr()
+    scratch.give(part)
+    for nbytes in sizes:
+        part = scratch.take(nbytes, nbytes)
+        assert part is not None
+        scratch.give(part)
+    assert scratch._buffer.data_ptr() == place
+    assert scratch.nbytes == 4096
+
+
+def test_scratch_does_not_grow_under_what_is_lent() -> None:
+    scratch = Scratch(CPU)
+    first = scratch.take(100, 128)
+    assert first is not None
+    assert scratch.take(500, 512) is None
+    scratch.give(first)
+    assert scratch.take(500, 512) is not None
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+@forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
+def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
+    cut = chunks.cut(numel, thinwire.codec(codec).wire_bytes(numel), world)
+    at = 0
+    for index in range(cut.num_chunks):
+        span = cut.span(index)
+        parts = chunks.shards(span, world)
+        assert len(parts) == world
+        assert parts[0].begin == span.begin == at
+        assert all(a.end == b.begin for a, b in zip(parts, parts[1:], strict=False))
+        assert parts[-1].end == span.end
+        assert parts[0].numel == max(part.numel for part in parts)
+        at = span.end
+    assert at == numel
+    assert cut.span(cut.num_chunks).numel == 0
+
+
+@forall(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 60))
+def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin: int, length: int) -> None:
+    tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
+    row, flat = torch.cat(tensors), Flat(tensors)
+    span = Span(min(begin, row.numel()), min(begin + length, row.numel()))
+    read = flat.read(span, Desk(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
+    assert torch.equal(read, row[span.begin : span.end])
+    read += 1
+    flat.write(span, read)
+    want = torch.cat([torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)])
+    want[span.begin : span.end] += 1
+    assert torch.equal(torch.cat(tensors), want)
+
+
+def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
+    assert Cut(0, 1).num_chunks == 1
+    assert Cut(0, 1).span(0) == Span(0, 0)
+
+
+# --- lines and failures -----------------------------------------------------------------------------------------------
+
+
+class Fails(Operation):
+    """Raises in its second step."""
+
+    num_chunks, chunk_bytes, scratch_bytes = 2, 64, 128
+
+    def __init__(self) -> None:
+        self.outputs = []
+
+    def chunk(self, index: int, scratch: Tensor) -> Steps:
+        yield ()
+        raise OSError("the cable is cut")
+
+
+def failing(group: Group) -> list[str]:
+    member, said = dist.new_group(), []
+    works = [channel_of(member).run(Fails()) for _ in range(2)]
+    calls: list[Callable[[], Any]] = [
+        *(work.wait for work in works),
+        works[0].get_future().wait,
+        lambda: thinwire.all_reduce(torch.ones(9), group=member, codec="none", algorithm="two_phase"),
+    ]
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except (CollectiveError, OSError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(ranks: RankPool) -> None:
+    for said in ranks(2).run(failing):
+        assert said[0].startswith("OSError: the cable is cut")
+        assert all("the cable is cut" in line for line in said), said
+        assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
+
+
+def thread_names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-"))
+
+
+def ended(before: list[str]) -> bool:
+    """Whether all threads that were not there before end soon."""
+    deadline = time.monotonic() + 5
+    while thread_names() != before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return thread_names() == before
+
+
+def lifetime(group: Group, fails: bool) -> list[bool]:
+    thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
+    before, kept = thread_names(), len(schedule._kept)
+    member = dist.new_group()
+    thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
+    thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
+    if fails:
+        try:
+            channel_of(member).run(Fails()).wait()
+        except OSError:
+            pass
+    found = [len(thread_names()) == len(before) + 1, len(schedule._kept) == kept + 1]
+    dist.destroy_process_group(member)
+    del member
+    return [*found, ended(before), len(schedule._kept) == kept]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_of_a_group_ends_with_it_and_nothing_is_kept(ranks: RankPool, fails: bool) -> None:
+    for found in ranks(2).run(lifetime, fails):
+        assert all(found), found
+
+
+def mesh_lifetime(group: Group) -> list[bool]:
+    before = thread_names()
+    mesh = init_device_mesh("cpu", (2, 2))
+    thinwire.all_reduce(torch.ones(900), group=mesh, codec="int8", algorithm="hierarchical")
+    groups = [mesh.get_group(i) for i in range(2)]
+    del mesh
+    for member in groups:
+        dist.destroy_process_group(member)
+    del groups, member
+    return [ended(before)]
+
+
+def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
+    assert ranks(4).run(mesh_lifetime) == [[True]] * 4
+
+
+def steady_threads(group: Group) -> int:
+    for _ in range(3):
+        thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
+        thinwire.broadcast(torch.ones(9), 0, codec="none", algorithm="compressed")
+    return sum(name == f"thinwire-{group.group_name}" for name in thread_names())
+
+
+def test_a_group_has_one_thread(ranks: RankPool) -> None:
+    assert ranks(2).run(steady_threads) == [1, 1]
