@@ -230,7 +230,7 @@ def plan(
         return Plan(None)
     dtype, world = whole.dtype, channel.transport.world
     wire = chosen.wire_bytes(part, dtype) * max(1, -(-whole.numel() // max(part, 1)))
-    cut = chunks.cut(part, wire, world - 1 if verb == "broadcast" else 1)
+    cut = chunks.cut(part, wire, world, world - 1 if verb == "broadcast" else 1)
     span = chunks.Span(0, min(cut.chunk, part))
     if verb == "broadcast":
         chunk_wire = chunk_bytes = chunks.wires_bytes(chosen, chunks.shards(span, world - 1), dtype)

@@ -81,7 +81,7 @@ def _all_reduce(
     parts = calls.check_tensors(tensors, verb)
     calls.check_outputs(parts, verb)
     channel = mesh_channel(group, parts[0].device) if mesh else calls.channel_of(group, parts[0].device)
-    reduction, world = calls.reduction(op), math.prod(transport.world for transport in channel.transports)
+    reduction, world = calls.reduction(op), _world(channel)
     if world == 1:
         return settle(_alone(parts, list(tensors), reduction), async_op)
     key = (verb, tuple(part.shape for part in parts), parts[0].dtype, reduction, codec, algorithm)
@@ -98,6 +98,10 @@ def _all_reduce(
     operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
+
+
+def _world(channel: Channel) -> int:
+    return math.prod(transport.world for transport in channel.transports)
 
 
 def _alone(parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction) -> Work:
@@ -128,7 +132,7 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
         pair = codec if isinstance(codec, tuple) else (codec, codec)
         inside, across = (calls.codec_for(spec, shape) for spec in pair)
         reducer: steps.Reducer = steps.Hierarchical(channel.transports[0], channel.transports[1], inside, across)
-        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world)
+        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, _world(channel))
     if isinstance(codec, tuple):
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {codec!r} for {algorithm!r}")
     chosen = calls.codec_for(codec, shape)
@@ -140,7 +144,9 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
     if algorithm == "plain":
         return _Plan(text)
     kind = steps.OneShot if algorithm == "one_shot" else steps.TwoPhase
-    return _sized(text, chosen, kind(channel.transport, chosen), Flat(parts), channel.transport.world)
+    return _sized(
+        text, chosen, kind(channel.transport, chosen), Flat(parts), channel.transport.world, channel.transport.world
+    )
 
 
 def _choose(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> cost.Choice:
@@ -154,9 +160,9 @@ def _choose(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> c
     return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared)
 
 
-def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int) -> _Plan:
+def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int, peers: int) -> _Plan:
     wire = codec.wire_bytes(flat.numel, flat.dtype)
-    cut = chunks.cut(flat.numel, wire, world)
+    cut = chunks.cut(flat.numel, wire, peers, world)
     chunk = Span(0, min(cut.chunk, cut.numel))
     chunk_bytes = reducer.scratch_bytes(chunk, flat.dtype) + chunks.room_bytes(flat, chunk.numel)
     limit = chunks.scratch_limit(wire, codec.wire_bytes(chunk.numel, flat.dtype), chunk_bytes, cut.num_chunks)

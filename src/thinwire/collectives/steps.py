@@ -254,13 +254,13 @@ class Gather(_Base):
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, outputs)
-        self._input, self._chunk = input, cut.chunk
+        self._input, self._cuts = input, [Cut(flat.numel, cut.chunk, cut.edge) for flat in outputs]
         self.inputs = input.tensors
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode the own part, send it to all, decode all."""
         codec, link, desk, key = self._codec, self._link, Desk(scratch), Key(self._step, index)
-        parts = [Cut(flat.numel, self._chunk).span(index) for flat in self._outputs]
+        parts = [cut.span(index) for cut in self._cuts]
         wires = desk.rows(_sizes(codec, parts, self._input.dtype))
         if parts[link.rank].numel:
             codec.encode(self._input.read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
