@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity, registry
-from thinwire.collectives import chunks, cost, primitives, schedule, steps
+from thinwire.collectives import chunks, cost, handshake, primitives, schedule, steps
 from thinwire.collectives.handshake import BrokenError, Handshake
 from thinwire.collectives.primitives import Group
 from thinwire.collectives.schedule import Channel, Work
@@ -149,11 +149,12 @@ class Call:
             channel.check_usable()
             channel.calls += 1
             self.number = channel.calls
-        self.answers: list[list[str]] = []
+        self.answers: list[str] = []  # the ranks' details, where they were compared
         shakes = handshakes(channel)
-        if not known or shakes[0].every_call:
+        self.free_next_time = not shakes[0].every_call
+        if not known or not self.free_next_time:
             with self._noting_failure():
-                self.answers = [shake.check(self.number, text, details=details) for shake in shakes]
+                self.answers = handshake.check(shakes, self.number, text, details=details)
 
     def run(self, operation: schedule.Operation) -> Work:
         """Enter the operation into the channel's line; a caller that waits long looks for disagreement."""
@@ -218,14 +219,12 @@ def plan(
     codec: str | Codec,
     algorithm: str,
     trial: Trial,
-    exact: Codec | None = None,
 ) -> Plan:
     """Decide how a verb moves `whole`, of which the largest part of a rank has `part` elements.
 
-    `trial(codec, algorithm, numel)` is a call on a message of `numel` elements, for `auto` to time. `exact` is the
-    codec of a plain call where torch has no verb for it.
+    `trial(codec, algorithm, numel)` is a call on a message of `numel` elements, for `auto` to time.
     """
-    chosen = choose(channel, verb, whole, codec, algorithm, trial) or exact
+    chosen = choose(channel, verb, whole, codec, algorithm, trial)
     if chosen is None:
         return Plan(None)
     dtype, world = whole.dtype, channel.transport.world

@@ -32,8 +32,12 @@ def all_to_all_single(
     """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
 
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
-    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; with sizes given, see
+    `all_to_all`).
     """
+    even = not output_split_sizes and not input_split_sizes
+    if even and not async_op and plain.quick("all_to_all", (output, input), group, codec, algorithm):
+        return None
     target, source = calls.check_tensors((output, input), "all_to_all_single")
     calls.check_outputs((target,), "all_to_all_single")
     channel = calls.channel_of(group, target.device)
@@ -46,10 +50,12 @@ def all_to_all_single(
         return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
     parts_out, parts_in = _cut(whole, splits[0]), _cut(source.detach().contiguous(), splits[1])
-    trailing = tuple(source.shape[1:])
-    text = f"all_to_all_single(rows of {trailing}, {calls.named(source, codec, algorithm)})"
+    rows = f"{source.shape[0]} rows of {tuple(source.shape[1:])}" if even else f"rows of {tuple(source.shape[1:])}"
+    text = f"all_to_all_single({rows}, {calls.named(source, codec, algorithm)})"
     call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm)
     if plan.codec is None:
+        if even and call.free_next_time and target.numel() == source.numel():
+            plain.remember(channel, "all_to_all", (output, input), codec, algorithm)
         lengths = [part.numel() for part in parts_out], [part.numel() for part in parts_in]
         return plain.all_to_all_single(channel, target, source, lengths, [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
@@ -127,7 +133,7 @@ def _agree(
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None, details=lengths)
     if call.answers:
-        numel = _compare(call.number, call.answers[0])
+        numel = _compare(call.number, call.answers)
     if plan is None:
         likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
         chosen = calls.choose(

@@ -30,6 +30,9 @@ def all_gather_into_tensor(
 
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
     """
+    kind = codec, algorithm
+    if not async_op and plain.quick("all_gather", (output_tensor, input_tensor), group, *kind):
+        return None
     output, input = calls.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
     calls.check_outputs((output,), "all_gather_into_tensor")
     channel = calls.channel_of(group, output.device)
@@ -47,6 +50,8 @@ def all_gather_into_tensor(
     text = f"all_gather_into_tensor(numel={input.numel()}, {calls.named(input, codec, algorithm)})"
     call, plan = _agree(channel, text, output, input.numel(), codec, algorithm)
     if plan.codec is None:
+        if call.free_next_time:
+            plain.remember(channel, "all_gather", (output_tensor, input_tensor), *kind)
         return plain.all_gather(channel, output, input, [output_tensor], async_op)
     operation = steps.Gather(plan.setting(channel, step), parts, Flat([input]), plan.cut)
     operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
@@ -106,6 +111,9 @@ def broadcast(
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
+    extra = src, group_src
+    if not async_op and plain.quick("broadcast", (tensor,), group, codec, algorithm, extra=extra):
+        return None
     (part,) = calls.check_tensors((tensor,), "broadcast")
     calls.check_outputs((part,), "broadcast")
     channel = calls.channel_of(group, part.device)
@@ -115,6 +123,8 @@ def broadcast(
     text = f"broadcast(numel={part.numel()}, from rank {source}, {calls.named(part, codec, algorithm)})"
     call, plan = _agree(channel, text, part, part.numel(), codec, algorithm, verb="broadcast")
     if plan.codec is None:
+        if call.free_next_time:
+            plain.remember(channel, "broadcast", (tensor,), codec, algorithm, extra=extra)
         return plain.broadcast(channel, part, source, [tensor], async_op)
     operation = steps.Broadcast(plan.setting(channel, step), Flat([part]), source, plan.cut)
     operation.outputs = [tensor]

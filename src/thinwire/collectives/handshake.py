@@ -18,6 +18,7 @@ from thinwire.collectives import primitives
 from thinwire.errors import CollectiveError, DisagreementError
 
 _LOOK_S = 1.0
+_JOIN = "\x1e"  # between the answers of several ranks
 _PATIENCE_S = 1800.0  # torch's own limit
 
 
@@ -42,13 +43,6 @@ class Handshake:
             for last in (*range(self.world), "read"):
                 self._store.delete_key(f"{key}/{last}")
         return calls
-
-    def check(self, number: int, call: str, *, details: str = "") -> list[str]:
-        """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
-        answers = [answer.split("\n", 1) for answer in self.compare(number, f"{call}\n{details}")]
-        if any(answer[0] != call for answer in answers):
-            _raise(number, [answer[0] for answer in answers])
-        return [answer[1] for answer in answers]
 
     def look(self, number: int, call: str) -> None:
         """Say that this rank waits in `call`, and raise if another is held up in a different one of that number."""
@@ -84,6 +78,21 @@ class Handshake:
 
     def _read(self, key: str) -> str | None:
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
+
+
+def check(shakes: Sequence[Handshake], number: int, call: str, *, details: str = "") -> list[str]:
+    """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do.
+
+    Over the groups of a mesh in turn: what the first told each rank goes on to all of the second.
+    """
+    answers = [f"{call}\n{details}"]
+    for shake in shakes:
+        told = shake.compare(number, f"{call}\n{_JOIN.join(answers)}")
+        answers = [answer for text in told for answer in text.split("\n", 1)[1].split(_JOIN)]
+    calls, found = zip(*(answer.split("\n", 1) for answer in answers), strict=True)
+    if any(other != call for other in calls):
+        _raise(number, calls)
+    return list(found)
 
 
 def _first(call: str) -> str:

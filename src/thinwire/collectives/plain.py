@@ -1,9 +1,9 @@
 """torch's own verbs behind the same signatures: what `plain` runs. Exact, any dtype torch takes.
 
-gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has. Its
-reduce_scatter moves as much as an all_reduce, so numbers that the identity codec takes go that way instead.
+gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,28 +39,42 @@ def all_reduce(
     return _end(works, outputs, finish, async_op)
 
 
-def remember_sum(channel: Channel, tensor: Tensor, codec: object, algorithm: str) -> None:
-    """From now on `quick_sum` serves blocking sums like this one."""
-    if not tensor.is_complex():
-        channel.settled["quick", tensor.shape, tensor.dtype, codec, algorithm] = primitives.sum_options()
+# [Note: Quick calls] Small messages end here, and there some tens of microseconds of Python can be seen. A blocking
+# call of a kind that was decided to be torch's own is looked up first thing and handed on with nothing around it.
+_NOW: dict[str, Callable[..., object]] = {
+    "all_reduce": primitives.sum_now,
+    "reduce_scatter": lambda g, out, x: primitives.reduce_scatter_single(out.view(-1), x.view(-1), group=g),
+    "all_gather": lambda g, out, x: primitives.all_gather_single(out.view(-1), x.view(-1), group=g),
+    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g),
+    "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, False, group_src),
+}
 
 
-def quick_sum(tensor: Tensor, group: primitives.Group, codec: object, algorithm: str) -> bool:
-    """torch's sum where it was decided on before, with next to nothing around it; False where it was not.
+def remember(
+    channel: Channel, verb: str, tensors: Sequence[Tensor], *kind: object, extra: tuple[object, ...] = ()
+) -> None:
+    """From now on `quick` serves blocking calls like this one."""
+    if not tensors[0].is_complex():
+        channel.settled[("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)] = True
 
-    Small messages end here, and there a few microseconds of Python can be seen.
-    """
+
+def quick(
+    verb: str, tensors: Sequence[Tensor], group: primitives.Group, *kind: object, extra: tuple[object, ...] = ()
+) -> bool:
+    """Run torch's own verb where that was decided on before; False where it was not. See [Note: Quick calls]."""
     try:
-        world = dist.group.WORLD if group is None else group
-        channel = schedule.known(world, tensor.device)
-        options = channel.settled["quick", tensor.shape, tensor.dtype, codec, algorithm]
+        members = dist.group.WORLD if group is None else group
+        channel = schedule.known(members, tensors[0].device)
+        key = ("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)
+        if key not in channel.settled or channel.failure is not None:
+            return False
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return False
-    if channel.failure is not None or not tensor.is_contiguous():
+    if not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
         return False
     with channel.lock:
         channel.calls += 1
-    primitives.sum_now(world, tensor, options)
+    _NOW[verb](members, *tensors, *extra)
     return True
 
 
@@ -98,15 +112,19 @@ def all_gather_list(
 def reduce_scatter(
     channel: Channel, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
-    """torch's reduce_scatter into one tensor. gloo's has no future, so there the call ends before it returns."""
+    """torch's reduce_scatter into one tensor."""
     whole, group = _row(output), channel.transport.group
     op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
-    later = async_op and native(channel)
-    work = primitives.reduce_scatter_single(whole, _row(input), op, group=group, async_op=later)
-    if not native(channel) and reduction.scale(channel.transport.world) != 1.0:
-        _multiply(whole, reduction, channel.transport.world)
-    ended = _end([work], outputs, lambda: _put(output, whole), later)
-    return Work(outputs).finished() if async_op and ended is None else ended
+    work = primitives.reduce_scatter_single(whole, _row(input), op, group=group, async_op=async_op)
+
+    def finish() -> None:
+        if not native(channel) and reduction.scale(channel.transport.world) != 1.0:
+            _multiply(whole, reduction, channel.transport.world)
+        _put(output, whole)
+
+    if async_op and not native(channel):
+        return _Waited(work, outputs, finish)
+    return _end([work], outputs, finish, async_op)
 
 
 def all_to_all_single(
@@ -189,3 +207,34 @@ class _Torch(Work):
     def is_completed(self) -> bool:
         """Whether the outputs are final, without waiting."""
         return self._future.done()
+
+
+class _Waited(Work):
+    """A work of torch's that has no future (gloo's reduce_scatter): whoever waits first finishes it."""
+
+    def __init__(self, work: dist.Work, outputs: list[Tensor], finish: Callable[[], None]) -> None:
+        super().__init__(outputs)
+        self._work, self._finish = work, finish
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return True when the outputs may be read, or raise."""
+        with self._lock:
+            if not self._done.is_set():
+                try:
+                    self._work.wait()
+                    self._finish()
+                except RuntimeError as error:
+                    self.failed(error)
+                else:
+                    self.finished()
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        return self._done.is_set() or (self._work.is_completed() and self.wait())
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the outputs; a thread of its own waits for them."""
+        threading.Thread(target=self.wait, daemon=True).start()
+        return super().get_future()

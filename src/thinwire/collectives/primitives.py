@@ -184,16 +184,12 @@ def store(group: dist.ProcessGroup) -> Any:
     return group.get_group_store()
 
 
-def sum_options() -> Any:
-    """What `sum_now` passes to the backend."""
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
-    options.asyncOp = False
-    return options
+_SUM: Any = dist.AllreduceOptions()
+_SUM.asyncOp = False
 
 
-def sum_now(group: Any, tensor: Tensor, options: Any) -> None:
-    """torch's all_reduce without the checks of its Python side."""
-    work = group.allreduce([tensor], options)
+def sum_now(group: Any, tensor: Tensor) -> None:
+    """torch's sum over ranks without the checks of its Python side."""
+    work = group.allreduce([tensor], _SUM)
     if work is not None:
         work.wait()

@@ -39,7 +39,7 @@ def all_reduce(
     ranks inside them, "hierarchical", where codec may be a pair: inside a node, across nodes.
     `step` varies rotation and stochastic rounding; pass the iteration, the same on all ranks.
     """
-    if op is SUM and not async_op and plain.quick_sum(tensor, group, codec, algorithm):
+    if op is SUM and not async_op and plain.quick("all_reduce", (tensor,), group, codec, algorithm):
         return None
     return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
 
@@ -91,8 +91,8 @@ def _all_reduce(
     if plan is None:
         plan = channel.settled[key] = _plan(channel, text, parts, codec, algorithm, mesh)
     if plan.reducer is None:
-        if verb == "all_reduce" and reduction.name == "sum" and not calls.handshakes(channel)[0].every_call:
-            plain.remember_sum(channel, tensors[0], codec, algorithm)
+        if verb == "all_reduce" and reduction.name == "sum" and call.free_next_time:
+            plain.remember(channel, verb, tensors, codec, algorithm)
         return plain.all_reduce(channel, parts, list(tensors), reduction, async_op)
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
     operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)
@@ -189,6 +189,8 @@ def reduce_scatter_tensor(
 
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
     """
+    if op is SUM and not async_op and plain.quick("reduce_scatter", (output, input), group, codec, algorithm):
+        return None
     target, source = calls.check_tensors((output, input), "reduce_scatter_tensor")
     calls.check_outputs((target,), "reduce_scatter_tensor")
     channel, reduction = calls.channel_of(group, target.device), calls.reduction(op)
@@ -204,11 +206,12 @@ def reduce_scatter_tensor(
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None)
     if plan is None:
-        exact = Identity() if not plain.native(channel) and source.dtype in Identity.inputs else None
         trial = functools.partial(_trial, channel, source.dtype)
-        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, trial, exact)
+        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, trial)
         channel.settled[text] = plan
     if plan.codec is None:
+        if reduction.name == "sum" and call.free_next_time:
+            plain.remember(channel, "reduce_scatter", (output, input), codec, algorithm)
         return plain.reduce_scatter(channel, target, source, [output], reduction, async_op)
     flats = Flat([target]), Flat([source])
     operation = steps.ReduceScatter(plan.setting(channel, step), *flats, plan.cut, reduction.scale(world))
