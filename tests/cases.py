@@ -336,7 +336,7 @@ def digest(*tensors: Tensor) -> str:
 def small_chunks(nbytes: int = 256) -> Iterator[None]:
     """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
     with (
-        patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=16),
+        patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4),
         patch.multiple(exchange, _MESSAGE_BYTES=nbytes),
     ):
         yield
@@ -390,7 +390,7 @@ def half_ulp(dtype: torch.dtype) -> float:
 
 
 def _coding_bound(codec: Codec, low: Tensor, high: Tensor) -> Tensor:
-    """On the error of every element of a tensor between `low` and `high`, whatever its blocks: bounds grow with them."""
+    """On the error of every element of a tensor between `low` and `high`, wherever its blocks begin."""
     if isinstance(codec, Identity) or not low.numel():
         return torch.zeros_like(low)
     if isinstance(codec, Cast) and codec.format == "bf16":

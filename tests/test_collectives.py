@@ -399,9 +399,7 @@ def hierarchical(
 meshes: dict[tuple[int, int], Any] = {}  # of a rank: a mesh is made once, as in a job
 
 
-def hierarchical_range(
-    shape: tuple[int, int], codec: tuple[str, str], numel: int, factor: float | str
-) -> Range:
+def hierarchical_range(shape: tuple[int, int], codec: tuple[str, str], numel: int, factor: float | str) -> Range:
     nodes, size = shape
     inside, across = (thinwire.codec(spec) for spec in codec)
     ranks_of = [[given(numel, node * size + i) for i in range(size)] for node in range(nodes)]
@@ -711,7 +709,9 @@ def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: to
         exchanged = torch.cat([w.split(8)[rank] for w in whole])
         gathered = torch.cat([w[:8] for w in whole])
         want = (total, total.split(8)[rank], gathered, gathered, exchanged, exchanged, whole[1][:8])
-        for name, mine, expected in zip("reduce scatter gather list exchange swap cast".split(), got, want, strict=True):
+        for name, mine, expected in zip(
+            ["reduce", "scatter", "gather", "list", "exchange", "swap", "cast"], got, want, strict=True
+        ):
             assert torch.equal(mine, expected.to(dtype)), f"{name}: {mine}"
 
 
@@ -972,7 +972,7 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
     numel -= numel % world
     wire = thinwire.codec(codec).wire_bytes(numel)
     shares = {"two_phase": 2 * (world - 1) / world, "one_shot": world - 1}
-    shares |= {name: (world - 1) / world for name in ("reduce_scatter", "all_gather", "all_to_all")}
+    shares |= dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), (world - 1) / world)
     answers = ranks(world).run(counted, codec, numel)
     for found in answers:
         for name, share in shares.items():

@@ -1,0 +1,225 @@
+"""The cost model: lines through measured points, the choice they lead to, and one answer on all ranks."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given as forall, strategies as st
+from torch import Tensor
+
+import thinwire
+from cases import decoded, recoded, seeded, wires_of
+from ranks import RankPool
+from thinwire.collectives import cost
+from thinwire.collectives.cost import Choice, Estimate, Link, Points
+
+Group = dist.ProcessGroup
+LINK = Link(((256, 1e-4), (1 << 20, 1e-2)))
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_between_and_beyond_points_times_lie_on_lines() -> None:
+    points: Points = ((100, 1.0), (200, 2.0), (400, 8.0))
+    assert cost.at(points, 0) == 1.0
+    assert cost.at(points, 100) == 1.0
+    assert cost.at(points, 150) == 1.5
+    assert cost.at(points, 200) == 2.0
+    assert cost.at(points, 300) == 5.0
+    assert cost.at(points, 800) == 20.0
+
+
+def test_one_point_is_enough_for_a_time() -> None:
+    """Beyond it time is in proportion: a slow link is measured at one size only."""
+    assert cost.at(((100, 1.0),), 50) == 1.0
+    assert cost.at(((100, 1.0),), 100) == 1.0
+    assert cost.at(((100, 1.0),), 300) >= 1.0
+
+
+@forall(
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 10)), min_size=1, max_size=5, unique_by=lambda p: p[0]),
+    st.lists(st.integers(0, 10**8), min_size=2, max_size=9),
+)
+def test_a_larger_message_never_takes_less(points: list[tuple[int, float]], sizes: list[int]) -> None:
+    sizes_of, seconds = zip(*sorted(points), strict=True)
+    rising = tuple(zip(sizes_of, sorted(seconds), strict=True))
+    times = [cost.at(rising, size) for size in sorted(sizes)]
+    assert all(math.isfinite(t) for t in times)
+    assert all(a <= b + 1e-9 * abs(b) for a, b in itertools.pairwise(times))
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def choice(plain: float, *others: tuple[str, float]) -> Choice:
+    estimates = (Estimate("plain", plain, 100), *(Estimate(name, seconds, 25) for name, seconds in others))
+    return Choice("all_reduce", "int8", 1000, 4, LINK, estimates)
+
+
+def test_the_fastest_is_chosen_where_it_is_clearly_faster_than_plain() -> None:
+    assert choice(1.0, ("one_shot", 0.5), ("two_phase", 0.3)).algorithm == "two_phase"
+    assert choice(1.0, ("one_shot", 0.2), ("two_phase", 0.3)).algorithm == "one_shot"
+
+
+def test_plain_is_chosen_where_others_win_by_too_little_to_be_sure() -> None:
+    assert choice(1.0, ("one_shot", 0.95), ("two_phase", 0.91)).algorithm == "plain"
+    assert choice(1.0, ("two_phase", 0.89)).algorithm == "two_phase"
+    assert choice(1.0).algorithm == "plain"
+
+
+class FakeTransport:
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+
+class FakeChannel:
+    """A group in which everything was measured already."""
+
+    def __init__(self, world: int, settled: dict[Any, Any]) -> None:
+        self.transport, self.settled = FakeTransport(world), settled
+
+
+def measured(world: int, bytes_per_s: float, codec: str = "int8") -> Any:
+    """A link of that speed, 0.2 ms a plain call and twice that a compressed one, a codec of 1 ns an element."""
+    coder = thinwire.codec(codec)
+    sizes = (256, 1 << 22)
+
+    def points(base: float, wire: float, codec_s: float) -> Points:
+        return tuple((n, base + n * wire / bytes_per_s + n * codec_s) for n in sizes)
+
+    per_element = coder.wire_bytes(1 << 20) / (1 << 20)
+    share = 2 * (world - 1) / world
+    curves = {
+        "plain": points(2e-4, 4 * share, 0.0),
+        "one_shot": points(3e-4, per_element * (world - 1), 1e-9 * world),
+        "two_phase": points(4e-4, per_element * share, 2e-9),
+    }
+    key = ("curves", "all_reduce", torch.float32, coder)
+    return FakeChannel(world, {Link: LINK, key: curves})
+
+
+def recalled(channel: Any, numel: int, codec: str = "int8") -> Choice:
+    found = cost.recall(channel, "all_reduce", numel, torch.float32, thinwire.codec(codec))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
+def test_a_slow_link_compresses_and_a_fast_one_does_not(world: int) -> None:
+    assert recalled(measured(world, 1e8), 1 << 22).algorithm != "plain"
+    assert recalled(measured(world, 1e13), 1 << 22).algorithm == "plain"
+
+
+@pytest.mark.parametrize("world", [2, 4, 64])
+def test_a_small_message_goes_plain_on_any_link(world: int) -> None:
+    for bytes_per_s in (1e8, 1e10, 1e12):
+        assert recalled(measured(world, bytes_per_s), 10).algorithm == "plain"
+
+
+@pytest.mark.parametrize("world", [4, 16, 64])
+def test_large_worlds_take_two_phases(world: int) -> None:
+    assert recalled(measured(world, 1e8), 1 << 22).algorithm == "two_phase"
+
+
+def test_two_ranks_send_as_much_either_way_and_save_a_message() -> None:
+    assert recalled(measured(2, 1e9), 1 << 20).algorithm == "one_shot"
+
+
+@pytest.mark.parametrize("world", [2, 3, 64])
+@pytest.mark.parametrize("codec", ["int8", "lloyd1"])
+def test_the_bytes_of_an_estimate_are_those_of_the_formula(world: int, codec: str) -> None:
+    numel, coder = 1 << 20, thinwire.codec(codec)
+    sent = {
+        estimate.algorithm: estimate.sent for estimate in recalled(measured(world, 1e9, codec), numel, codec).estimates
+    }
+    wire, share = coder.wire_bytes(numel), (world - 1) / world
+    assert sent["plain"] == pytest.approx(2 * share * 4 * numel, abs=2)
+    assert sent["two_phase"] == pytest.approx(2 * share * wire, abs=2)
+    assert sent["one_shot"] == (world - 1) * wire
+
+
+def test_nothing_is_recalled_before_it_was_measured() -> None:
+    channel: Any = FakeChannel(2, {})
+    assert cost.recall(channel, "all_reduce", 10, torch.float32, thinwire.codec("int8")) is None
+
+
+def test_the_choice_tells_itself() -> None:
+    text = str(choice(1e-3, ("one_shot", 5e-4), ("two_phase", 3e-4)))
+    assert text.splitlines()[0] == "all_reduce of 1000 elements over 4 ranks, codec int8: two_phase"
+    assert "Gbit/s" in text
+    assert [line.split()[0] for line in text.splitlines()[2:5]] == ["plain", "one_shot", "two_phase"]
+    assert text.count("<- chosen") == 1
+    assert "two_phase        0.300 ms predicted, 25 bytes sent a rank  <- chosen" in text
+
+
+# --- in a group -------------------------------------------------------------------------------------------------------
+
+
+def explained(group: Group, numels: list[int], codec: str) -> list[str]:
+    return [str(thinwire.explain(torch.ones(numel), codec=codec)) for numel in numels]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_ranks_explain_alike(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(explained, [1, 1000, 3 << 20], "int8")
+    assert all(answer == answers[0] for answer in answers)
+    for numel, text in zip((1, 1000, 3 << 20), answers[0], strict=True):
+        assert text.startswith(f"all_reduce of {numel} elements over {world} ranks, codec int8: ")
+        assert text.count("<- chosen") == 1
+
+
+def chosen(group: Group) -> list[bool]:
+    """What explain says is what auto does: as many bytes go through the codec as it said, or none."""
+    member = dist.new_group()
+    found = []
+    for numel in (10, 5000, 1 << 19):
+        x = torch.ones(numel)
+        said = thinwire.explain(x, member, codec="lloyd4")
+        before = thinwire.collectives.traffic(member).sent
+        thinwire.all_reduce(x, group=member, codec="lloyd4", algorithm="auto")
+        sent = thinwire.collectives.traffic(member).sent - before
+        want = {e.algorithm: e.sent for e in said.estimates}[said.algorithm] if said.algorithm != "plain" else 0
+        found.append(abs(sent - want) <= 0.02 * want + 128 * group.size())
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_auto_does_what_explain_says(ranks: RankPool, world: int) -> None:
+    assert all(all(found) for found in ranks(world).run(chosen))
+
+
+def measured_once(group: Group) -> list[int]:
+    """Calls of the group that a first auto call makes, and a second of another length."""
+    member, counts = dist.new_group(), []
+    channel = thinwire.collectives.schedule.channel(member, torch.device("cpu"))
+    for numel in (100, 200, 300):
+        thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="auto")
+        counts.append(channel.calls)
+    return [b - a for a, b in itertools.pairwise(counts)]
+
+
+def test_a_group_is_measured_once_for_all_lengths(ranks: RankPool) -> None:
+    assert ranks(2).run(measured_once) == [[1, 1], [1, 1]]
+
+
+# --- error growth -----------------------------------------------------------------------------------------------------
+
+
+def nmse(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).square().sum() / want.double().square().sum())
+
+
+@pytest.mark.parametrize("world", [2, 4, 16, 64])
+@pytest.mark.parametrize("codec", ["int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
+def test_two_phases_lose_little_more_than_two_roundings(codec: str, world: int) -> None:
+    """Independent ranks: their errors add up as their numbers do, so the sum's share of error is that of one tensor."""
+    n, coder = 1 << 18, thinwire.codec(codec)
+    xs = [torch.randn(n, generator=seeded(world, rank)) for rank in range(world)]
+    wires_WN = wires_of(coder, xs, step=3)
+    once = [nmse(decoded(coder, wire, n), x) for wire, x in zip(wires_WN[:8], xs, strict=False)]
+    twice = nmse(decoded(coder, recoded(coder, wires_WN, n, step=3), n), torch.stack(xs).sum(0))
+    assert twice <= 2.05 * sum(once) / len(once)

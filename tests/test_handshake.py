@@ -1,0 +1,276 @@
+"""Ranks that call different things: one error on every rank that names both sides, instead of a hang or garbage."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from ranks import RankPool
+from thinwire.collectives.handshake import Handshake
+from thinwire.errors import CollectiveError, DisagreementError, WireError
+
+Group = dist.ProcessGroup
+
+
+def said(call: Callable[[], Any]) -> str:
+    """What a call raises, or nothing."""
+    try:
+        call()
+    except (CollectiveError, WireError) as error:
+        return f"{type(error).__mro__[0].__name__}: {error}" if isinstance(error, DisagreementError) else f"?? {error}"
+    return ""
+
+
+# --- first calls ------------------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {"codec": "int8", "algorithm": "two_phase"}
+
+
+def sides(name: str, group: Group, member: Group) -> Callable[[], Any]:
+    """The call that a rank makes: rank 0 another than the rest."""
+    odd = group.rank() == 0
+    x, world, length = torch.ones(96), group.size(), 3 if odd else 5
+    how = {"group": member, **BASE}
+    verb = {"group": member, "codec": "int8", "algorithm": "compressed"}
+    even = [96 // world] * world
+    late = [96 // world - 1, *even[1:-1], 96 // world + 1]
+    calls: dict[str, Callable[[], Any]] = {
+        "codec": lambda: thinwire.all_reduce(x, **how | {"codec": "int4" if odd else "int8"}),
+        "length": lambda: thinwire.all_reduce(x[: 90 if odd else 96], **how),
+        "dtype": lambda: thinwire.all_reduce(x.bfloat16() if odd else x, **how),
+        "op": lambda: thinwire.all_reduce(x, dist.ReduceOp.AVG if odd else dist.ReduceOp.SUM, **how),
+        "factor": lambda: thinwire.all_reduce(x, dist._make_nccl_premul_sum(2.0 if odd else 3.0), **how),
+        "algorithm": lambda: thinwire.all_reduce(x, **how | {"algorithm": "one_shot" if odd else "two_phase"}),
+        "plain": lambda: thinwire.all_reduce(x, **how | {"algorithm": "plain" if odd else "two_phase"}),
+        "verb": lambda: thinwire.broadcast(x, 0, **verb) if odd else thinwire.all_reduce(x, **how),
+        "source": lambda: thinwire.broadcast(x, group_src=0 if odd else 1, **verb),
+        "coalesced": lambda: thinwire.all_reduce_coalesced([x[:40], x[40:]] if odd else [x[:50], x[50:]], **how),
+        "lists": lambda: thinwire.all_gather([torch.ones(length) for _ in range(world)], x[:length], **verb),
+        "splits": lambda: thinwire.all_to_all_single(x, x.clone(), even, late if odd else even, **verb),
+    }
+    return calls[name]
+
+
+NAMES = {
+    "codec": ("codec=int4", "codec=int8"),
+    "length": ("numel=90", "numel=96"),
+    "dtype": ("bfloat16", "float32"),
+    "op": ("op=avg", "op=sum"),
+    "factor": ("premul_sum*2.0", "premul_sum*3.0"),
+    "algorithm": ("one_shot", "two_phase"),
+    "plain": ("plain", "two_phase"),
+    "verb": ("broadcast(", "all_reduce("),
+    "source": ("from rank 0", "from rank 1"),
+    "coalesced": ("numel=40+56", "numel=50+46"),
+    "lists": ("lengths=[3, 3", "lengths=[5, 5"),
+    "splits": ("sends", "expects"),
+}
+
+
+def disagree(group: Group, name: str) -> tuple[str, float, str]:
+    """(what was said, seconds until then, what the same call of all ranks said afterwards)."""
+    member = dist.new_group()
+    dist.barrier(member)
+    start = time.monotonic()
+    text = said(sides(name, group, member))
+    seconds = time.monotonic() - start
+    x = torch.ones(96)
+    again = said(lambda: thinwire.all_reduce(x, group=member, **BASE))
+    return text, seconds, again or ("" if bool((x > 1).all()) else "no sum")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPool, world: int, name: str) -> None:
+    answers = ranks(world).run(disagree, name)
+    for text, seconds, again in answers:
+        assert text.startswith("DisagreementError: the ranks disagree about operation 1 of this group"), text
+        assert all(side in text for side in NAMES[name]), text
+        assert seconds < 5
+        assert again == ""
+    assert len({text for text, *_ in answers}) == 1
+
+
+def test_disagreement_is_a_value_error() -> None:
+    assert issubclass(DisagreementError, CollectiveError)
+    assert issubclass(DisagreementError, ValueError)
+
+
+def which_ranks(group: Group) -> str:
+    return said(lambda: thinwire.all_reduce(torch.ones(70 + (group.rank() == 1)), **BASE))
+
+
+def test_the_error_says_which_ranks_called_what(ranks: RankPool) -> None:
+    for text in ranks(4).run(which_ranks):
+        assert "ranks 0, 2, 3 called all_reduce(numel=70" in text
+        assert "rank 1 called all_reduce(numel=71" in text
+
+
+def on_a_mesh(group: Group) -> list[str]:
+    """All ranks of one node differ from the other's, then one rank from all."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
+    for odd in (group.rank() < 2, group.rank() == 3):
+        x = torch.ones(64 if odd else 65)
+        found.append(said(lambda x=x: thinwire.all_reduce(x, group=mesh, codec="int8", algorithm="hierarchical")))
+    return found
+
+
+def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPool) -> None:
+    """A rank compares with those in its row and its column; rank 0 shares neither with rank 3."""
+    answers = ranks(4).run(on_a_mesh)
+    assert all(first.startswith("DisagreementError") for first, _ in answers)
+    assert all(second.startswith("DisagreementError") for _, second in answers[1:])
+
+
+# --- later calls ------------------------------------------------------------------------------------------------------
+
+
+def known_against_new(group: Group, async_op: bool) -> tuple[str, float, str]:
+    """Rank 0 repeats a call that all have made, the others make a new one: the group is lost."""
+    member = dist.new_group()
+    how: Any = {"group": member, "codec": "int8", "algorithm": "two_phase"}
+    thinwire.all_reduce(torch.ones(200), **how)
+    dist.barrier()
+    start = time.monotonic()
+    x = torch.ones(200 if group.rank() == 0 else 300)
+    text = said(
+        lambda: thinwire.all_reduce(x, async_op=True, **how).wait() if async_op else thinwire.all_reduce(x, **how)
+    )
+    seconds = time.monotonic() - start
+    return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), **how))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(ranks: RankPool, world: int, async_op: bool) -> None:
+    for text, seconds, again in ranks(world).run(known_against_new, async_op):
+        assert "disagree" in text, text
+        assert "numel=200" in text
+        assert "numel=300" in text
+        assert seconds < 8
+        assert "make a new group" in again
+
+
+def same_text_other_spelling(group: Group) -> bool:
+    """One rank names the codec, the other makes it; one has a row, the other a matrix."""
+    member = dist.new_group()
+    for turn in range(3):
+        odd = (group.rank() + turn) % 2
+        x = torch.ones(60) if odd else torch.ones(6, 10)
+        codec = "int8" if odd else thinwire.codec("int8")
+        work = thinwire.all_reduce(x, group=member, async_op=True, codec=codec, algorithm="two_phase")
+        assert work is not None
+        work.wait()
+    return True
+
+
+def test_ranks_may_spell_one_call_differently(ranks: RankPool) -> None:
+    assert all(ranks(2).run(same_text_other_spelling, timeout=10.0))
+
+
+def wrong_step(group: Group) -> str:
+    """Steps are not compared: they change with every call. Rotated wires carry their key and are refused."""
+    member = dist.new_group()
+    x = torch.ones(2000)
+    return said(lambda: thinwire.all_reduce(x, group=member, codec="lloyd4", algorithm="one_shot", step=group.rank()))
+
+
+def test_ranks_that_differ_in_step_are_told_so_by_the_wires(ranks: RankPool) -> None:
+    assert all("key" in text or "step" in text for text in ranks(2).run(wrong_step))
+
+
+# --- the debug mode ---------------------------------------------------------------------------------------------------
+
+
+def debugged(group: Group, mode: str) -> list[str]:
+    """Both calls are known by the time they are mixed up."""
+    os.environ["THINWIRE_DEBUG"] = mode
+    try:
+        member = dist.new_group()
+        how: Any = {"group": member, "codec": "int8", "algorithm": "two_phase"}
+        verb: Any = how | {"algorithm": "compressed"}
+        sizes = (100, 200)
+        for numel in sizes:
+            thinwire.all_reduce(torch.ones(numel), **how)
+        thinwire.all_to_all_single(torch.ones(8), torch.ones(8), **verb)
+        if mode == "0":
+            return []
+        found = [said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how))]
+        rows = 4 + group.rank()
+        found.append(
+            said(lambda: thinwire.all_to_all_single(torch.ones(8), torch.ones(8), None, [rows, 8 - rows], **verb))
+        )
+        thinwire.all_reduce(torch.ones(100), **how)
+    finally:
+        del os.environ["THINWIRE_DEBUG"]
+    return found
+
+
+def test_the_debug_mode_compares_every_call(ranks: RankPool) -> None:
+    for lengths, splits in ranks(2).run(debugged, "1"):
+        assert "rank 0 called all_reduce(numel=100" in lengths
+        assert "rank 1 called all_reduce(numel=200" in lengths
+        assert "sends" in splits
+        assert "expects" in splits
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def keys(group: Group, mode: str) -> tuple[int, int]:
+    """Keys of the store before and after many handshakes, some of which fail."""
+    os.environ["THINWIRE_DEBUG"] = mode
+    try:
+        member = dist.new_group()
+        store = member.get_group_store()
+        dist.barrier(member)
+        before = _count(store, member)
+        for numel in (5, 6, 7, 5, 6, 7):
+            thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="two_phase")
+        said(lambda: thinwire.all_reduce(torch.ones(8 + group.rank()), group=member, **BASE))
+        return before, _count(store, member)
+    finally:
+        del os.environ["THINWIRE_DEBUG"]
+
+
+def _count(store: Any, member: Group) -> int:
+    """The keys, counted while no rank writes."""
+    dist.barrier(member)
+    found = int(store.num_keys())
+    dist.barrier(member)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_handshakes_leave_nothing_in_the_store(ranks: RankPool, mode: str) -> None:
+    for before, after in ranks(2).run(keys, mode):
+        assert after == before
+
+
+def shakes(group: Group) -> tuple[int, int, int]:
+    """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
+    member, counts, check = dist.new_group(), [0], Handshake.compare
+
+    def counting(self: Handshake, *args: Any, **kwargs: Any) -> list[str]:
+        counts[0] += 1
+        return check(self, *args, **kwargs)
+
+    def after(numel: int, times: int) -> int:
+        for _ in range(times):
+            thinwire.all_reduce(torch.ones(numel), group=member, **BASE)
+        return counts[0]
+
+    with patch.object(Handshake, "compare", counting):
+        return after(50, 4), after(60, 1), after(60, 3)
+
+
+def test_only_the_first_call_of_a_kind_shakes_hands(ranks: RankPool) -> None:
+    assert ranks(2).run(shakes) == [(1, 2, 2)] * 2
