@@ -207,7 +207,7 @@ def test_a_quick_run_over_loopback(tmp_path: Path) -> None:
         assert row["algorithm"] in bench.ALGORITHMS[str(row["verb"])][1:]
         compressed = row["algorithm"] != "plain"
         # Two quantisations of half a step, with a step of at most 2/254 of a block's largest, which is below 6 sigma.
-        assert float(str(row["rel_error"])) < (6 * 2 / 254 if compressed else 1e-6)
+        assert float(str(row["rel_error"])) < (6 * 2 / 254 if compressed else 1e-6), row
         assert row["bytes_sent"] is not None or not compressed
     table = tables.grid(found)
     assert table.header[:3] == ["verb", "codec", "algorithm"]

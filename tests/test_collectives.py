@@ -34,7 +34,7 @@ AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 def lengths(codec: str) -> tuple[int, ...]:
     """Nothing, one, around a block, and several chunks that no world divides."""
     block = block_of(thinwire.codec(codec))
-    return tuple(sorted({0, 1, max(1, block - 1), block, block + 1, 1511, 2003}))
+    return tuple(sorted({0, 1, max(1, block - 1), block, block + 1, 2003}))
 
 
 def op_of(factor: float | str) -> Any:
@@ -101,15 +101,15 @@ def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(ranks: RankPoo
 @pytest.mark.parametrize("codec", ["none", "int8", "lloyd4:block=64"])
 def test_all_reduce_averages_and_multiplies(ranks: RankPool, world: int, codec: str) -> None:
     factors = ("avg", 0.5, -3.0, 0.0)
-    algorithms = (*SHARED, "plain", "auto")
-    check_reduce(ranks, world, codec, [Case(n, a, f) for a in algorithms for f in factors for n in (1, 511)])
+    names = (*SHARED, "plain", "auto")[: 4 if codec == "int8" else 2]
+    check_reduce(ranks, world, codec, [Case(n, a, f) for a in names for f in factors for n in (1, 511)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4:block=32,mode=affine", "lloyd2:block=64", "e4m3"])
 def test_all_reduce_takes_sixteen_bits(ranks: RankPool, codec: str, dtype: torch.dtype) -> None:
-    algorithms = (*SHARED, "plain", "auto")
-    check_reduce(ranks, 3, codec, [Case(n, a, f, dtype) for a in algorithms for f in ("sum", "avg") for n in (7, 700)])
+    names = (*SHARED, "plain", "auto")[: 4 if codec == "none" else 2]
+    check_reduce(ranks, 3, codec, [Case(n, a, f, dtype) for a in names for f in ("sum", "avg") for n in (7, 700)])
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -519,6 +519,12 @@ def check_each(got: Answers, want: Callable[[int, int], Range | None], what: str
                 expected.assert_holds(output, f"{what}, rank {rank}, case {i}")
 
 
+def algorithms(codec: str, world: int) -> tuple[str, ...]:
+    """plain does not depend on the codec; auto, which takes a while to measure, is one of the two."""
+    more = {("none", world): ("plain",), ("int8", 2): ("auto",)}
+    return ("compressed", *more.get((codec, world), ()))
+
+
 PARTS = (0, 1, 63, 129, 1511)  # elements of a rank
 
 
@@ -535,7 +541,7 @@ def scatter_cases(group: Group, codec: str, algorithm: str, factor: float | str)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_reduce_scatter_is_within_one_rounding(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm, factor in (("compressed", "sum"), ("compressed", -2.0), ("plain", "avg"), ("auto", "avg")):
+    for algorithm, factor in [("compressed", -2.0), *((name, "avg") for name in algorithms(codec, world))]:
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
 
         def want(rank: int, i: int, coder: Any = coder, factor: Any = factor) -> Range:
@@ -559,7 +565,7 @@ def gather_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_all_gather_is_within_one_rounding_and_the_same_on_all_ranks(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in ("compressed", "plain", "auto"):
+    for algorithm in algorithms(codec, world):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
         answers = ranks(world).run(gather_cases, codec, algorithm)
         assert len({digest(*answer) for answer in answers}) == 1
@@ -586,7 +592,7 @@ def gather_lists(group: Group, codec: str, algorithm: str) -> list[Tensor]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_all_gather_takes_uneven_lists(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in ("compressed", "plain", "auto"):
+    for algorithm in algorithms(codec, world):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
         answers = ranks(world).run(gather_lists, codec, algorithm)
         assert len({digest(*answer) for answer in answers}) == 1
@@ -609,7 +615,7 @@ def broadcast_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_broadcast_gives_all_ranks_the_sources_wire(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in ("compressed", "plain", "auto"):
+    for algorithm in algorithms(codec, world):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
         answers = ranks(world).run(broadcast_cases, codec, algorithm)
         assert len({digest(*answer) for answer in answers}) == 1
@@ -644,7 +650,7 @@ def sent_to(source: int, target: int, world: int, i: int) -> Tensor:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_all_to_all_single_takes_uneven_and_empty_splits(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in ("compressed", "plain", "auto"):
+    for algorithm in algorithms(codec, world):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
         for rank, outputs in enumerate(ranks(world).run(exchange_single, codec, algorithm)):
             for i, output in enumerate(outputs):
@@ -668,7 +674,7 @@ def exchange_lists(group: Group, codec: str, algorithm: str) -> list[list[Tensor
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
 def test_all_to_all_takes_uneven_lists_and_keeps_its_own_part(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in ("compressed", "plain", "auto"):
+    for algorithm in algorithms(codec, world):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
         for rank, outputs in enumerate(ranks(world).run(exchange_lists, codec, algorithm)):
             for i, parts in enumerate(outputs):

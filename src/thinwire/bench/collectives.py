@@ -284,6 +284,8 @@ class _Bench:
         self.out = torch.empty(output_numel(case))
         self.calls: dict[str, Call] = {FP32: self._torch, BF16: _Bf16(case, self.source, self.out)}
         self.calls |= {entry.name: _Quantised(case.verb, entry, self.source, self.out) for entry in case.entries}
+        for entry in case.entries:
+            self._call(entry.name)  # auto decides at its first call
         self.samples = {name: Sample(algorithm=_algorithm(case, name, self.out)) for name in self.calls}
         self.exact = exact(self.rank, case)
 
@@ -405,7 +407,8 @@ def _algorithm(case: Case, name: str, out: Tensor) -> str:
         return asked.algorithm if asked else "plain"
     channel, chosen = calls.channel_of(None, out.device), asked.codec.pick(shape=out.shape)
     choice = cost.recall(channel, COST_NAMES[case.verb], case.numel, out.dtype, chosen)
-    return choice.algorithm if choice else "plain"
+    assert choice is not None
+    return choice.algorithm
 
 
 def _agreed(mine: bool) -> bool:

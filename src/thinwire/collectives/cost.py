@@ -135,9 +135,11 @@ SENT: dict[tuple[str, str], Formula] = {
 
 
 def at(points: Points, size: float) -> float:
-    """Seconds at `size`: between two points on the line through them, outside on the line of the two nearest."""
+    """Seconds at `size`: between points on the line through them, beyond on the line of the last two; never less."""
     if size <= points[0][0]:
         return points[0][1]
+    if len(points) == 1:
+        return points[0][1] * size / points[0][0]
     upper = next((i for i, point in enumerate(points) if point[0] >= size), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return y0 + (size - x0) * max(0.0, y1 - y0) / (x1 - x0)

@@ -200,6 +200,9 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: input must have {world} times the elements of output, "
             f"got {source.numel()} and {target.numel()}"
         )
+    if world == 1:
+        target.detach().copy_(source.detach().reshape(target.shape))
+        return settle(_alone((target,), [output], reduction), async_op)
     text = (
         f"reduce_scatter_tensor(numel={source.numel()}, op={_op(reduction)}, {calls.named(source, codec, algorithm)})"
     )

@@ -267,6 +267,7 @@ class Line:
         if task.all_started and task.ended == task.operation.num_chunks and not task.work._done.is_set():
             with torch.inference_mode():
                 task.operation.finish()
+            task.groups = ()
             task.work.finished(_event(self.scratch))
 
     def _fail(self, error: BaseException) -> None:
@@ -279,6 +280,7 @@ class Line:
         self._task = None
         self._under_way.clear()
         for task in tasks.values():
+            task.groups = ()  # the error's traceback holds the task, and its keeper would hold the group
             if not task.work._done.is_set():
                 task.work.failed(error)
 
