@@ -762,6 +762,34 @@ def test_strided_inputs_and_outputs_work_in_every_verb(ranks: RankPool, world: i
         assert all(found), found
 
 
+def in_place(group: Group, algorithm: str, numel: int) -> list[bool]:
+    """The own part of the whole is output of one and input of the other, as sharded training does it."""
+    rank, world = group.rank(), group.size()
+    how: Any = {"codec": "int8", "algorithm": algorithm}
+    found, own = [], slice(rank * numel, (rank + 1) * numel)
+    with small_chunks():
+        want, whole = torch.empty(numel), given(numel * world, rank)
+        thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
+        thinwire.reduce_scatter_tensor(whole[own], whole, **how)
+        found.append(torch.equal(whole[own], want))
+        want, whole = torch.empty(numel * world), given(numel * world, rank)
+        thinwire.all_gather_into_tensor(want, whole[own].clone(), **how)
+        thinwire.all_gather_into_tensor(whole, whole[own], **how)
+        found.append(torch.equal(whole, want))
+        x = given(numel * world, rank)
+        thinwire.all_to_all_single(want, x.clone(), **how | {"algorithm": "compressed"})
+        thinwire.all_to_all_single(x, x, **how | {"algorithm": "compressed"})
+        found.append(torch.equal(x, want))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_outputs_may_lie_in_inputs_where_torch_allows_it(ranks: RankPool, world: int, algorithm: str) -> None:
+    for numel in (5, 900):
+        assert ranks(world).run(in_place, algorithm, numel) == [[True] * 3] * world
+
+
 def test_the_single_names_are_the_same_functions() -> None:
     assert thinwire.all_gather_single is thinwire.all_gather_into_tensor
     assert thinwire.reduce_scatter_single is thinwire.reduce_scatter_tensor
@@ -921,6 +949,17 @@ def refused(ranks: RankPool) -> dict[str, str]:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_misuse_is_refused_by_name(refused: dict[str, str], name: str) -> None:
     assert refused[name].startswith(EXPECTED[name]), refused[name]
+
+
+def plain_traffic(group: Group) -> list[int]:
+    before = traffic()
+    thinwire.all_reduce(torch.ones(5000), algorithm="plain")
+    thinwire.broadcast(torch.ones(5000), 0, algorithm="plain")
+    return [after - start for after, start in zip(traffic(), before, strict=True)]
+
+
+def test_what_torch_itself_moves_is_not_counted(ranks: RankPool) -> None:
+    assert ranks(2).run(plain_traffic) == [[0, 0], [0, 0]]
 
 
 def usable(group: Group) -> float:

@@ -190,9 +190,9 @@ def test_ranks_that_differ_in_step_are_told_so_by_the_wires(ranks: RankPool) -> 
 # --- the debug mode ---------------------------------------------------------------------------------------------------
 
 
-def debugged(group: Group, mode: str) -> list[str]:
+def debugged(group: Group) -> list[str]:
     """Both calls are known by the time they are mixed up."""
-    os.environ["THINWIRE_DEBUG"] = mode
+    os.environ["THINWIRE_DEBUG"] = "1"
     try:
         member = dist.new_group()
         how: Any = {"group": member, "codec": "int8", "algorithm": "two_phase"}
@@ -200,14 +200,14 @@ def debugged(group: Group, mode: str) -> list[str]:
         sizes = (100, 200)
         for numel in sizes:
             thinwire.all_reduce(torch.ones(numel), **how)
+            thinwire.all_reduce(torch.ones(numel), **how | {"algorithm": "plain"})
         thinwire.all_to_all_single(torch.ones(8), torch.ones(8), **verb)
-        if mode == "0":
-            return []
         found = [said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how))]
         rows = 4 + group.rank()
         found.append(
             said(lambda: thinwire.all_to_all_single(torch.ones(8), torch.ones(8), None, [rows, 8 - rows], **verb))
         )
+        found.append(said(lambda: thinwire.all_reduce(torch.ones(sizes[group.rank()]), **how | {"algorithm": "plain"})))
         thinwire.all_reduce(torch.ones(100), **how)
     finally:
         del os.environ["THINWIRE_DEBUG"]
@@ -215,9 +215,10 @@ def debugged(group: Group, mode: str) -> list[str]:
 
 
 def test_the_debug_mode_compares_every_call(ranks: RankPool) -> None:
-    for lengths, splits in ranks(2).run(debugged, "1"):
-        assert "rank 0 called all_reduce(numel=100" in lengths
-        assert "rank 1 called all_reduce(numel=200" in lengths
+    for lengths, splits, plain in ranks(2).run(debugged):
+        for text in (lengths, plain):
+            assert "rank 0 called all_reduce(numel=100" in text
+            assert "rank 1 called all_reduce(numel=200" in text
         assert "sends" in splits
         assert "expects" in splits
 

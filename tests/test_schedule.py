@@ -199,14 +199,14 @@ def test_the_users_own_calls_on_the_group_are_not_mixed_up_with_ours(ranks: Rank
     assert all(ranks(world).run(beside_torch))
 
 
-def late_rank(group: Group) -> list[bool]:
+def late_rank(group: Group, algorithm: str) -> list[bool]:
     """Rank 1 comes late: until then rank 0's work is not done, and waiting for it a while raises."""
     x, found = torch.ones(300), []
-    thinwire.all_reduce(x, group=group, codec="int8", algorithm="two_phase")
+    thinwire.all_reduce(x, group=group, codec="int8", algorithm=algorithm)
     dist.barrier(group=group)
     if group.rank() == 1:
         time.sleep(0.5)
-    work = thinwire.all_reduce(x, group=group, async_op=True, codec="int8", algorithm="two_phase")
+    work = thinwire.all_reduce(x, group=group, async_op=True, codec="int8", algorithm=algorithm)
     assert work is not None
     if group.rank() == 0:
         found.append(not work.is_completed())
@@ -217,8 +217,9 @@ def late_rank(group: Group) -> list[bool]:
     return [*found, work.wait(), work.is_completed()]
 
 
-def test_a_work_is_not_done_before_the_last_rank_came(ranks: RankPool) -> None:
-    assert ranks(2).run(late_rank) == [[True] * 4, [True] * 2]
+@pytest.mark.parametrize("algorithm", ["two_phase", "plain"])
+def test_a_work_is_not_done_before_the_last_rank_came(ranks: RankPool, algorithm: str) -> None:
+    assert ranks(2).run(late_rank, algorithm) == [[True] * 4, [True] * 2]
 
 
 def chained(group: Group) -> float:
