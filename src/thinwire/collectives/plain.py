@@ -4,7 +4,9 @@ gloo lacks averages, sums that are multiplied first, and lists of uneven lengths
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -191,16 +193,22 @@ class _Torch(Work):
         futures = torch.futures.collect_all([work.get_future() for work in works])
 
         def end(gathered: "torch.futures.Future[list[torch.futures.Future[object]]]") -> list[Tensor]:
-            for future in gathered.value():
-                future.value()
-            finish()
-            self._done.set()
+            try:
+                for future in gathered.value():
+                    future.value()
+                finish()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._done.set()
             return outputs
 
         self._future = futures.then(end)
 
-    def wait(self, timeout: object = None) -> bool:
-        """Return True when the outputs may be read."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
+        super().wait(timeout)
         self._future.wait()
         return True
 
@@ -217,8 +225,10 @@ class _Waited(Work):
         self._work, self._finish = work, finish
         self._lock = threading.Lock()
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
+        if timeout is not None:
+            self._poll(timeout)
         with self._lock:
             if not self._done.is_set():
                 try:
@@ -229,6 +239,14 @@ class _Waited(Work):
                 else:
                     self.finished()
         return super().wait()
+
+    def _poll(self, timeout: timedelta) -> None:
+        """torch's own wait with a limit would break the group."""
+        end = time.monotonic() + timeout.total_seconds()
+        while not (self._done.is_set() or self._work.is_completed()):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the collective did not end within {timeout}")
+            time.sleep(1e-3)
 
     def is_completed(self) -> bool:
         """Whether the outputs are final, without waiting."""
