@@ -333,7 +333,7 @@ def digest(*tensors: Tensor) -> str:
 
 
 @contextmanager
-def small_chunks(nbytes: int = 256) -> Iterator[None]:
+def small_chunks(nbytes: int = 400) -> Iterator[None]:
     """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
     with (
         patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4),

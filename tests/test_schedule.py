@@ -85,7 +85,7 @@ def draw_buckets(count: int) -> list[Bucket]:
 def storm(group: Group, rounds: int) -> int:
     """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
     dice, own, wrong = random.Random(17), random.Random(group.rank()), 0
-    with small_chunks(600), delays(group.rank()):
+    with small_chunks(800), delays(group.rank()):
         want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(28)}
         for number in range(rounds):
             buckets = dice.choices(list(want), k=8)
@@ -117,7 +117,7 @@ def threads_with_groups(group: Group) -> int:
             item.wait()
             wrong.append(digest(*outputs) != seen)
 
-    with small_chunks(600), delays(group.rank()):
+    with small_chunks(800), delays(group.rank()):
         _run_threads(work)
     assert len(wrong) == 63
     return sum(wrong)
@@ -138,7 +138,7 @@ def threads_in_turn(group: Group) -> int:
             item.wait()
             wrong.append((step, digest(*outputs)))
 
-    with small_chunks(600):
+    with small_chunks(800):
         with delays(group.rank()):
             _run_threads(work)
         return sum(seen != digest(*start(member, step % 2, 777, "int8", step, wait=True)) for step, seen in wrong)
@@ -177,7 +177,7 @@ def beside_torch(group: Group) -> bool:
     """The user's own collectives and messages on the same group, while ours are under way and late."""
     rank, world = group.rank(), group.size()
     ours, theirs = [], []
-    with small_chunks(600), delays(rank):
+    with small_chunks(800), delays(rank):
         for step in range(10):
             ours.append(start(group, step % 2, 3001, "int8", 0, wait=False))
             theirs.append(torch.full((50,), float(rank)))
@@ -302,12 +302,12 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     ranks: RankPool, world: int, verb: str, codec: str
 ) -> None:
     """Every wire has a header and sections rounded up to 16 bytes, so a chunk's shards take a little more than it."""
-    numel, coder = world << 20, thinwire.codec(codec)
+    numel, coder = world << 19, thinwire.codec(codec)
     chunk = chunk_of(verb, numel, codec, world)
     assert chunk < numel, "the message must be cut for the bound to say anything"
     headers = (numel // chunk + 3) * 2 * world * 64
     bound = coder.wire_bytes(numel) + 2 * coder.wire_bytes(chunk) + headers
-    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 4):
+    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 3):
         assert len(set(held)) == 1, "it grew after the first round"
         assert buffers == 1
         assert held[0] <= bound
