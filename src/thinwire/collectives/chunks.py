@@ -15,14 +15,17 @@ from thinwire.codecs import Codec
 
 # [Note: Chunks] A chunk costs about half a millisecond of messages and wake-ups whatever its size; what it gains is
 # that its encoding and decoding overlap with other chunks' travel. So there are few, and the first and the last, whose
-# encoding and decoding nothing hides, are a quarter as long. With more ranks more streams share a link, none of them
-# fairly, and it takes more chunks to keep them in step: 8 M floats over four ranks at 100 Mbit reach 80 % of the link
-# in 6 chunks and 90 % in 18.
-CHUNKS_A_PEER = 4  # whole ones; more => more overlap, more messages
+# encoding and decoding nothing hides, are a quarter as long. With more than two ranks several streams share a link,
+# none of them fairly, and it takes more chunks, fewer of them under way at once, to keep the ranks in step: int8 of 8 M
+# floats over four ranks at 100 Mbit took 1130 ms in 8 chunks and 1054 in 26 (the link's limit: 1021). Where chunks
+# are small, messages cost more than that gains: one bit of the same numbers took 141 ms in 8 chunks, 158 in 14.
+CHUNKS_OF_TWO = 4  # whole ones between two ranks; more => more overlap, more messages
+CHUNKS_A_PEER = 8  # the same with more ranks, for each other one
 MOST_CHUNKS = 32
 MIN_CHUNK = 1 << 18  # elements; less is not cut
+MIN_CHUNK_BYTES = 1 << 17  # of wire
 MAX_CHUNK_BYTES = 1 << 24  # of wire; more takes more scratch
-DEPTH = 6  # chunks under way at once; more => more scratch, no more overlap
+UNDER_WAY_BYTES = 5 << 18  # of wire, in 3 to 6 chunks; more => ranks get further out of step
 _WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
 
 
@@ -73,7 +76,8 @@ class Cut:
 
 def cut(numel: int, wire_bytes: int, world: int, shards: int = 1) -> Cut:
     """Cut a message whose wire takes `wire_bytes`, so that chunks fall into `shards` shards of whole blocks."""
-    whole = min(CHUNKS_A_PEER * (world - 1), MOST_CHUNKS, numel // MIN_CHUNK)
+    most = CHUNKS_OF_TWO if world == 2 else min(CHUNKS_A_PEER * (world - 1), MOST_CHUNKS)
+    whole = min(most, numel // MIN_CHUNK, wire_bytes // MIN_CHUNK_BYTES)
     whole = max(whole, -(-wire_bytes // MAX_CHUNK_BYTES))
     if whole < 2:
         return Cut(numel, max(numel, 1))
@@ -178,4 +182,5 @@ def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
 def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:
     """Scratch an operation may hold: a wire of the message and two of a chunk; never less than one chunk needs."""
     aligned = -(-chunk_bytes // 64) * 64
-    return max(aligned, min(min(num_chunks, DEPTH) * aligned, wire + 2 * chunk_wire))
+    depth = max(3, min(6, num_chunks, UNDER_WAY_BYTES // max(chunk_wire, 1)))
+    return max(aligned, min(depth * aligned, wire + 2 * chunk_wire))
