@@ -295,7 +295,7 @@ def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) 
     return [*held, len(buffers)]
 
 
-@pytest.mark.parametrize("codec", ["int8", "lloyd1"])
+@pytest.mark.parametrize("codec", ["int8", "lloyd2"])
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "all_to_all"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(

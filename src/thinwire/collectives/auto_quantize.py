@@ -246,8 +246,9 @@ def _algorithm(call: _Call) -> str:
 
 
 def _divide(outputs: Sequence[Tensor], by: float) -> None:
-    for output in outputs:
-        output.detach().div_(by)
+    with torch.inference_mode():  # outputs may be inference tensors, and this may be another thread
+        for output in outputs:
+            output.detach().div_(by)
 
 
 def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
@@ -272,14 +273,7 @@ def _finish_divided(divided: Work, work: Work, outputs: Sequence[Tensor], by: fl
     with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
         work.wait()
         _divide(outputs, by)
-        divided.finished(_event_on(stream, outputs))
-
-
-def _event_on(stream: "torch.cuda.Stream | None", outputs: Sequence[Tensor]) -> "torch.cuda.Event | None":
-    if stream is None:
-        return None
-    for output in outputs:
-        output.record_stream(stream)
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+        divided.finished()
+    if stream is not None:
+        for output in outputs:
+            output.record_stream(stream)

@@ -99,6 +99,10 @@ def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
     for tensor in listed:
         if not isinstance(tensor, Tensor):
             raise CollectiveError(f"{what}: expected tensors, got {type(tensor).__name__}")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise CollectiveError(
+                f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local()"
+            )
         if tensor.layout != torch.strided:
             raise CollectiveError(f"{what}: expected dense tensors, got {tensor.layout}: convert with to_dense()")
     first = listed[0]
@@ -153,7 +157,7 @@ class Call:
         shakes = handshakes(channel)
         self.free_next_time = not shakes[0].every_call
         if not known or not self.free_next_time:
-            with self._noting_failure():
+            with _noting_failure(channel):
                 self.answers = handshake.check(shakes, self.number, text, details=details)
 
     def run(self, operation: schedule.Operation) -> Work:
@@ -163,17 +167,28 @@ class Call:
         return work
 
     def _look(self) -> None:
-        with self._noting_failure():
-            for shake in handshakes(self.channel):
-                shake.look(self.number, self.text)
+        look(self.channel, self.number, self.text)
 
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenError as error:
-            self.channel.failure = str(error)
-            raise
+
+def look(channel: Channel, number: int, text: str) -> None:
+    """Say where this rank waits, and raise if another is held up in a different call."""
+    with _noting_failure(channel):
+        for shake in handshakes(channel):
+            shake.look(number, text)
+
+
+@contextlib.contextmanager
+def _noting_failure(channel: Channel) -> Iterator[None]:
+    try:
+        yield
+    except BrokenError as error:
+        channel.disagreed = str(error)
+        raise
+
+
+def world_of(channel: Channel) -> int:
+    """Ranks in all, of a group or a mesh."""
+    return math.prod(transport.world for transport in channel.transports)
 
 
 def handshakes(channel: Channel) -> list[Handshake]:

@@ -133,6 +133,11 @@ class Flat:
         self.dtype, self.device = self._parts[0].dtype, self._parts[0].device
 
     @property
+    def memory(self) -> list[Tensor]:
+        """The tensors, and the rows that are not views of them."""
+        return [*self.tensors, *self._parts]
+
+    @property
     def scattered(self) -> bool:
         """Whether spans can touch several tensors."""
         return len(self._parts) > 1

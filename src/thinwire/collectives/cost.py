@@ -7,15 +7,14 @@ and beyond these sizes times are on straight lines. All ranks take the slowest r
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from thinwire.codecs import Codec
-from thinwire.collectives.primitives import StreamTransport, Transport
+from thinwire.collectives import primitives
 from thinwire.collectives.schedule import Channel
 
 _GAIN = 0.9  # a compressed algorithm must be predicted below this share of plain
@@ -94,7 +93,7 @@ def choose(
 
     The first choice of a verb, codec and dtype in a group measures; every rank of the group must then call.
     """
-    with channel.lock:
+    with channel.measuring:
         _link(channel)
         _curves(channel, verb, dtype, codec, calls)
     choice = recall(channel, verb, numel, dtype, codec)
@@ -129,6 +128,7 @@ SENT: dict[tuple[str, str], Formula] = {
     ("all_reduce", "one_shot"): lambda nbytes, world: nbytes * (world - 1),
     **{(verb, "plain"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
     **{(verb, "compressed"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
+    ("all_reduce", "hierarchical"): lambda nbytes, world: 2 * _share(nbytes, world),
     ("broadcast", "plain"): _all,
     ("broadcast", "compressed"): _all,
 }
@@ -183,31 +183,40 @@ def _measure(channel: Channel, calls: Mapping[str, Prepare]) -> dict[str, Points
         ready = {name: prepare(size) for name, prepare in calls.items()}
         rounds = 2 if slowest > _ENOUGH_S / 8 else _ROUNDS
         for name, seconds in _timed(channel, ready, rounds).items():
-            level = points[name][-1][1] if points[name] else 0.0
-            points[name].append((size, max(level, seconds)))  # noise that says a larger message is faster is levelled
+            points[name].append((size, seconds))
         slowest = max(row[-1][1] for row in points.values())
         if slowest > _ENOUGH_S and size > _SIZES[0]:
             break
-    return {name: tuple(row) for name, row in points.items()}
+    return {name: _levelled(row) for name, row in points.items()}
+
+
+def _levelled(row: Sequence[tuple[int, float]]) -> Points:
+    """Noise only adds time, so a message takes no longer than a larger one did."""
+    level, found = float("inf"), []
+    for size, seconds in reversed(row):
+        level = min(level, seconds)
+        found.append((size, level))
+    return tuple(reversed(found))
 
 
 def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Medians of calls that all ranks start together, in the slowest rank."""
-    link, device = channel.transport, channel.device
+    """Lower quartiles of calls that all ranks start together, in the slowest rank."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            dist.barrier(group=link.group)
+            for link in channel.transports:
+                primitives.barrier(link.group, channel.device)
             start = time.perf_counter()
             call()
-            if isinstance(link, StreamTransport):
-                torch.cuda.synchronize(device)
+            if isinstance(channel.transport, primitives.StreamTransport):
+                torch.cuda.synchronize(channel.device)
             taken[name].append(time.perf_counter() - start)
-    return _agreed(link, {name: median(times[1:]) for name, times in taken.items()}, device)
+    return _agreed(channel, {name: sorted(times[1:])[rounds // 4] for name, times in taken.items()})
 
 
-def _agreed(link: Transport, seconds: Mapping[str, float], device: torch.device) -> dict[str, float]:
+def _agreed(channel: Channel, seconds: Mapping[str, float]) -> dict[str, float]:
     """The slowest rank's times, on every rank."""
-    shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(shared, dist.ReduceOp.MAX, group=link.group)
+    shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=channel.device)
+    for link in channel.transports:
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=link.group)
     return dict(zip(seconds, shared.tolist(), strict=True))

@@ -32,10 +32,9 @@ def all_to_all_single(
     """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
 
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
-    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; with sizes given, see
-    `all_to_all`).
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
     """
-    even = not output_split_sizes and not input_split_sizes
+    even = output_split_sizes is None and input_split_sizes is None
     if even and not async_op and plain.quick("all_to_all", (output, input), group, codec, algorithm):
         return None
     target, source = calls.check_tensors((output, input), "all_to_all_single")
@@ -50,14 +49,13 @@ def all_to_all_single(
         return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
     parts_out, parts_in = _cut(whole, splits[0]), _cut(source.detach().contiguous(), splits[1])
-    rows = f"{source.shape[0]} rows of {tuple(source.shape[1:])}" if even else f"rows of {tuple(source.shape[1:])}"
-    text = f"all_to_all_single({rows}, {calls.named(source, codec, algorithm)})"
+    text = f"all_to_all_single(rows of {tuple(source.shape[1:])}, {calls.named(source, codec, algorithm)})"
     call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm)
     if plan.codec is None:
-        if even and call.free_next_time and target.numel() == source.numel():
-            plain.remember(channel, "all_to_all", (output, input), codec, algorithm)
+        if even and target.numel() == source.numel():
+            plain.remember(call, "all_to_all", (output, input), codec, algorithm)
         lengths = [part.numel() for part in parts_out], [part.numel() for part in parts_in]
-        return plain.all_to_all_single(channel, target, source, lengths, [output], async_op)
+        return plain.all_to_all_single(call, target, source, lengths, [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
 
@@ -93,7 +91,7 @@ def all_to_all(
     text = f"all_to_all({calls.named(tensors[0], codec, algorithm)})"
     call, plan = _agree(channel, text, outputs, inputs, inputs[0], codec, algorithm)
     if plan.codec is None:
-        return plain.all_to_all(channel, outputs, inputs, list(output_tensor_list), async_op)
+        return plain.all_to_all(call, outputs, inputs, list(output_tensor_list), async_op)
     return _run(call, plan, outputs, inputs, step, list(output_tensor_list), (), async_op)
 
 
@@ -129,6 +127,11 @@ def _agree(
     algorithm: str,
 ) -> tuple[Call, Plan]:
     """The call and its plan. Sizes are compared when ranks shake hands; they change from call to call, texts do not."""
+    rank = channel.transport.rank
+    if inputs[rank].numel() != outputs[rank].numel():
+        raise CollectiveError(
+            f"rank {rank} would send itself {inputs[rank].numel()} elements and expects {outputs[rank].numel()}"
+        )
     lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None, details=lengths)

@@ -50,9 +50,8 @@ def all_gather_into_tensor(
     text = f"all_gather_into_tensor(numel={input.numel()}, {calls.named(input, codec, algorithm)})"
     call, plan = _agree(channel, text, output, input.numel(), codec, algorithm)
     if plan.codec is None:
-        if call.free_next_time:
-            plain.remember(channel, "all_gather", (output_tensor, input_tensor), *kind)
-        return plain.all_gather(channel, output, input, [output_tensor], async_op)
+        plain.remember(call, "all_gather", (output_tensor, input_tensor), *kind)
+        return plain.all_gather(call, output, input, [output_tensor], async_op)
     operation = steps.Gather(plan.setting(channel, step), parts, Flat([input]), plan.cut)
     operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
     return settle(call.run(operation), async_op)
@@ -88,7 +87,7 @@ def all_gather(
     whole = torch.empty(sum(sizes), dtype=input.dtype, device="meta")
     call, plan = _agree(channel, text, whole, max(sizes), codec, algorithm)
     if plan.codec is None:
-        return plain.all_gather_list(channel, outputs, input, list(tensor_list), async_op)
+        return plain.all_gather_list(call, outputs, input, list(tensor_list), async_op)
     operation = steps.Gather(
         plan.setting(channel, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
     )
@@ -123,9 +122,8 @@ def broadcast(
     text = f"broadcast(numel={part.numel()}, from rank {source}, {calls.named(part, codec, algorithm)})"
     call, plan = _agree(channel, text, part, part.numel(), codec, algorithm, verb="broadcast")
     if plan.codec is None:
-        if call.free_next_time:
-            plain.remember(channel, "broadcast", (tensor,), codec, algorithm, extra=extra)
-        return plain.broadcast(channel, part, source, [tensor], async_op)
+        plain.remember(call, "broadcast", (tensor,), codec, algorithm, extra=extra)
+        return plain.broadcast(call, part, source, [tensor], async_op)
     operation = steps.Broadcast(plan.setting(channel, step), Flat([part]), source, plan.cut)
     operation.outputs = [tensor]
     return settle(call.run(operation), async_op)

@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import primitives, schedule
-from thinwire.collectives.calls import Reduction
+from thinwire.collectives import calls, primitives, schedule
+from thinwire.collectives.calls import Call, Reduction
 from thinwire.collectives.schedule import Channel, Work
+
+Finish = Callable[[], None]
 
 
 def native(channel: Channel) -> bool:
@@ -23,41 +26,119 @@ def native(channel: Channel) -> bool:
 
 
 def all_reduce(
-    channel: Channel, parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction, async_op: bool
+    call: Call, parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
-    """torch's all_reduce of each tensor; where the backend has no AVG or PREMUL_SUM, a sum multiplied afterwards."""
-    group, scale = channel.transport.group, reduction.scale(channel.transport.world)
-    op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
-    rows = [part.detach() if part.is_contiguous() else part.detach().contiguous() for part in parts]
-    works = [dist.all_reduce(row, op, group=group, async_op=async_op) for row in rows]
+    """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across.
+
+    Where the backend has no AVG or PREMUL_SUM, and on a mesh, it is a sum multiplied afterwards.
+    """
+    channel = call.channel
+    row = _row(parts[0]) if len(parts) == 1 else torch.cat([_row(part) for part in parts])
+    transports = channel.transports[::-1]
+    whole = native(channel) and len(transports) == 1
+    op = reduction.torch_op if whole else dist.ReduceOp.SUM
+    for transport in transports[:-1]:
+        dist.all_reduce(row, op, group=transport.group)
+    work = dist.all_reduce(row, op, group=transports[-1].group, async_op=True)
+    world = calls.world_of(channel)
 
     def finish() -> None:
-        for part, row in zip(parts, rows, strict=True):
-            if not native(channel) and scale != 1.0:
-                _multiply(row, reduction, channel.transport.world)
-            if not part.is_contiguous():
-                part.detach().copy_(row)
+        if not whole:
+            _multiply(row, reduction, world)
+        _put_parts(parts, row)
 
-    return _end(works, outputs, finish, async_op)
+    unchanged = (whole or reduction.scale(world) == 1.0) and len(parts) == 1 and parts[0].is_contiguous()
+    return _end(call, work, outputs, None if unchanged else finish, async_op, row)
+
+
+def reduce_scatter(
+    call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
+) -> Work | None:
+    """torch's reduce_scatter into one tensor."""
+    channel = call.channel
+    whole, sent, group = _row(output), _row(input), channel.transport.group
+    op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
+    work = primitives.reduce_scatter_single(whole, sent, op, group=group, async_op=True)
+
+    def finish() -> None:
+        if not native(channel):
+            _multiply(whole, reduction, channel.transport.world)
+        _put_parts([output], whole)
+
+    return _end(call, work, outputs, finish, async_op, whole, sent)
+
+
+def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
+    """torch's all_gather into one tensor."""
+    whole, sent, group = _row(output), _row(input), call.channel.transport.group
+    work = primitives.all_gather_single(whole, sent, group=group, async_op=True)
+    return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
+
+
+def all_gather_list(
+    call: Call, parts: Sequence[Tensor], input: Tensor, outputs: list[Tensor], async_op: bool
+) -> Work | None:
+    """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
+    sizes, sent, group = [part.numel() for part in parts], _row(input), call.channel.transport.group
+    if len(set(sizes)) == 1 and all(part.is_contiguous() for part in parts):
+        rows = [_row(part) for part in parts]
+        return _end(call, dist.all_gather(rows, sent, group=group, async_op=True), outputs, None, async_op, sent)
+    whole, copies = sent.new_empty(sum(sizes)), sent.repeat(len(sizes))
+    own = [sent.numel()] * len(sizes)
+    work = dist.all_to_all_single(whole, copies, sizes, own, group=group, async_op=True)
+    return _end(call, work, outputs, _putting(parts, whole), async_op, whole, copies)
+
+
+def all_to_all_single(
+    call: Call,
+    output: Tensor,
+    input: Tensor,
+    splits: tuple[list[int], list[int]],
+    outputs: list[Tensor],
+    async_op: bool,
+) -> Work | None:
+    """torch's all_to_all_single; splits are of outputs and inputs, in elements."""
+    whole, sent, group = _row(output), _row(input), call.channel.transport.group
+    work = dist.all_to_all_single(whole, sent, *splits, group=group, async_op=True)
+    return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
+
+
+def all_to_all(
+    call: Call, parts: Sequence[Tensor], inputs: Sequence[Tensor], outputs: list[Tensor], async_op: bool
+) -> Work | None:
+    """torch's all_to_all_single of the lists, one tensor after the other: gloo has no lists of uneven lengths."""
+    splits = [part.numel() for part in parts], [part.numel() for part in inputs]
+    sent = torch.cat([_row(part) for part in inputs])
+    whole = sent.new_empty(sum(splits[0]))
+    work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
+    return _end(call, work, outputs, _putting(parts, whole), async_op, whole, sent)
+
+
+def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
+    """torch's broadcast from the group's rank `source`."""
+    row = _row(tensor)
+    work = dist.broadcast(row, group=call.channel.transport.group, group_src=source, async_op=True)
+    return _end(call, work, outputs, _putting([tensor], row), async_op, row)
 
 
 # [Note: Quick calls] Small messages end here, and there some tens of microseconds of Python can be seen. A blocking
 # call of a kind that was decided to be torch's own is looked up first thing and handed on with nothing around it.
-_NOW: dict[str, Callable[..., object]] = {
-    "all_reduce": primitives.sum_now,
-    "reduce_scatter": lambda g, out, x: primitives.reduce_scatter_single(out.view(-1), x.view(-1), group=g),
-    "all_gather": lambda g, out, x: primitives.all_gather_single(out.view(-1), x.view(-1), group=g),
-    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g),
-    "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, False, group_src),
+_NOW: dict[str, Callable[..., Any]] = {
+    "all_reduce": primitives.start_sum,
+    "reduce_scatter": lambda g, out, x: primitives.reduce_scatter_single(
+        out.view(-1), x.view(-1), group=g, async_op=True
+    ),
+    "all_gather": lambda g, out, x: primitives.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
 }
 
 
-def remember(
-    channel: Channel, verb: str, tensors: Sequence[Tensor], *kind: object, extra: tuple[object, ...] = ()
-) -> None:
-    """From now on `quick` serves blocking calls like this one."""
-    if not tensors[0].is_complex():
-        channel.settled[("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)] = True
+def remember(call: Call, verb: str, tensors: Sequence[Tensor], *kind: object, extra: tuple[object, ...] = ()) -> None:
+    """From now on `quick` serves blocking calls like this one, unless every call has to be compared."""
+    if call.free_next_time and not tensors[0].is_complex() and len(call.channel.transports) == 1:
+        key = ("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)
+        call.channel.settled[key] = call.text
 
 
 def quick(
@@ -67,98 +148,44 @@ def quick(
     try:
         members = dist.group.WORLD if group is None else group
         channel = schedule.known(members, tensors[0].device)
-        key = ("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)
-        if key not in channel.settled or channel.failure is not None:
-            return False
+        text = channel.settled["quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return False
-    if not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
+    if channel.failure or not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
         return False
     with channel.lock:
         channel.calls += 1
-    _NOW[verb](members, *tensors, *extra)
+        number = channel.calls
+    _wait(_NOW[verb](members, *tensors, *extra), channel, number, text)
     return True
 
 
+def _wait(work: Any, channel: Channel, number: int, text: str) -> None:
+    """Wait for a work of torch's; one that takes long looks whether the ranks disagree."""
+    if native(channel):
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what went wrong
+                return
+        calls.look(channel, number, text)
+
+
+_LOOK = timedelta(seconds=1)
+
+
 def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:
-    if reduction.name != "avg":
+    if reduction.name == "premul_sum":
         row.mul_(reduction.factor)
-    elif row.is_floating_point():
+    elif reduction.name == "avg" and row.is_floating_point():
         row.div_(world)
-    else:
+    elif reduction.name == "avg":
         row.div_(world, rounding_mode="trunc")  # as NCCL averages integers
-
-
-def all_gather(channel: Channel, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
-    """torch's all_gather into one tensor."""
-    whole, group = _row(output), channel.transport.group
-    work = primitives.all_gather_single(whole, _row(input), group=group, async_op=async_op)
-    return _end([work], outputs, lambda: _put(output, whole), async_op)
-
-
-def all_gather_list(
-    channel: Channel, parts: Sequence[Tensor], input: Tensor, outputs: list[Tensor], async_op: bool
-) -> Work | None:
-    """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
-    sizes = [part.numel() for part in parts]
-    world, row, group = len(sizes), _row(input), channel.transport.group
-    whole = torch.empty(sum(sizes), dtype=row.dtype, device=row.device)
-    if len(set(sizes)) == 1:
-        work = primitives.all_gather_single(whole, row, group=group, async_op=async_op)
-    else:
-        sent = row.repeat(world)
-        work = dist.all_to_all_single(whole, sent, sizes, [row.numel()] * world, group=group, async_op=async_op)
-    return _end([work], outputs, lambda: _put_parts(parts, whole), async_op)
-
-
-def reduce_scatter(
-    channel: Channel, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
-) -> Work | None:
-    """torch's reduce_scatter into one tensor."""
-    whole, group = _row(output), channel.transport.group
-    op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
-    work = primitives.reduce_scatter_single(whole, _row(input), op, group=group, async_op=async_op)
-
-    def finish() -> None:
-        if not native(channel) and reduction.scale(channel.transport.world) != 1.0:
-            _multiply(whole, reduction, channel.transport.world)
-        _put(output, whole)
-
-    if async_op and not native(channel):
-        return _Waited(work, outputs, finish)
-    return _end([work], outputs, finish, async_op)
-
-
-def all_to_all_single(
-    channel: Channel,
-    output: Tensor,
-    input: Tensor,
-    splits: tuple[list[int], list[int]],
-    outputs: list[Tensor],
-    async_op: bool,
-) -> Work | None:
-    """torch's all_to_all_single; splits are of outputs and inputs, in elements."""
-    whole, group = _row(output), channel.transport.group
-    work = dist.all_to_all_single(whole, _row(input), *splits, group=group, async_op=async_op)
-    return _end([work], outputs, lambda: _put(output, whole), async_op)
-
-
-def all_to_all(
-    channel: Channel, parts: Sequence[Tensor], inputs: Sequence[Tensor], outputs: list[Tensor], async_op: bool
-) -> Work | None:
-    """torch's all_to_all_single of the lists, one tensor after the other: gloo has no lists of uneven lengths."""
-    splits = [part.numel() for part in parts], [part.numel() for part in inputs]
-    sent = torch.cat([_row(part) for part in inputs])
-    whole = torch.empty(sum(splits[0]), dtype=sent.dtype, device=sent.device)
-    work = dist.all_to_all_single(whole, sent, *splits, group=channel.transport.group, async_op=async_op)
-    return _end([work], outputs, lambda: _put_parts(parts, whole), async_op)
-
-
-def broadcast(channel: Channel, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
-    """torch's broadcast from the group's rank `source`."""
-    row = _row(tensor)
-    work = dist.broadcast(row, group=channel.transport.group, group_src=source, async_op=async_op)
-    return _end([work], outputs, lambda: _put(tensor, row), async_op)
 
 
 def _row(tensor: Tensor) -> Tensor:
@@ -166,37 +193,102 @@ def _row(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _put(target: Tensor, row: Tensor) -> None:
-    if not target.is_contiguous():
-        target.detach().copy_(row.view(target.shape))
+def _putting(parts: Sequence[Tensor], whole: Tensor) -> Finish | None:
+    """What brings a row to its tensors, if it is not theirs already."""
+    if len(parts) == 1 and parts[0].is_contiguous():
+        return None
+    return lambda: _put_parts(parts, whole)
 
 
 def _put_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
+    if len(parts) == 1 and parts[0].is_contiguous():
+        return
     for part, row in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
         part.detach().copy_(row.view(part.shape))
 
 
 def _end(
-    works: Sequence[dist.Work | None], outputs: list[Tensor], finish: Callable[[], None], async_op: bool
+    call: Call, work: Any, outputs: list[Tensor], finish: Finish | None, async_op: bool, *temporaries: Tensor
 ) -> Work | None:
     if not async_op:
-        finish()
+        _wait(work, call.channel, call.number, call.text)
+        if finish is not None:
+            finish()
         return None
-    return _Torch([work for work in works if work is not None], outputs, finish)
+    if native(call.channel):
+        return _on_stream(call.channel, work, outputs, finish, temporaries)
+    if finish is None and _has_future(work):
+        return _Direct(work, outputs)
+    return (_Torch if _has_future(work) else _Waited)(work, outputs, finish or _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _has_future(work: Any) -> bool:
+    """gloo's reduce_scatter has none."""
+    try:
+        return work.get_future() is not None
+    except RuntimeError:
+        return False
+
+
+def _on_stream(
+    channel: Channel, work: Any, outputs: list[Tensor], finish: Finish | None, temporaries: Sequence[Tensor]
+) -> Work:
+    """Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`."""
+    assert channel.stream is not None
+    with torch.cuda.stream(channel.stream), torch.inference_mode():
+        work.wait()
+        if finish is not None:
+            finish()
+        for tensor in (*outputs, *temporaries):
+            tensor.record_stream(channel.stream)
+    with torch.cuda.stream(channel.stream):
+        return Work(outputs).finished()
+
+
+class _Direct(Work):
+    """A work of torch's that leaves nothing to do."""
+
+    def __init__(self, work: Any, outputs: list[Tensor]) -> None:  # not the base's: what it makes is not needed
+        self._work, self._outputs = work, outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read, or raise."""
+        if timeout is not None:
+            _poll(self._work.is_completed, timeout)
+        self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future of the list of outputs."""
+        outputs = self._outputs
+
+        def value(future: "torch.futures.Future[object]") -> list[Tensor]:
+            future.value()
+            return outputs
+
+        future: torch.futures.Future[list[Tensor]] = self._work.get_future().then(value)
+        return future
 
 
 class _Torch(Work):
-    """torch's works as one of ours; what remains to be done is done once, by whoever comes first."""
+    """A work of torch's as one of ours; what remains to be done is done once, in its future's callback."""
 
-    def __init__(self, works: Sequence[dist.Work], outputs: list[Tensor], finish: Callable[[], None]) -> None:
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Finish) -> None:
         super().__init__(outputs)
-        futures = torch.futures.collect_all([work.get_future() for work in works])
 
-        def end(gathered: "torch.futures.Future[list[torch.futures.Future[object]]]") -> list[Tensor]:
+        def end(future: "torch.futures.Future[object]") -> list[Tensor]:
             try:
-                for future in gathered.value():
-                    future.value()
-                finish()
+                future.value()
+                with torch.inference_mode():  # outputs may be inference tensors, and this is gloo's thread
+                    finish()
             except BaseException as error:
                 self._error = error
                 raise
@@ -204,23 +296,13 @@ class _Torch(Work):
                 self._done.set()
             return outputs
 
-        self._future = futures.then(end)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
-        super().wait(timeout)
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
-        return self._future.done()
+        self._future = work.get_future().then(end)
 
 
 class _Waited(Work):
-    """A work of torch's that has no future (gloo's reduce_scatter): whoever waits first finishes it."""
+    """A work of torch's that has no future: whoever waits first finishes it."""
 
-    def __init__(self, work: dist.Work, outputs: list[Tensor], finish: Callable[[], None]) -> None:
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Finish) -> None:
         super().__init__(outputs)
         self._work, self._finish = work, finish
         self._lock = threading.Lock()
@@ -228,25 +310,18 @@ class _Waited(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
         if timeout is not None:
-            self._poll(timeout)
+            _poll(lambda: self._done.is_set() or self._work.is_completed(), timeout)
         with self._lock:
             if not self._done.is_set():
                 try:
                     self._work.wait()
-                    self._finish()
+                    with torch.inference_mode():
+                        self._finish()
                 except RuntimeError as error:
                     self.failed(error)
                 else:
                     self.finished()
         return super().wait()
-
-    def _poll(self, timeout: timedelta) -> None:
-        """torch's own wait with a limit would break the group."""
-        end = time.monotonic() + timeout.total_seconds()
-        while not (self._done.is_set() or self._work.is_completed()):
-            if time.monotonic() > end:
-                raise TimeoutError(f"the collective did not end within {timeout}")
-            time.sleep(1e-3)
 
     def is_completed(self) -> bool:
         """Whether the outputs are final, without waiting."""
@@ -256,3 +331,11 @@ class _Waited(Work):
         """A future of the outputs; a thread of its own waits for them."""
         threading.Thread(target=self.wait, daemon=True).start()
         return super().get_future()
+
+
+def _poll(done: Callable[[], bool], timeout: timedelta) -> None:
+    end = time.monotonic() + timeout.total_seconds()
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the collective did not end within {timeout}")
+        time.sleep(1e-3)

@@ -32,15 +32,29 @@ class Waitable(Protocol):
         """Return when it is done (on a stream: make the current stream wait)."""
 
 
-class Transport:
-    """Moves bytes between the ranks of one group. Ranks are those of the group, and tags are drawn in program order."""
+class Tags:
+    """The tags of a group, drawn in program order, whatever the device: its messages share one space."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self) -> None:
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def draw(self, count: int) -> int:
+        """The first of `count` consecutive tags that no other operation in flight uses."""
+        with self._lock:
+            first = self._next if self._next + count <= _NUM_TAGS else 0
+            self._next = first + count
+        return _TAGS_FROM + first
+
+
+class Transport:
+    """Moves bytes between the ranks of one group. Ranks are those of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, tags: "Tags") -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
         self.rank, self.world = group.rank(), group.size()
         self.sent = self.received = 0  # bytes of payload since the group was first used
-        self._tag = 0
-        self._lock = threading.Lock()
+        self.draw_tags = tags.draw
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -49,13 +63,6 @@ class Transport:
         if group is None:
             raise CollectiveError("the process group of this operation was destroyed")
         return group
-
-    def draw_tags(self, count: int) -> int:
-        """The first of `count` consecutive tags that no other operation in flight uses."""
-        with self._lock:
-            first = self._tag if self._tag + count <= _NUM_TAGS else 0
-            self._tag = first + count
-        return _TAGS_FROM + first
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
         """Start sending and receiving. Buffers belong to the transport until what is returned was waited for."""
@@ -158,13 +165,16 @@ def resolve(group: Group) -> dist.ProcessGroup:
     return group
 
 
-def transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
     """A new transport for tensors on `device`."""
     name = backend(group, device)
     if name == "nccl":
-        return StreamTransport(group)
+        dist.all_reduce(
+            torch.zeros(1, device=device), group=group
+        )  # NCCL connects in a group's first call, by all ranks
+        return StreamTransport(group, tags)
     if name == "gloo":
-        return PairTransport(group) if device.type == "cpu" else StagedTransport(group)
+        return PairTransport(group, tags) if device.type == "cpu" else StagedTransport(group, tags)
     raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")
 
 
@@ -185,11 +195,14 @@ def store(group: dist.ProcessGroup) -> Any:
 
 
 _SUM: Any = dist.AllreduceOptions()
-_SUM.asyncOp = False
+_SUM.asyncOp = True
 
 
-def sum_now(group: Any, tensor: Tensor) -> None:
+def start_sum(group: Any, tensor: Tensor) -> Any:
     """torch's sum over ranks without the checks of its Python side."""
-    work = group.allreduce([tensor], _SUM)
-    if work is not None:
-        work.wait()
+    return group.allreduce([tensor], _SUM)
+
+
+def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
+    """torch's barrier; NCCL is told the device, which it would have to guess."""
+    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

@@ -1,7 +1,6 @@
 """Sums over ranks: all_reduce, all_reduce_coalesced, reduce_scatter_tensor."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +80,7 @@ def _all_reduce(
     parts = calls.check_tensors(tensors, verb)
     calls.check_outputs(parts, verb)
     channel = mesh_channel(group, parts[0].device) if mesh else calls.channel_of(group, parts[0].device)
-    reduction, world = calls.reduction(op), _world(channel)
+    reduction, world = calls.reduction(op), calls.world_of(channel)
     if world == 1:
         return settle(_alone(parts, list(tensors), reduction), async_op)
     key = (verb, tuple(part.shape for part in parts), parts[0].dtype, reduction, codec, algorithm)
@@ -89,19 +88,15 @@ def _all_reduce(
     text = plan.text if plan else _text(verb, parts, reduction, codec, algorithm)
     call = Call(channel, text, known=plan is not None)
     if plan is None:
-        plan = channel.settled[key] = _plan(channel, text, parts, codec, algorithm, mesh)
+        plan = channel.settled[key] = _plan(channel, text, parts, codec, algorithm, group if mesh else None)
     if plan.reducer is None:
-        if verb == "all_reduce" and reduction.name == "sum" and call.free_next_time:
-            plain.remember(channel, verb, tensors, codec, algorithm)
-        return plain.all_reduce(channel, parts, list(tensors), reduction, async_op)
+        if verb == "all_reduce" and reduction.name == "sum":
+            plain.remember(call, verb, tensors, codec, algorithm)
+        return plain.all_reduce(call, parts, list(tensors), reduction, async_op)
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
     operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
-
-
-def _world(channel: Channel) -> int:
-    return math.prod(transport.world for transport in channel.transports)
 
 
 def _alone(parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction) -> Work:
@@ -122,17 +117,24 @@ def _op(reduction: Reduction) -> str:
     return f"premul_sum*{reduction.factor!r}" if reduction.name == "premul_sum" else reduction.name
 
 
-def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algorithm: str, mesh: bool) -> _Plan:
+def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algorithm: str, mesh_group: Any) -> _Plan:
     calls.check_algorithm(algorithm, ALGORITHMS)
+    mesh = mesh_group is not None
     numel, dtype = sum(part.numel() for part in parts), parts[0].dtype
-    if mesh != (algorithm == "hierarchical") and not (mesh and algorithm == "auto"):
-        raise CollectiveError("algorithm='hierarchical' goes with a DeviceMesh of two dimensions, the others do not")
+    if mesh != (algorithm == "hierarchical") and not (mesh and algorithm in ("auto", "plain")):
+        raise CollectiveError(
+            "algorithm='hierarchical' goes with a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' with a group"
+        )
     shape = parts[0].shape if len(parts) == 1 else (numel,)
     if mesh:
         pair = codec if isinstance(codec, tuple) else (codec, codec)
         inside, across = (calls.codec_for(spec, shape) for spec in pair)
+        if algorithm != "plain":
+            inside.wire_bytes(numel, dtype), across.wire_bytes(numel, dtype)  # say what is wrong with the dtype
+        if algorithm == "plain" or (algorithm == "auto" and _is_plain(channel, mesh_group, numel, dtype, pair)):
+            return _Plan(text)
         reducer: steps.Reducer = steps.Hierarchical(channel.transports[0], channel.transports[1], inside, across)
-        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, _world(channel))
+        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, calls.world_of(channel))
     if isinstance(codec, tuple):
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {codec!r} for {algorithm!r}")
     chosen = calls.codec_for(codec, shape)
@@ -158,6 +160,20 @@ def _choose(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> c
     names = ("plain", "one_shot", "two_phase")
     prepared = {name: functools.partial(prepare, name) for name in names}
     return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared)
+
+
+def _is_plain(channel: Channel, mesh: Any, numel: int, dtype: torch.dtype, pair: tuple[Any, Any]) -> bool:
+    """Whether sums inside nodes and then across them, by torch, are predicted faster than the hierarchy."""
+
+    def prepare(algorithm: str, size: int) -> Callable[[], object]:
+        tensor = torch.linspace(-1, 1, size, device=channel.device).to(dtype)
+        return lambda: all_reduce(tensor, group=mesh, codec=pair, algorithm=algorithm)
+
+    if numel == 0:
+        return True
+    prepared = {name: functools.partial(prepare, name) for name in ("plain", "hierarchical")}
+    codec = calls.codec_for(pair[1], (numel,))
+    return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared).algorithm == "plain"
 
 
 def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int, peers: int) -> _Plan:
@@ -213,9 +229,9 @@ def reduce_scatter_tensor(
         plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, trial)
         channel.settled[text] = plan
     if plan.codec is None:
-        if reduction.name == "sum" and call.free_next_time:
-            plain.remember(channel, "reduce_scatter", (output, input), codec, algorithm)
-        return plain.reduce_scatter(channel, target, source, [output], reduction, async_op)
+        if reduction.name == "sum":
+            plain.remember(call, "reduce_scatter", (output, input), codec, algorithm)
+        return plain.reduce_scatter(call, target, source, [output], reduction, async_op)
     flats = Flat([target]), Flat([source])
     operation = steps.ReduceScatter(plan.setting(channel, step), *flats, plan.cut, reduction.scale(world))
     operation.outputs = [output]

@@ -14,6 +14,7 @@ more messages a chunk this does not hold, and such operations are waited for str
 """
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -46,7 +47,10 @@ class Operation:
     scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
     in_order: bool = False  # see [Note: No deadlock]
     outputs: list[Tensor]
-    inputs: Sequence[Tensor] = ()  # what is read besides
+
+    def memory(self) -> Sequence[Tensor]:
+        """Every tensor that is read or written, apart from scratch."""
+        return self.outputs
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """The coroutine of one chunk; `scratch` is its own until it ends."""
@@ -63,6 +67,7 @@ class Work:
         self._outputs = outputs
         self._done = threading.Event()
         devices: list[Any] = list({tensor.device for tensor in outputs if tensor.device.type == "cuda"})
+        self._device = devices[0] if devices else None
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
@@ -80,7 +85,7 @@ class Work:
         if self._error is not None:
             raise self._error
         if self._ready is not None:
-            self._ready.wait()
+            self._ready.wait(torch.cuda.current_stream(self._device))
         return True
 
     def is_completed(self) -> bool:
@@ -93,9 +98,11 @@ class Work:
         """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
         return self._future
 
-    def finished(self, ready: "torch.cuda.Event | None" = None) -> "Work":
-        """Mark as done; on a GPU as done when the event `ready` is."""
-        self._ready = ready
+    def finished(self) -> "Work":
+        """Mark as done; on a GPU as done when what the current stream has so far is."""
+        if self._device is not None:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self._device))
         self._done.set()
         self._future.set_result(self._outputs)
         return self
@@ -119,11 +126,13 @@ def settle(work: Work, async_op: bool) -> Work | None:
 class Scratch:
     """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
 
-    It grows to the largest need it has met and is then never allocated again.
+    It grows to the largest need it has met and is then never allocated again. With `exact` an operation gets no more
+    than its own limit, whatever the buffer has grown to: all ranks then start the same chunks in the same order, which
+    NCCL needs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
+        self.device, self._exact = device, exact
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._lent: deque[tuple[int, int]] = deque()  # (from, to) of what is out, in the order it was taken
         self._back: set[int] = set()  # starts of those that came back out of turn
@@ -136,9 +145,9 @@ class Scratch:
     def take(self, nbytes: int, limit: int) -> Tensor | None:
         """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
         if (wanted := max(limit, nbytes, _ALIGN)) > self.nbytes and not self._lent:
-            self._buffer = torch.empty(-(-wanted // _ALIGN) * _ALIGN, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(-(-wanted // _ALIGN) * _ALIGN, dtype=torch.uint8, device=self.device)
         size = -(-max(nbytes, 1) // _ALIGN) * _ALIGN  # no two regions start at one place
-        at = self._place(size)
+        at = self._place(size, min(self.nbytes, -(-wanted // _ALIGN) * _ALIGN) if self._exact else self.nbytes)
         if at is None:
             return None
         self._lent.append((at, at + size))
@@ -150,12 +159,12 @@ class Scratch:
         while self._lent and self._lent[0][0] in self._back:
             self._back.remove(self._lent.popleft()[0])
 
-    def _place(self, nbytes: int) -> int | None:
+    def _place(self, nbytes: int, capacity: int) -> int | None:
         if not self._lent:
-            return 0 if nbytes <= self.nbytes else None
+            return 0 if nbytes <= capacity else None
         first, end = self._lent[0][0], self._lent[-1][1]
         wrapped = self._lent[-1][0] < first
-        if not wrapped and end + nbytes <= self.nbytes:
+        if not wrapped and end + nbytes <= capacity:
             return end
         start = end if wrapped else 0
         return start if start + nbytes <= first else None
@@ -195,7 +204,7 @@ class Line:
         self._under_way: deque[_Running] = deque()
         self._task: _Task | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
-        self._failure: str | None = None  # not the error: its traceback would hold the group
+        self.failure: str | None = None  # not the error: its traceback would hold the group
 
     @property
     def idle(self) -> bool:
@@ -209,8 +218,8 @@ class Line:
 
     def enter(self, task: _Task) -> None:
         """Make `task` the next whose chunks are started."""
-        if self._failure is not None:
-            task.work.failed(_broken(self._failure))
+        if self.failure is not None:
+            task.work.failed(_broken(self.failure))
             return
         self._task = task
 
@@ -268,11 +277,11 @@ class Line:
             with torch.inference_mode():
                 task.operation.finish()
             task.groups = ()
-            task.work.finished(_event(self.scratch))
+            task.work.finished()
 
     def _fail(self, error: BaseException) -> None:
         """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
-        self._failure = f"{type(error).__name__}: {error}"
+        self.failure = f"{type(error).__name__}: {error}"
         running = [*self._under_way, *([] if self._current is None else [self._current])]
         tasks = {id(chunk.task): chunk.task for chunk in running}
         if self._task is not None:
@@ -289,26 +298,18 @@ def _broken(cause: str) -> CollectiveError:
     return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
 
 
-def _event(scratch: Scratch) -> "torch.cuda.Event | None":
-    if scratch._device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(scratch._device))
-    return event
-
-
 def _serve(inbox: "SimpleQueue[_Task | None]", line: Line) -> None:
     """The thread of a line. It holds no group while it sleeps, so that a group can end."""
-    while True:
-        if line.wants_task:
-            try:
+    if line.scratch.device.type == "cuda":
+        torch.cuda.set_device(line.scratch.device)
+    closing = False
+    while not (closing and line.idle):
+        if line.wants_task and not closing:
+            with contextlib.suppress(Empty):
                 task = inbox.get(block=line.idle)
-            except Empty:
-                pass
-            else:
-                if task is None:
-                    return
-                line.enter(task)
+                closing = task is None
+                if task is not None:
+                    line.enter(task)
                 del task
         line.advance()
 
@@ -321,22 +322,28 @@ class Channel:
     device: torch.device
     settled: dict[Any, Any] = field(default_factory=dict)  # what was decided for calls of one kind
     calls: int = 0
-    failure: str | None = None  # what made the group unusable
+    disagreed: str | None = None  # what made the group unusable
     lock: threading.RLock = field(default_factory=threading.RLock)
+    measuring: threading.RLock = field(default_factory=threading.RLock)  # not `lock`: callbacks start calls meanwhile
 
     def __post_init__(self) -> None:
         kernels.select(self.device)  # a slow backend is announced in the caller's thread, not in the line's
-        self.scratch = Scratch(self.device)
+        self._inline = isinstance(self.transports[0], primitives.StreamTransport)
+        self.scratch = Scratch(self.device, exact=self._inline)
         self._line = Line(self.scratch)
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._inline = isinstance(self.transports[0], primitives.StreamTransport)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self.device) if self._inline else None
 
     @property
     def transport(self) -> Transport:
         """The only transport, or that across nodes."""
         return self.transports[0]
+
+    @property
+    def failure(self) -> str | None:
+        """What made the group unusable, if anything did."""
+        return self.disagreed or self._line.failure
 
     def check_usable(self) -> None:
         """Raise if an earlier operation of this channel failed half-way."""
@@ -351,8 +358,9 @@ class Channel:
             with self.lock:
                 self._run_on_stream(task)
         else:
-            if self._stream is not None:
+            if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
+                _record(operation, torch.cuda.default_stream(self.device))
             self._start_thread()
             self._inbox.put(task)
         return work
@@ -362,15 +370,14 @@ class Channel:
         self._inbox.put(None)
 
     def _run_on_stream(self, task: _Task) -> None:
-        stream = self._stream
+        stream = self.stream
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._line.enter(task)
             while not self._line.idle:
                 self._line.advance()
-        for tensor in (*task.operation.outputs, *task.operation.inputs):
-            tensor.record_stream(stream)
+        _record(task.operation, stream)
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -382,6 +389,12 @@ class Channel:
                 thread.start()
                 self._thread = thread
                 _threads[thread] = self._inbox
+
+
+def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
+    """Memory that is freed by its owner meanwhile is not given to others before `stream` is done with it."""
+    for tensor in operation.memory():
+        tensor.record_stream(stream)
 
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
@@ -426,7 +439,7 @@ def _new_channel(group: dist.ProcessGroup, device: torch.device, inside: dist.Pr
 def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     kept = _kept.setdefault(group, {})
     if device not in kept:
-        kept[device] = primitives.transport(group, device)
+        kept[device] = primitives.transport(group, device, kept.setdefault("tags", primitives.Tags()))
     found: Transport = kept[device]
     return found
 

@@ -189,10 +189,10 @@ class Setting:
 
 
 class _Base(Operation):
-    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat]) -> None:
+    def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
         self._link, self._codec, self._step, self._tags = setting.link, setting.codec, setting.step, setting.tags
         self.num_chunks, self.chunk_bytes, self.scratch_bytes = num_chunks, setting.chunk_bytes, setting.scratch_bytes
-        self._outputs = outputs
+        self._outputs, self._inputs = outputs, inputs
         self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
 
         self._copies: Sequence[tuple[Tensor, Tensor]] = ()
@@ -200,6 +200,11 @@ class _Base(Operation):
     def copies_back(self, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """The caller's outputs, and (tensor, numbers) of those that were worked on elsewhere."""
         self.outputs, self._copies = list(outputs), copies
+
+    def memory(self) -> Sequence[Tensor]:
+        """Outputs, inputs, and the copies made of either."""
+        flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
+        return [*flats, *(numbers for _, numbers in self._copies)]
 
     def finish(self) -> None:
         """Outputs that are not contiguous get their numbers now."""
@@ -229,9 +234,8 @@ class ReduceScatter(_Base):
     """output = scale * sum over ranks of their input's shard for this rank. One message, one rounding."""
 
     def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
-        super().__init__(setting, cut.num_chunks, [output])
+        super().__init__(setting, cut.num_chunks, [output], [input])
         self._output, self._input, self._cut, self._scale = output, input, cut, scale
-        self.inputs = input.tensors
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode every rank's part, send it there, add what came."""
@@ -253,9 +257,8 @@ class Gather(_Base):
     """outputs[r] = rank r's input, of any length, on every rank. One message, one rounding."""
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
-        super().__init__(setting, cut.num_chunks, outputs)
+        super().__init__(setting, cut.num_chunks, outputs, [input])
         self._input, self._cuts = input, [Cut(flat.numel, cut.chunk, cut.edge) for flat in outputs]
-        self.inputs = input.tensors
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode the own part, send it to all, decode all."""
@@ -276,9 +279,8 @@ class Exchange(_Base):
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
         chunks = max(Cut(flat.numel, chunk).num_chunks for flat in (*outputs, *inputs))
-        super().__init__(setting, chunks, outputs)
-        self._inputs, self._chunk = inputs, chunk
-        self.inputs = [tensor for flat in inputs for tensor in flat.tensors]
+        super().__init__(setting, chunks, outputs, inputs)
+        self._chunk = chunk
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """Encode what goes to each rank, send, decode what came from each."""
