@@ -127,16 +127,13 @@ def _agree(
     algorithm: str,
 ) -> tuple[Call, Plan]:
     """The call and its plan. Sizes are compared when ranks shake hands; they change from call to call, texts do not."""
-    rank = channel.transport.rank
-    if inputs[rank].numel() != outputs[rank].numel():
-        raise CollectiveError(
-            f"rank {rank} would send itself {inputs[rank].numel()} elements and expects {outputs[rank].numel()}"
-        )
     lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
     plan: Plan | None = channel.settled.get(text)
     call = Call(channel, text, known=plan is not None, details=lengths)
     if call.answers:
         numel = _compare(call.number, call.answers)
+    else:
+        _check_own(channel.transport.rank, inputs, outputs)
     if plan is None:
         likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
         chosen = calls.choose(
@@ -144,6 +141,14 @@ def _agree(
         )
         plan = channel.settled[text] = Plan(chosen)
     return call, plan
+
+
+def _check_own(rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """What can be known without asking: a rank's own part."""
+    if inputs[rank].numel() != outputs[rank].numel():
+        raise CollectiveError(
+            f"rank {rank} would send itself {inputs[rank].numel()} elements and expects {outputs[rank].numel()}"
+        )
 
 
 def _compare(number: int, answers: Sequence[str]) -> int:
