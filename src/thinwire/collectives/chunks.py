@@ -19,7 +19,7 @@ from thinwire.codecs import Codec
 # none of them fairly, and it takes more chunks, fewer of them under way at once, to keep the ranks in step: int8 of 8 M
 # floats over four ranks at 100 Mbit took 1130 ms in 8 chunks and 1054 in 26 (the link's limit: 1021). Where chunks
 # are small, messages cost more than that gains: one bit of the same numbers took 141 ms in 8 chunks, 158 in 14.
-CHUNKS_OF_TWO = 4  # whole ones between two ranks; more => more overlap, more messages
+CHUNKS_OF_TWO = 2  # whole ones between two ranks; more => more overlap, more messages
 CHUNKS_A_PEER = 8  # the same with more ranks, for each other one
 MOST_CHUNKS = 32
 MIN_CHUNK = 1 << 18  # elements; less is not cut
