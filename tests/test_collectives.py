@@ -1029,3 +1029,47 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 
 def test_half_an_ulp_is_what_torch_says() -> None:
     assert half_ulp(torch.float32) == 2.0**-24
+
+
+# --- on a mesh, exactly -----------------------------------------------------------------------------------------------
+
+
+def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithm: str) -> list[bool]:
+    mesh, found = init_device_mesh("cpu", shape), []
+    for op, factor in ((dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1 / group.size())):
+        x = torch.arange(50.0) + group.rank()
+        work = thinwire.all_reduce(x, op, mesh, async_op=op == dist.ReduceOp.AVG, codec="none", algorithm=algorithm)
+        if work is not None:
+            work.wait()
+        total = sum(torch.arange(50.0) + rank for rank in range(group.size()))
+        found.append(torch.allclose(x, total * factor, rtol=1e-6))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["plain", "auto"])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+def test_a_mesh_is_summed_by_torch_where_that_is_asked_for(
+    ranks: RankPool, shape: tuple[int, int], algorithm: str
+) -> None:
+    assert all(all(found) for found in ranks(4).run(on_mesh_exactly, shape, algorithm))
+
+
+def wrapped_tensors(group: Group) -> str:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    member = dist.new_group()
+    mesh = init_device_mesh("cpu", (group.size(),))
+    wrapped = DTensor.from_local(torch.ones(10), mesh, [Replicate()])
+    try:
+        thinwire.all_reduce(wrapped, group=member, algorithm="two_phase")
+    except CollectiveError as error:
+        x = torch.ones(10)
+        thinwire.all_reduce(x, group=member, codec="none", algorithm="two_phase")
+        return f"{error} {float(x.sum())}"
+    return "nothing"
+
+
+def test_a_wrapped_tensor_is_refused_before_anything_moves(ranks: RankPool) -> None:
+    for text in ranks(2).run(wrapped_tensors):
+        assert "to_local()" in text
+        assert text.endswith("20.0")

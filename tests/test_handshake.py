@@ -133,11 +133,12 @@ def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPoo
 # --- later calls ------------------------------------------------------------------------------------------------------
 
 
-def known_against_new(group: Group, async_op: bool) -> tuple[str, float, str]:
+def known_against_new(group: Group, async_op: bool, algorithm: str) -> tuple[str, float, str]:
     """Rank 0 repeats a call that all have made, the others make a new one: the group is lost."""
     member = dist.new_group()
-    how: Any = {"group": member, "codec": "int8", "algorithm": "two_phase"}
-    thinwire.all_reduce(torch.ones(200), **how)
+    how: Any = {"group": member, "codec": "int8", "algorithm": algorithm}
+    for _ in range(2):
+        thinwire.all_reduce(torch.ones(200), **how)
     dist.barrier()
     start = time.monotonic()
     x = torch.ones(200 if group.rank() == 0 else 300)
@@ -150,8 +151,11 @@ def known_against_new(group: Group, async_op: bool) -> tuple[str, float, str]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(ranks: RankPool, world: int, async_op: bool) -> None:
-    for text, seconds, again in ranks(world).run(known_against_new, async_op):
+@pytest.mark.parametrize("algorithm", ["two_phase", "plain"])
+def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(
+    ranks: RankPool, world: int, async_op: bool, algorithm: str
+) -> None:
+    for text, seconds, again in ranks(world).run(known_against_new, async_op, algorithm):
         assert "disagree" in text, text
         assert "numel=200" in text
         assert "numel=300" in text

@@ -163,10 +163,11 @@ class Call:
     def run(self, operation: schedule.Operation) -> Work:
         """Enter the operation into the channel's line; a caller that waits long looks for disagreement."""
         work = self.channel.run(operation)
-        work.look = self._look
+        work.look = self.look
         return work
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Raise if another rank is held up in a different call."""
         look(self.channel, self.number, self.text)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.collectives import calls, primitives, schedule
 from thinwire.collectives.calls import Call, Reduction
 from thinwire.collectives.schedule import Channel, Work
+from thinwire.errors import CollectiveError
 
 Finish = Callable[[], None]
 
@@ -34,7 +35,7 @@ def all_reduce(
     """
     channel = call.channel
     row = _row(parts[0]) if len(parts) == 1 else torch.cat([_row(part) for part in parts])
-    transports = channel.transports[::-1]
+    transports = [link for link in reversed(channel.transports) if link.world > 1]
     whole = native(channel) and len(transports) == 1
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for transport in transports[:-1]:
@@ -218,8 +219,8 @@ def _end(
     if native(call.channel):
         return _on_stream(call.channel, work, outputs, finish, temporaries)
     if finish is None and _has_future(work):
-        return _Direct(work, outputs)
-    return (_Torch if _has_future(work) else _Waited)(work, outputs, finish or _nothing)
+        return _Direct(call, work, outputs)
+    return (_Torch if _has_future(work) else _Waited)(call, work, outputs, finish or _nothing)
 
 
 def _nothing() -> None:
@@ -252,14 +253,14 @@ def _on_stream(
 class _Direct(Work):
     """A work of torch's that leaves nothing to do."""
 
-    def __init__(self, work: Any, outputs: list[Tensor]) -> None:  # not the base's: what it makes is not needed
-        self._work, self._outputs = work, outputs
+    def __init__(self, call: Call, work: Any, outputs: list[Tensor]) -> None:  # the base's makes what is not needed
+        self._call, self._work, self._outputs = call, work, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
         if timeout is not None:
             _poll(self._work.is_completed, timeout)
-        self._work.wait()
+        _wait(self._work, self._call.channel, self._call.number, self._call.text)
         return True
 
     def is_completed(self) -> bool:
@@ -281,8 +282,9 @@ class _Direct(Work):
 class _Torch(Work):
     """A work of torch's as one of ours; what remains to be done is done once, in its future's callback."""
 
-    def __init__(self, work: Any, outputs: list[Tensor], finish: Finish) -> None:
+    def __init__(self, call: Call, work: Any, outputs: list[Tensor], finish: Finish) -> None:
         super().__init__(outputs)
+        self.look = call.look
 
         def end(future: "torch.futures.Future[object]") -> list[Tensor]:
             try:
@@ -302,9 +304,9 @@ class _Torch(Work):
 class _Waited(Work):
     """A work of torch's that has no future: whoever waits first finishes it."""
 
-    def __init__(self, work: Any, outputs: list[Tensor], finish: Finish) -> None:
+    def __init__(self, call: Call, work: Any, outputs: list[Tensor], finish: Finish) -> None:
         super().__init__(outputs)
-        self._work, self._finish = work, finish
+        self._call, self._work, self._finish = call, work, finish
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -314,10 +316,10 @@ class _Waited(Work):
         with self._lock:
             if not self._done.is_set():
                 try:
-                    self._work.wait()
+                    _wait(self._work, self._call.channel, self._call.number, self._call.text)
                     with torch.inference_mode():
                         self._finish()
-                except RuntimeError as error:
+                except (RuntimeError, CollectiveError) as error:
                     self.failed(error)
                 else:
                     self.finished()
