@@ -13,7 +13,7 @@ import thinwire
 from ranks import RankPool
 from thinwire import kernels
 from thinwire.codecs import Codec
-from thinwire.collectives import calls, chunks, schedule, steps
+from thinwire.collectives import calls, chunks, plain, schedule, steps
 from thinwire.collectives.chunks import Flat, Span
 
 pytestmark = [
@@ -116,3 +116,27 @@ def verbs_over_gloo(group: dist.ProcessGroup) -> list[float]:
 def test_every_verb_takes_gpu_tensors_over_gloo(ranks: RankPool) -> None:
     first, second = ranks(2).run(verbs_over_gloo, timeout=50.0)
     assert first[0] == second[0]
+
+
+def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
+    """torch's own all_gather, waited for on another stream than it was called on."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    hear_of_the_backend(device)
+    channel = schedule.channel(dist.new_group([0], backend="nccl"), device)
+    x = torch.ones(1 << 26, device=device)
+    out, side = torch.zeros_like(x), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
+    call = calls.Call(channel, "all_gather", known=True)
+    work = plain.all_gather(call, out, x, [out], async_op=True)
+    assert work is not None
+    with torch.cuda.stream(side):
+        work.wait()
+        total = out.sum()
+    side.synchronize()
+    return float(total) == x.numel()
+
+
+def test_torchs_own_calls_are_ordered_by_streams_too(ranks: RankPool) -> None:
+    assert ranks(1).run(torch_on_a_stream) == [True]

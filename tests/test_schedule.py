@@ -568,10 +568,11 @@ def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
 
 
 def steady_threads(group: Group) -> int:
+    member = dist.new_group()
     for _ in range(3):
-        thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
-        thinwire.broadcast(torch.ones(9), 0, codec="none", algorithm="compressed")
-    return sum(name == f"thinwire-{group.group_name}" for name in thread_names())
+        thinwire.all_reduce(torch.ones(9), group=member, codec="none", algorithm="two_phase")
+        thinwire.broadcast(torch.ones(9), 0, member, codec="none", algorithm="compressed")
+    return sum(name == f"thinwire-{member.group_name}" for name in thread_names())
 
 
 def test_a_group_has_one_thread(ranks: RankPool) -> None:
