@@ -20,7 +20,6 @@ shape), its backward in terms of the other ops, and a public function that turns
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +28,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
-from thinwire import codecs, collectives
+from thinwire import collectives
 from thinwire.codecs import Codec
 from thinwire.collectives import primitives
+from thinwire.collectives.calls import codec_named
 from thinwire.errors import CollectiveError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
@@ -149,19 +149,14 @@ def _group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
-@lru_cache(maxsize=256)
-def _codec(spec: str) -> Codec:
-    return codecs.codec(spec)
-
-
 # Checks: in the real op before anything is sent, in the fake one while a graph is traced.
 
 
 def _check(op: str, codec: str, backward_codec: str) -> None:
     if op not in _OPS:
         raise CollectiveError(f"op must be one of {', '.join(_OPS)} (or ReduceOp.SUM, ReduceOp.AVG), got {op!r}")
-    _codec(codec)
-    _codec(backward_codec)
+    codec_named(codec)
+    codec_named(backward_codec)
 
 
 def _check_dim(x: Tensor, dim: int) -> int:
@@ -215,7 +210,7 @@ def _known(truth: bool | torch.SymBool) -> bool:
 def _all_reduce(x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
     _check(op, codec, backward_codec)
     out = x.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(out, _OPS[op], _group(group), codec=_codec(codec), algorithm=algorithm, step=step)
+    collectives.all_reduce(out, _OPS[op], _group(group), codec=codec_named(codec), algorithm=algorithm, step=step)
     return out
 
 
@@ -235,7 +230,7 @@ def _all_gather(x: Tensor, dim: int, group: str, codec: str, backward_codec: str
     _check("sum", codec, backward_codec)
     dim, ranks = _check_dim(x, dim), _group(group)
     out, row = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:])), x.contiguous()
-    collectives.all_gather_into_tensor(out, row, ranks, codec=_codec(codec), algorithm=algorithm, step=step)
+    collectives.all_gather_into_tensor(out, row, ranks, codec=codec_named(codec), algorithm=algorithm, step=step)
     return out if dim == 0 else torch.cat(out.view(ranks.size(), *x.shape).unbind(), dim).contiguous()
 
 
@@ -260,7 +255,7 @@ def _reduce_scatter(
     dim, ranks = _check_dim(x, dim), _group(group)
     out = x.new_empty(_part(x, dim, ranks))
     parts = x.contiguous() if dim == 0 or x.numel() == 0 else torch.cat(x.split(out.shape[dim], dim))
-    chosen = _codec(codec)
+    chosen = codec_named(codec)
     collectives.reduce_scatter_tensor(out, parts, _OPS[op], ranks, codec=chosen, algorithm=algorithm, step=step)
     return out
 
@@ -298,7 +293,7 @@ def _all_to_all_single(
     _check("sum", codec, backward_codec)
     ranks = _group(group)
     out = x.new_empty((_rows(x, out_rows, in_rows, ranks.size()), *x.shape[1:]))
-    source, chosen = x.contiguous(), _codec(codec)
+    source, chosen = x.contiguous(), codec_named(codec)
     collectives.all_to_all_single(out, source, out_rows, in_rows, ranks, codec=chosen, algorithm=algorithm, step=step)
     return out
 

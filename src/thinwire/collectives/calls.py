@@ -74,7 +74,8 @@ def _premul(op: Any) -> Reduction:
 
 
 @functools.lru_cache(maxsize=1024)
-def _codec_of(spec: str) -> Codec:
+def codec_named(spec: str) -> Codec:
+    """The codec a string names, parsed once."""
     return registry.codec(spec)
 
 
@@ -87,7 +88,7 @@ def check_codec(*specs: object) -> None:
 
 def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
     """The codec that serves a tensor of `shape`."""
-    codec = _codec_of(spec) if isinstance(spec, str) else registry.codec(spec)
+    codec = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
     return codec.pick(shape=shape)
 
 
@@ -253,6 +254,17 @@ def plan(
         chunk_wire = world * chosen.wire_bytes(span.numel, dtype)
         chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
     return Plan(chosen, cut, chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks))
+
+
+def agree(
+    channel: Channel, verb: str, text: str, whole: Tensor, part: int, codec: str | Codec, algorithm: str, trial: Trial
+) -> tuple[Call, Plan]:
+    """A call and its plan: compared and decided the first time, looked up afterwards."""
+    found: Plan | None = channel.settled.get(text)
+    call = Call(channel, text, known=found is not None)
+    if found is None:
+        found = channel.settled[text] = plan(channel, verb, whole, part, codec, algorithm, trial)
+    return call, found
 
 
 def choose(

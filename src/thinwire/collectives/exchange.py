@@ -48,7 +48,7 @@ def all_to_all_single(
         target.detach().copy_(source.detach().reshape(target.shape))
         return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
-    parts_out, parts_in = _cut(whole, splits[0]), _cut(source.detach().contiguous(), splits[1])
+    parts_out, parts_in = whole.split(splits[0]), source.detach().contiguous().split(splits[1])
     text = f"all_to_all_single(rows of {tuple(source.shape[1:])}, {calls.named(source, codec, algorithm)})"
     call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm)
     if plan.codec is None:
@@ -96,9 +96,9 @@ def all_to_all(
 
 
 def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 0
     if tensor.dim() == 0:
         raise CollectiveError(f"all_to_all_single: {name} must have a dimension to cut, got a scalar")
+    rows = tensor.shape[0]
     if sizes is None or len(sizes) == 0:
         if rows % world:
             raise CollectiveError(
@@ -111,10 +111,6 @@ def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) 
             f"all_to_all_single: {name}_split_sizes must be {world} sizes that add up to {rows} rows, got {listed}"
         )
     return listed
-
-
-def _cut(tensor: Tensor, splits: list[int]) -> list[Tensor]:
-    return list(tensor.split(splits))
 
 
 def _agree(
@@ -135,7 +131,7 @@ def _agree(
     else:
         _check_own(channel.transport.rank, inputs, outputs)
     if plan is None:
-        likely = sample.new_empty((numel, *sample.shape[1:])[:1], device="meta")
+        likely = sample.new_empty(numel, device="meta")
         chosen = calls.choose(
             channel, "all_to_all", likely, codec, algorithm, functools.partial(_trial, channel, sample.dtype)
         )

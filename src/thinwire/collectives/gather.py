@@ -9,7 +9,6 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import calls, plain, steps
-from thinwire.collectives.calls import Call, Plan
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.primitives import Group
 from thinwire.collectives.schedule import Channel, Work, settle
@@ -48,7 +47,8 @@ def all_gather_into_tensor(
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     text = f"all_gather_into_tensor(numel={input.numel()}, {calls.named(input, codec, algorithm)})"
-    call, plan = _agree(channel, text, output, input.numel(), codec, algorithm)
+    trial = functools.partial(_trial, "all_gather", channel, input.dtype)
+    call, plan = calls.agree(channel, "all_gather", text, output, input.numel(), codec, algorithm, trial)
     if plan.codec is None:
         plain.remember(call, "all_gather", (output_tensor, input_tensor), *kind)
         return plain.all_gather(call, output, input, [output_tensor], async_op)
@@ -85,7 +85,8 @@ def all_gather(
         return settle(Work(list(tensor_list)).finished(), async_op)
     text = f"all_gather(lengths={sizes}, {calls.named(input, codec, algorithm)})"
     whole = torch.empty(sum(sizes), dtype=input.dtype, device="meta")
-    call, plan = _agree(channel, text, whole, max(sizes), codec, algorithm)
+    trial = functools.partial(_trial, "all_gather", channel, input.dtype)
+    call, plan = calls.agree(channel, "all_gather", text, whole, max(sizes), codec, algorithm, trial)
     if plan.codec is None:
         return plain.all_gather_list(call, outputs, input, list(tensor_list), async_op)
     operation = steps.Gather(
@@ -120,7 +121,8 @@ def broadcast(
     if channel.transport.world == 1:
         return settle(Work([tensor]).finished(), async_op)
     text = f"broadcast(numel={part.numel()}, from rank {source}, {calls.named(part, codec, algorithm)})"
-    call, plan = _agree(channel, text, part, part.numel(), codec, algorithm, verb="broadcast")
+    trial = functools.partial(_trial, "broadcast", channel, part.dtype)
+    call, plan = calls.agree(channel, "broadcast", text, part, part.numel(), codec, algorithm, trial)
     if plan.codec is None:
         plain.remember(call, "broadcast", (tensor,), codec, algorithm, extra=extra)
         return plain.broadcast(call, part, source, [tensor], async_op)
@@ -138,26 +140,6 @@ def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
     if not 0 <= source < channel.transport.world:
         raise CollectiveError(f"broadcast: group_src must be 0..{channel.transport.world - 1}, got {source}")
     return source
-
-
-def _agree(
-    channel: Channel,
-    text: str,
-    whole: Tensor,
-    part: int,
-    codec: str | Codec,
-    algorithm: str,
-    *,
-    verb: str = "all_gather",
-) -> tuple[Call, Plan]:
-    """The call and its plan."""
-    plan: Plan | None = channel.settled.get(text)
-    call = Call(channel, text, known=plan is not None)
-    if plan is None:
-        trial = functools.partial(_trial, verb, channel, whole.dtype)
-        plan = calls.plan(channel, verb, whole, part, codec, algorithm, trial)
-        channel.settled[text] = plan
-    return call, plan
 
 
 def _trial(

@@ -142,7 +142,7 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
         chosen.wire_bytes(numel, dtype)  # says what is wrong with the dtype
     if algorithm == "auto":
         exact = isinstance(chosen, Identity) or numel == 0
-        algorithm = "plain" if exact else _choose(channel, numel, dtype, chosen).algorithm
+        algorithm = "plain" if exact else _choose_in_group(channel, numel, dtype, chosen).algorithm
     if algorithm == "plain":
         return _Plan(text)
     kind = steps.OneShot if algorithm == "one_shot" else steps.TwoPhase
@@ -151,29 +151,28 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
     )
 
 
-def _choose(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> cost.Choice:
+def _choose(
+    channel: Channel, group: Group, numel: int, dtype: torch.dtype, codec: Codec, codecs: Codecs, *names: str
+) -> cost.Choice:
+    """The choice among the algorithms `names`, the calls on `group` in `codecs`, judged as `codec`."""
+
     def prepare(algorithm: str, size: int) -> Callable[[], object]:
         tensor = torch.linspace(-1, 1, size, device=channel.device).to(dtype)
-        group = channel.transport.group
-        return lambda: all_reduce(tensor, group=group, codec=codec, algorithm=algorithm)
+        return lambda: all_reduce(tensor, group=group, codec=codecs, algorithm=algorithm)
 
-    names = ("plain", "one_shot", "two_phase")
     prepared = {name: functools.partial(prepare, name) for name in names}
     return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared)
 
 
+def _choose_in_group(channel: Channel, numel: int, dtype: torch.dtype, codec: Codec) -> cost.Choice:
+    group = channel.transport.group
+    return _choose(channel, group, numel, dtype, codec, codec, "plain", "one_shot", "two_phase")
+
+
 def _is_plain(channel: Channel, mesh: Any, numel: int, dtype: torch.dtype, pair: tuple[Any, Any]) -> bool:
     """Whether sums inside nodes and then across them, by torch, are predicted faster than the hierarchy."""
-
-    def prepare(algorithm: str, size: int) -> Callable[[], object]:
-        tensor = torch.linspace(-1, 1, size, device=channel.device).to(dtype)
-        return lambda: all_reduce(tensor, group=mesh, codec=pair, algorithm=algorithm)
-
-    if numel == 0:
-        return True
-    prepared = {name: functools.partial(prepare, name) for name in ("plain", "hierarchical")}
     codec = calls.codec_for(pair[1], (numel,))
-    return cost.choose(channel, "all_reduce", numel, dtype, codec, prepared).algorithm == "plain"
+    return numel == 0 or _choose(channel, mesh, numel, dtype, codec, pair, "plain", "hierarchical").algorithm == "plain"
 
 
 def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int, peers: int) -> _Plan:
@@ -222,12 +221,8 @@ def reduce_scatter_tensor(
     text = (
         f"reduce_scatter_tensor(numel={source.numel()}, op={_op(reduction)}, {calls.named(source, codec, algorithm)})"
     )
-    plan: Plan | None = channel.settled.get(text)
-    call = Call(channel, text, known=plan is not None)
-    if plan is None:
-        trial = functools.partial(_trial, channel, source.dtype)
-        plan = calls.plan(channel, "reduce_scatter", source, target.numel(), codec, algorithm, trial)
-        channel.settled[text] = plan
+    trial = functools.partial(_trial, channel, source.dtype)
+    call, plan = calls.agree(channel, "reduce_scatter", text, source, target.numel(), codec, algorithm, trial)
     if plan.codec is None:
         if reduction.name == "sum":
             plain.remember(call, "reduce_scatter", (output, input), codec, algorithm)
@@ -256,4 +251,4 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     part = calls.check_tensors((tensor,), "explain")[0]
     channel = calls.channel_of(group, part.device)
     chosen = calls.codec_for(codec, part.shape)
-    return _choose(channel, part.numel(), part.dtype, chosen)
+    return _choose_in_group(channel, part.numel(), part.dtype, chosen)

@@ -3,7 +3,7 @@
 Legend: W ranks, N bytes of one wire. Every rank decodes the same wires, its own too, so all end with the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards, wires_bytes
-from thinwire.collectives.primitives import Transport
+from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.schedule import Operation, Steps
 from thinwire.kernels import hashing
 
@@ -75,34 +75,15 @@ class TwoPhase:
 
     def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
         """Wires of all shards to send, and W wires of the own shard; the reduced wires take the place of the first."""
-        parts, world = shards(span, self.transport.world), self.transport.world
-        return wires_bytes(self.codec, parts, dtype) + world * wires_bytes(self.codec, parts[:1], dtype)
+        return _shards_bytes(self.codec, shards(span, self.transport.world), dtype)
 
     def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
         """Encode the shards, send each to its rank, recode the own one's sum, send it to all, decode all."""
         codec, link, rank = self.codec, self.transport, self.transport.rank
-        parts = shards(Span(0, x.numel()), link.world)
-        wires = desk.rows(_sizes(codec, parts, x.dtype))
-        own_WN = desk.matrix(link.world, wires[rank].numel())
-        sends = []
-        for shard in _others_first(rank, link.world):
-            wire = own_WN[rank] if shard == rank else wires[shard]
-            if parts[shard].numel:
-                codec.encode(x[parts[shard].begin : parts[shard].end], wire, step=key.of(shard))
-                sends.append((shard, wire))
-        receives = [(peer, own_WN[peer]) for peer in range(link.world) if peer != rank and parts[rank].numel]
-        yield link.exchange([send for send in sends if send[0] != rank], receives, tags[0])
-        on_gpu = x.device.type != "cpu"
-        if parts[rank].numel:
-            codec.recode(
-                own_WN,
-                wires[rank],
-                parts[rank].numel,
-                scale=abs(scale),
-                step=key.of(rank),
-                dtype=x.dtype,
-                trusted=on_gpu,
-            )
+        parts, wires, own_WN = yield from _send_shards(link, codec, x, key, tags[0], desk)
+        numel, step, trusted = parts[rank].numel, key.of(rank), x.device.type != "cpu"
+        if numel:
+            codec.recode(own_WN, wires[rank], numel, scale=abs(scale), step=step, dtype=x.dtype, trusted=trusted)
         yield link.gather(wires, tags[0] + 1)
         _decode(codec, wires, parts, out, key, -1.0 if scale < 0 else 1.0)
 
@@ -118,10 +99,8 @@ class Hierarchical:
 
     def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
         """Both phases inside, the sum of the own shard in fp32, and what travels across."""
-        parts, world = shards(span, self.inside.world), self.inside.world
-        inner = wires_bytes(self.inside_codec, parts, dtype) + world * wires_bytes(self.inside_codec, parts[:1], dtype)
-        shard = Span(0, parts[0].numel)
-        total = _total_dtype(dtype)
+        parts, total = shards(span, self.inside.world), _total_dtype(dtype)
+        inner, shard = _shards_bytes(self.inside_codec, parts, dtype), Span(0, parts[0].numel)
         return inner + -(-shard.numel * total.itemsize // 16) * 16 + self._outer.scratch_bytes(shard, total)
 
     @property
@@ -131,18 +110,9 @@ class Hierarchical:
     def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
         """Reduce-scatter inside, sum across, all-gather inside."""
         codec, link, rank = self.inside_codec, self.inside, self.inside.rank
-        parts = shards(Span(0, x.numel()), link.world)
+        parts, wires, own_WN = yield from _send_shards(link, codec, x, key, tags[1], desk)
         numel = parts[rank].numel
-        wires = desk.rows(_sizes(codec, parts, x.dtype))
-        own_WN = desk.matrix(link.world, wires[rank].numel())
         total = desk.numbers(numel, _total_dtype(x.dtype))
-        for shard in _others_first(rank, link.world):
-            wire = own_WN[rank] if shard == rank else wires[shard]
-            if parts[shard].numel:
-                codec.encode(x[parts[shard].begin : parts[shard].end], wire, step=key.of(shard))
-        peers = [peer for peer in range(link.world) if peer != rank]
-        sends = [(peer, wires[peer]) for peer in peers if parts[peer].numel]
-        yield link.exchange(sends, [(peer, own_WN[peer]) for peer in peers if numel], tags[1])
         if numel:
             codec.decode_sum(own_WN, total, step=_known(key.of(rank), x.device))
             outer_key = Key(key.of(rank), key.chunk)
@@ -153,6 +123,31 @@ class Hierarchical:
             codec.encode(total.to(x.dtype), wires[rank], step=key.of(rank))
         yield link.gather(wires, tags[1] + 1)
         _decode(codec, wires, parts, out, key, 1.0)
+
+
+def _shards_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
+    """Scratch of `_send_shards`; the first shard is the longest."""
+    return wires_bytes(codec, parts, dtype) + len(parts) * wires_bytes(codec, parts[:1], dtype)
+
+
+def _send_shards(
+    link: Transport, codec: Codec, x: Tensor, key: Key, tag: int, desk: Desk
+) -> Generator[Sequence[Waitable], None, tuple[list[Span], list[Tensor], Tensor]]:
+    """The first phase of a sum: every rank gets its shard from all ranks.
+
+    Gives the shards, their wires (the own one still to be written) and the W wires of the own shard.
+    """
+    parts, rank = shards(Span(0, x.numel()), link.world), link.rank
+    wires = desk.rows(_sizes(codec, parts, x.dtype))
+    own_WN = desk.matrix(link.world, wires[rank].numel())
+    filled = [shard for shard in _others_first(rank, link.world) if parts[shard].numel]
+    for shard in filled:
+        wire = own_WN[rank] if shard == rank else wires[shard]
+        codec.encode(x[parts[shard].begin : parts[shard].end], wire, step=key.of(shard))
+    sends = [(shard, wires[shard]) for shard in filled if shard != rank]
+    receives = [(peer, own_WN[peer]) for peer in range(link.world) if peer != rank and parts[rank].numel]
+    yield link.exchange(sends, receives, tag)
+    return parts, wires, own_WN
 
 
 def _total_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -194,7 +189,6 @@ class _Base(Operation):
         self.num_chunks, self.chunk_bytes, self.scratch_bytes = num_chunks, setting.chunk_bytes, setting.scratch_bytes
         self._outputs, self._inputs = outputs, inputs
         self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
-
         self._copies: Sequence[tuple[Tensor, Tensor]] = ()
 
     def copies_back(self, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
