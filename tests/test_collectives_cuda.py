@@ -13,8 +13,9 @@ import thinwire
 from ranks import RankPool
 from thinwire import kernels
 from thinwire.codecs import Codec
-from thinwire.collectives import calls, chunks, plain, schedule, steps
-from thinwire.collectives.chunks import Flat, Span
+from thinwire.collectives import calls, chunks, plain, reducers, schedule, steps
+from thinwire.collectives.chunks import Flat
+from thinwire.collectives.reducers import Lane, Size
 
 pytestmark = [
     pytest.mark.cuda,
@@ -43,10 +44,10 @@ def hear_of_the_backend(device: torch.device) -> None:
 
 def stream_operation(channel: schedule.Channel, codec: Codec, kind: type, x: Tensor) -> steps.AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
-    reducer, cut = kind(channel.transport, codec), chunks.Cut(x.numel(), 16_384)
-    size = reducer.scratch_bytes(Span(0, cut.chunk), x.dtype)
+    reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
+    size = reducer.scratch_bytes([Size(codec, cut.chunk, x.dtype)])
     setting = calls.Plan(codec, cut, size, 3 * size).setting(channel, 7)
-    return steps.AllReduce(setting, Flat([x]), cut, reducer, 1.0)
+    return steps.AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
 
 
 def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str) -> dict[str, float]:
@@ -57,9 +58,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str) -> dict[str, 
     channel, codec = schedule.channel(nccl, device), thinwire.codec(spec)
     x = torch.randn(N, device=device)
     expected, y = x.clone(), x.clone()
-    channel.run(stream_operation(channel, codec, getattr(steps, kind), expected)).wait()  # warm
+    channel.run(stream_operation(channel, codec, getattr(reducers, kind), expected)).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, getattr(steps, kind), y))
+        work = channel.run(stream_operation(channel, codec, getattr(reducers, kind), y))
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()

@@ -26,7 +26,7 @@ FLOORS = [
     {"wire"},
     {"kernels"},
     {"codecs"},
-    {"collectives", "feedback", "qat"},
+    {"collectives", "feedback", "optim", "qat"},
     {"integrations", "hooks", "functional"},
     {"report", "advise", "bench"},
     {"cli"},

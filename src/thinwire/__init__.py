@@ -3,7 +3,7 @@
 The public surface and nothing else.
 """
 
-from thinwire import functional
+from thinwire import functional, optim
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.collectives import (
     Work,
@@ -20,6 +20,7 @@ from thinwire.collectives import (
     reduce_scatter_tensor,
 )
 from thinwire.errors import BackendError, CodecError, CollectiveError, DisagreementError, ThinwireError, WireError
+from thinwire.integrations import DDPHandle, DDPState, Stats, compress_ddp, ddp_hook
 from thinwire.kernels import use_backend
 
 __all__ = [
@@ -31,9 +32,12 @@ __all__ = [
     "Codec",
     "CodecError",
     "CollectiveError",
+    "DDPHandle",
+    "DDPState",
     "DisagreementError",
     "Identity",
     "Lloyd",
+    "Stats",
     "ThinwireError",
     "WireError",
     "Work",
@@ -46,8 +50,11 @@ __all__ = [
     "all_to_all_single",
     "broadcast",
     "codec",
+    "compress_ddp",
+    "ddp_hook",
     "explain",
     "functional",
+    "optim",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "use_backend",

@@ -237,3 +237,16 @@ def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
         )
     if wires_WN.stride(1) != 1:
         raise WireError(f"the bytes of a wire must be contiguous, got strides {wires_WN.stride()}")
+
+
+def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
+    """Whether the wires hold finite numbers only: a block that does not has a scale that is not."""
+    if layout.format.block:
+        at, end, dtype = layout.scales_at, layout.scales_at + 2 * layout.num_blocks, torch.bfloat16
+    else:
+        at = layout.planes[0][1]
+        cast = layout.format.kind == Kind.CAST
+        dtype = torch.bfloat16 if cast else IDENTITY_DTYPES[layout.format.variant]
+        end = at + layout.numel * dtype.itemsize
+    values = wires_WN[:, at:end].contiguous().view(dtype)
+    return values.isfinite().all()

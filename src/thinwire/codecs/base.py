@@ -17,8 +17,9 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import hashing
+from thinwire.kernels import hashing, reference
 from thinwire.kernels.schema import Encoding
+from thinwire.wire import Kind
 
 _MOST_PLANS = 4096  # lengths a codec remembers
 
@@ -110,6 +111,20 @@ class Codec(ABC):
         backend = kernels.select(wire.device)
         backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         _mark_written(wire)
+
+    def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Whether every number of these wires is finite, as a tensor of one truth value. Reads the scales alone."""
+        layout = _plan(self, numel, dtype).layout
+        wire.check_wires(layout, wires_WN, wires_WN.device)
+        return wire.all_finite(layout, wires_WN)
+
+    def outermost(self, wire: Tensor, numel: int) -> Tensor | None:
+        """How many codes of a wire are at the ends of their range; None where the ends bound nothing.
+
+        Levels that fit the block's power leave numbers beyond them; scales that fit its peak leave none.
+        """
+        format = _plan(self, numel, torch.float32).how.format
+        return reference.outermost(format, wire, numel) if format.kind == Kind.LLOYD and format.bits > 1 else None
 
     @cached_property
     def _plans(self) -> "dict[tuple[int, torch.dtype], _Plan]":

@@ -146,16 +146,19 @@ class Flat:
         """The numbers of a span; pass what is returned to `write` after changing it."""
         if not self.scattered:
             return self._parts[0][span.begin : span.end]
+        pieces = self._pieces(span)
+        if len(pieces) == 1:
+            return pieces[0][0]
         room = desk.numbers(span.numel, self.dtype)
-        for piece, at in self._pieces(span):
-            room[at : at + piece.numel()].copy_(piece)
+        if pieces:
+            torch.cat([piece for piece, _ in pieces], out=room)
         return room
 
     def write(self, span: Span, values: Tensor) -> None:
         """Put back what `read` gave."""
-        if self.scattered:
-            for piece, at in self._pieces(span):
-                piece.copy_(values[at : at + piece.numel()])
+        if self.scattered and len(pieces := self._pieces(span)) > 1:
+            targets = [piece for piece, _ in pieces]
+            torch._foreach_copy_(targets, values.split([piece.numel() for piece in targets]))
 
     def finish(self) -> None:
         """Bring the numbers to tensors that could not be viewed as a row."""
@@ -172,11 +175,6 @@ class Flat:
                 found.append((part[begin:end], start + begin - span.begin))
             start += part.numel()
         return found
-
-
-def room_bytes(flat: Flat, numel: int) -> int:
-    """Scratch that reading a span of `numel` takes."""
-    return -(-numel * flat.dtype.itemsize // 16) * 16 if flat.scattered else 0
 
 
 def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives import calls, chunks, cost, plain, primitives, schedule, steps
+from thinwire.collectives import calls, chunks, cost, plain, primitives, reducers, schedule, steps
 from thinwire.collectives.calls import Call, Plan, Reduction
-from thinwire.collectives.chunks import Flat, Span
+from thinwire.collectives.chunks import Flat
 from thinwire.collectives.primitives import Group
+from thinwire.collectives.reducers import Hierarchical, Lane, OneShot, Reducer, Size, TwoPhase
 from thinwire.collectives.schedule import Channel, Work, settle
 from thinwire.errors import CollectiveError
 
@@ -61,7 +62,7 @@ class _Plan(NamedTuple):
     """What was decided for all_reduce calls of one kind; no reducer is torch's own all_reduce."""
 
     text: str
-    reducer: steps.Reducer | None = None
+    reducer: Reducer | None = None
     sizes: Plan = Plan(None)
 
 
@@ -94,7 +95,9 @@ def _all_reduce(
             plain.remember(call, verb, tensors, codec, algorithm)
         return plain.all_reduce(call, parts, list(tensors), reduction, async_op)
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
-    operation = steps.AllReduce(setting, Flat(parts), plan.sizes.cut, plan.reducer, scale)
+    chosen, flat = setting.codec, Flat(parts)
+    lane = Lane(flat, plan.sizes.cut, chosen, chosen)
+    operation = steps.AllReduce(setting, [lane], plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
 
@@ -133,7 +136,7 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
             inside.wire_bytes(numel, dtype), across.wire_bytes(numel, dtype)  # say what is wrong with the dtype
         if algorithm == "plain" or (algorithm == "auto" and _is_plain(channel, mesh_group, numel, dtype, pair)):
             return _Plan(text)
-        reducer: steps.Reducer = steps.Hierarchical(channel.transports[0], channel.transports[1], inside, across)
+        reducer: Reducer = Hierarchical(channel.transports[0], channel.transports[1], across)
         return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, calls.world_of(channel))
     if isinstance(codec, tuple):
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {codec!r} for {algorithm!r}")
@@ -145,10 +148,12 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
         algorithm = "plain" if exact else _choose_in_group(channel, numel, dtype, chosen).algorithm
     if algorithm == "plain":
         return _Plan(text)
-    kind = steps.OneShot if algorithm == "one_shot" else steps.TwoPhase
-    return _sized(
-        text, chosen, kind(channel.transport, chosen), Flat(parts), channel.transport.world, channel.transport.world
-    )
+    world = channel.transport.world
+    return _sized(text, chosen, _reducer(channel, algorithm), Flat(parts), world, world)
+
+
+def _reducer(channel: Channel, algorithm: str) -> Reducer:
+    return (OneShot if algorithm == "one_shot" else TwoPhase)(channel.transport)
 
 
 def _choose(
@@ -175,13 +180,111 @@ def _is_plain(channel: Channel, mesh: Any, numel: int, dtype: torch.dtype, pair:
     return numel == 0 or _choose(channel, mesh, numel, dtype, codec, pair, "plain", "hierarchical").algorithm == "plain"
 
 
-def _sized(text: str, codec: Codec, reducer: steps.Reducer, flat: Flat, world: int, peers: int) -> _Plan:
-    wire = codec.wire_bytes(flat.numel, flat.dtype)
-    cut = chunks.cut(flat.numel, wire, peers, world)
-    chunk = Span(0, min(cut.chunk, cut.numel))
-    chunk_bytes = reducer.scratch_bytes(chunk, flat.dtype) + chunks.room_bytes(flat, chunk.numel)
-    limit = chunks.scratch_limit(wire, codec.wire_bytes(chunk.numel, flat.dtype), chunk_bytes, cut.num_chunks)
-    return _Plan(text, reducer, Plan(codec, cut, chunk_bytes, limit))
+def _sized(text: str, codec: Codec, reducer: Reducer, flat: Flat, world: int, peers: int) -> _Plan:
+    cut = chunks.cut(flat.numel, codec.wire_bytes(flat.numel, flat.dtype), peers, world)
+    return _Plan(text, reducer, _sizes([Lane(flat, cut, codec, codec)], reducer))
+
+
+def _sizes(lanes: Sequence[Lane], reducer: Reducer) -> Plan:
+    """The scratch that a message of these lanes takes."""
+    firsts = [min(lane.cut.chunk, lane.cut.numel) for lane in lanes]
+    parts = [Size(lane.codec, numel, lane.dtype) for lane, numel in zip(lanes, firsts, strict=True)]
+    rooms = sum(lane.room_bytes(numel) for lane, numel in zip(lanes, firsts, strict=True))
+    chunk_bytes = reducer.scratch_bytes(parts) + rooms
+    wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
+    chunk_wire = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in parts)
+    most = max(lane.cut.num_chunks for lane in lanes)
+    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
+    return Plan(lanes[0].codec, lanes[0].cut, chunk_bytes, limit)
+
+
+class LaneKind(NamedTuple):
+    """What is the same of a lane at every step."""
+
+    numel: int
+    codec: Codec
+    first: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
+    feedback: str = ""
+
+
+class LaneLoad(NamedTuple):
+    """What a lane brings to one step."""
+
+    tensors: Sequence[Tensor]
+    carry: reducers.Carry | None = None
+    watch: reducers.Watch | None = None
+    checked: Callable[[reducers.Fine], None] | None = None  # is told of every chunk whether all of it was finite
+
+
+class Message:
+    """Lanes that are averaged over ranks again and again, all in one message: decided once, run at every step.
+
+    Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
+    depend on it, and a run must be repeatable.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[LaneKind],
+        like: Tensor,
+        *,
+        group: Group = None,
+        algorithm: str = "auto",
+    ) -> None:
+        if algorithm not in MESSAGE_ALGORITHMS:
+            raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
+        self.channel = calls.channel_of(group, like.device)
+        world = self.channel.transport.world
+        self.algorithm = ("one_shot" if world == 2 else "two_phase") if algorithm == "auto" else algorithm
+        self._kinds, self._dtype, self._world = tuple(kinds), like.dtype, world
+        self._reducer = _reducer(self.channel, self.algorithm)
+        self._cuts = [self._cut(kind) for kind in kinds]
+        self._sizes: Plan | None = None
+        named = "; ".join(f"{kind.numel} {kind.codec} {kind.feedback}".strip() for kind in kinds)
+        self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm})"
+
+    def _cut(self, kind: LaneKind) -> chunks.Cut:
+        dtype = self._dtype if self._dtype in kind.codec.inputs else torch.float32
+        return chunks.cut(kind.numel, kind.codec.wire_bytes(kind.numel, dtype), self._world, self._world)
+
+    def run(
+        self,
+        loads: Sequence[LaneLoad],
+        outputs: Sequence[Tensor],
+        *,
+        step: int,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        meter: steps.Meter | None = None,
+    ) -> Work:
+        """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
+        lanes = [
+            Lane(Flat(load.tensors), cut, kind.codec, kind.first, load.carry, load.watch, load.checked)
+            for kind, cut, load in zip(self._kinds, self._cuts, loads, strict=True)
+        ]
+        known = self._sizes is not None
+        call = Call(self.channel, self._text, known=known)
+        if self._sizes is None:
+            self._sizes = _sizes(lanes, self._reducer)
+        setting = self._sizes.setting(self.channel, step)
+        operation = steps.AllReduce(setting, lanes, self._reducer, 1.0 / self._world, meter)
+        operation.copies_back(outputs, copies)
+        return call.run(operation)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of wires a rank hands to the transport at one step, at most: ranks with short last shards send less."""
+        whole = self.wire_bytes
+        others = self._world - 1
+        return others * whole if self.algorithm == "one_shot" else 2 * others * -(-whole // self._world)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the wires of all lanes, uncut."""
+        dtypes = [self._dtype if self._dtype in kind.codec.inputs else torch.float32 for kind in self._kinds]
+        return sum(kind.codec.wire_bytes(kind.numel, d) for kind, d in zip(self._kinds, dtypes, strict=True))
+
+
+MESSAGE_ALGORITHMS = ("auto", "one_shot", "two_phase")
 
 
 def mesh_channel(mesh: Any, device: torch.device) -> Channel:

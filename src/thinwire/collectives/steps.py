@@ -1,157 +1,23 @@
-"""What happens to one chunk: the algorithms, as coroutines that yield the messages they wait for.
+"""The operations: what happens to one chunk of each verb, as coroutines that yield the messages they wait for.
 
 Legend: W ranks, N bytes of one wire. Every rank decodes the same wires, its own too, so all end with the same bits.
 """
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards, wires_bytes
-from thinwire.collectives.primitives import Transport, Waitable
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards
+from thinwire.collectives.primitives import Transport
+from thinwire.collectives.reducers import Hierarchical, Key, Lane, Part, Reducer, known
 from thinwire.collectives.schedule import Operation, Steps
-from thinwire.kernels import hashing
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
-_SHARD = 4  # stream of the hash
-
-
-class Key(NamedTuple):
-    """Which wires share rotation and dither: one key a call and chunk, one step a shard of it."""
-
-    step: int
-    chunk: int
-
-    def of(self, shard: int) -> int:
-        """The codec's `step` for a shard."""
-        return hashing.key(self.step, self.chunk << 16 | shard, _SHARD)
-
-
-def _known(step: int, device: torch.device) -> int | None:
-    """Headers are checked where that is free: on the CPU."""
-    return None if device.type == "cpu" else step
-
-
-class Reducer(Protocol):
-    """Sums a chunk over ranks."""
-
-    def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
-        """Scratch of a chunk."""
-
-    def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
-        """out = scale * sum of x over the ranks. x and out may be the same memory."""
-
-
-@dataclass(frozen=True)
-class OneShot:
-    """All-gather of the wire: one message, one rounding, (W-1) wires a rank."""
-
-    transport: Transport
-    codec: Codec
-
-    def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
-        """W wires of the chunk."""
-        return self.transport.world * self.codec.wire_bytes(span.numel, dtype)
-
-    def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
-        """Encode, send to all, add all."""
-        codec, link, step = self.codec, self.transport, key.of(0)
-        wires_WN = desk.matrix(link.world, codec.wire_bytes(x.numel(), x.dtype))
-        codec.encode(x, wires_WN[link.rank], step=step)
-        yield link.gather(wires_WN.unbind(), tags[0])
-        codec.decode_sum(wires_WN, out, scale=scale, step=_known(step, x.device))
-
-
-@dataclass(frozen=True)
-class TwoPhase:
-    """Every rank reduces its shard: two messages, two roundings, 2(W-1)/W wires a rank."""
-
-    transport: Transport
-    codec: Codec
-
-    def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
-        """Wires of all shards to send, and W wires of the own shard; the reduced wires take the place of the first."""
-        return _shards_bytes(self.codec, shards(span, self.transport.world), dtype)
-
-    def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
-        """Encode the shards, send each to its rank, recode the own one's sum, send it to all, decode all."""
-        codec, link, rank = self.codec, self.transport, self.transport.rank
-        parts, wires, own_WN = yield from _send_shards(link, codec, x, key, tags[0], desk)
-        numel, step, trusted = parts[rank].numel, key.of(rank), x.device.type != "cpu"
-        if numel:
-            codec.recode(own_WN, wires[rank], numel, scale=abs(scale), step=step, dtype=x.dtype, trusted=trusted)
-        yield link.gather(wires, tags[0] + 1)
-        _decode(codec, wires, parts, out, key, -1.0 if scale < 0 else 1.0)
-
-
-@dataclass(frozen=True)
-class Hierarchical:
-    """Inside a node by one codec, across nodes by another: the slow link carries 1/B of a two-phase sum of B ranks."""
-
-    across: Transport
-    inside: Transport
-    inside_codec: Codec
-    across_codec: Codec
-
-    def scratch_bytes(self, span: Span, dtype: torch.dtype) -> int:
-        """Both phases inside, the sum of the own shard in fp32, and what travels across."""
-        parts, total = shards(span, self.inside.world), _total_dtype(dtype)
-        inner, shard = _shards_bytes(self.inside_codec, parts, dtype), Span(0, parts[0].numel)
-        return inner + -(-shard.numel * total.itemsize // 16) * 16 + self._outer.scratch_bytes(shard, total)
-
-    @property
-    def _outer(self) -> OneShot | TwoPhase:
-        return (OneShot if self.across.world == 2 else TwoPhase)(self.across, self.across_codec)
-
-    def steps(self, x: Tensor, out: Tensor, scale: float, key: Key, tags: tuple[int, ...], desk: Desk) -> Steps:
-        """Reduce-scatter inside, sum across, all-gather inside."""
-        codec, link, rank = self.inside_codec, self.inside, self.inside.rank
-        parts, wires, own_WN = yield from _send_shards(link, codec, x, key, tags[1], desk)
-        numel = parts[rank].numel
-        total = desk.numbers(numel, _total_dtype(x.dtype))
-        if numel:
-            codec.decode_sum(own_WN, total, step=_known(key.of(rank), x.device))
-            outer_key = Key(key.of(rank), key.chunk)
-            if self.across.world > 1:
-                yield from self._outer.steps(total, total, scale, outer_key, tags, desk)
-            else:
-                total.mul_(scale)
-            codec.encode(total.to(x.dtype), wires[rank], step=key.of(rank))
-        yield link.gather(wires, tags[1] + 1)
-        _decode(codec, wires, parts, out, key, 1.0)
-
-
-def _shards_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
-    """Scratch of `_send_shards`; the first shard is the longest."""
-    return wires_bytes(codec, parts, dtype) + len(parts) * wires_bytes(codec, parts[:1], dtype)
-
-
-def _send_shards(
-    link: Transport, codec: Codec, x: Tensor, key: Key, tag: int, desk: Desk
-) -> Generator[Sequence[Waitable], None, tuple[list[Span], list[Tensor], Tensor]]:
-    """The first phase of a sum: every rank gets its shard from all ranks.
-
-    Gives the shards, their wires (the own one still to be written) and the W wires of the own shard.
-    """
-    parts, rank = shards(Span(0, x.numel()), link.world), link.rank
-    wires = desk.rows(_sizes(codec, parts, x.dtype))
-    own_WN = desk.matrix(link.world, wires[rank].numel())
-    filled = [shard for shard in _others_first(rank, link.world) if parts[shard].numel]
-    for shard in filled:
-        wire = own_WN[rank] if shard == rank else wires[shard]
-        codec.encode(x[parts[shard].begin : parts[shard].end], wire, step=key.of(shard))
-    sends = [(shard, wires[shard]) for shard in filled if shard != rank]
-    receives = [(peer, own_WN[peer]) for peer in range(link.world) if peer != rank and parts[rank].numel]
-    yield link.exchange(sends, receives, tag)
-    return parts, wires, own_WN
-
-
-def _total_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _others_first(rank: int, world: int) -> list[int]:
@@ -168,7 +34,7 @@ def _decode(
 ) -> None:
     for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
         if part.numel:
-            codec.decode(wire, out[part.begin : part.end], scale=scale, step=_known(key.of(shard), out.device))
+            codec.decode(wire, out[part.begin : part.end], scale=scale, step=known(key.of(shard), out.device))
 
 
 @dataclass(frozen=True)
@@ -208,20 +74,48 @@ class _Base(Operation):
             tensor.detach().copy_(numbers.view(tensor.shape))
 
 
-class AllReduce(_Base):
-    """Sum `flat` over the ranks, in place."""
+class Meter(Protocol):
+    """Takes the times of an operation's chunks."""
 
-    def __init__(self, setting: Setting, flat: Flat, cut: Cut, reducer: Reducer, scale: float) -> None:
-        super().__init__(setting, cut.num_chunks, [flat])
-        self._flat, self._cut, self._reducer, self._scale = flat, cut, reducer, scale
+    def stage(self, index: int, began: float, ended: float) -> None:
+        """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
+
+
+class AllReduce(_Base):
+    """Sum every lane over the ranks, in place."""
+
+    def __init__(
+        self, setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+    ) -> None:
+        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
+        self._lanes, self._reducer, self._scale, self._meter = lanes, reducer, scale, meter
         self.in_order = isinstance(reducer, Hierarchical)
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
-        """The reducer's steps on one span."""
-        span, desk = self._cut.span(index), Desk(scratch)
-        x = self._flat.read(span, desk)
-        yield from self._reducer.steps(x, x, self._scale, Key(self._step, index), self._tags, desk)
-        self._flat.write(span, x)
+        """The reducer's steps on one span of every lane."""
+        desk = Desk(scratch)
+        parts = [part for at, lane in enumerate(self._lanes) if (part := self._part(at, lane, index, desk)) is not None]
+        steps = self._reducer.steps(parts, self._scale, self._tags, desk)
+        yield from steps if self._meter is None else _timed(steps, self._meter)
+        for part in parts:
+            part.lane.flat.write(Span(part.begin, part.begin + part.source.numel()), part.source)
+
+    def _part(self, at: int, lane: Lane, index: int, desk: Desk) -> Part | None:
+        span = lane.cut.span(index)
+        if not span.numel and index:
+            return None
+        source = lane.flat.read(span, desk)
+        x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
+        return Part(lane, source, x, Key(self._step, index, at), span.begin)
+
+
+def _timed(steps: Steps, meter: Meter) -> Steps:
+    began, stage = time.perf_counter(), 0
+    for awaited in steps:
+        meter.stage(stage, began, time.perf_counter())
+        yield awaited
+        began, stage = time.perf_counter(), stage + 1
+    meter.stage(-1, began, time.perf_counter())
 
 
 class ReduceScatter(_Base):
@@ -244,7 +138,7 @@ class ReduceScatter(_Base):
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, own_WN[p]) for p in peers], self._tags[0])
         out = self._output.read(span, desk)
-        codec.decode_sum(own_WN, out, scale=self._scale, step=_known(key.of(link.rank), out.device))
+        codec.decode_sum(own_WN, out, scale=self._scale, step=known(key.of(link.rank), out.device))
 
 
 class Gather(_Base):
@@ -265,7 +159,7 @@ class Gather(_Base):
         for rank, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
                 out = self._outputs[rank].read(part, desk)
-                codec.decode(wire, out, step=_known(key.of(rank), out.device))
+                codec.decode(wire, out, step=known(key.of(rank), out.device))
 
 
 class Exchange(_Base):
@@ -289,7 +183,7 @@ class Exchange(_Base):
         yield moving
         for peer, wire, part in receives:
             out = self._outputs[peer].read(part, desk)
-            codec.decode(wire, out, step=_known(key.of(peer), out.device))
+            codec.decode(wire, out, step=known(key.of(peer), out.device))
 
     def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
         """(other rank, wire, span) of every message of a chunk."""

@@ -119,6 +119,13 @@ def recode(
     _write(layout, parts, wire, rotation)
 
 
+def outermost(format: Format, wire: Tensor, numel: int) -> Tensor:
+    """How many codes of a wire stand for the lowest or the highest level."""
+    layout, top = format.layout(numel), (1 << format.bits) - 1
+    counts = [((codes := _unpack(layout, wire, span)) == 0).sum() + (codes == top).sum() for span in _spans(layout)]
+    return torch.stack(counts).sum() if counts else wire.new_zeros((), dtype=torch.int64)
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 

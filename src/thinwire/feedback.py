@@ -1,0 +1,317 @@
+"""Error feedback: what a rank remembers of the gradients it sent, by parameter.
+
+Numbers are kept in units of the mean over ranks: the sum over ranks of what they remember is what the mean still owes.
+So it may be dealt anew to another number of ranks (see `deal`), and moved between them.
+
+| kind | travels | remembered by a rank | the result |
+|---|---|---|---|
+| classic | x + W * error | error = what was lost | the mean of what was read |
+| ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
+
+Both follow [Note: Feedback] in collectives/reducers.py, whose `Carry` they are. To add a kind: a class with those
+methods, an entry in `KINDS`, and its formula here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import BlockInt
+from thinwire.errors import CodecError
+
+Span = tuple[int, int]  # elements begin <= i < end of a lane
+Fine = bool | Tensor
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+class Memory:
+    """One number an element of a lane, in fp32 or bf16."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._values = torch.zeros(numel, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._values.nbytes
+
+    def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
+        """out = x + factor * memory."""
+        torch.add(x, self._values[span[0] : span[1]], alpha=factor, out=out)
+
+    def put(self, span: Span, values: Tensor, fine: Fine) -> None:
+        """memory = values, if fine."""
+        kept = self._values[span[0] : span[1]]
+        if isinstance(fine, Tensor):
+            kept.copy_(torch.where(fine, values, kept))
+        elif fine:
+            kept.copy_(values)
+
+    def add(self, span: Span, values: Tensor, fine: Fine) -> None:
+        """memory += values, if fine."""
+        kept = self._values[span[0] : span[1]]
+        if isinstance(fine, Tensor):
+            kept.copy_(torch.where(fine, kept + values, kept))
+        elif fine:
+            kept.add_(values)
+
+    def read(self) -> Tensor:
+        """All of it, in fp32 or bf16."""
+        return self._values
+
+    def fill(self, values: Tensor) -> None:
+        """Set all of it."""
+        self._values.copy_(values)
+
+
+class CodedMemory(Memory):
+    """One number an element in 8 bits, one wire a span. A span that was not written is zero."""
+
+    _codec = BlockInt(8)
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel, self._device = numel, device
+        self._wires: dict[Span, Tensor] = {}
+        self._loose: Tensor | None = None  # values whose spans are not known yet
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        loose = 0 if self._loose is None else self._loose.nbytes
+        return loose + sum(wire.nbytes for wire in self._wires.values())
+
+    def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
+        """out = x + factor * memory."""
+        torch.add(x, self._of(span), alpha=factor, out=out)
+
+    def put(self, span: Span, values: Tensor, fine: Fine) -> None:
+        """memory = values, if fine."""
+        if isinstance(fine, Tensor):
+            values, fine = torch.where(fine, values, self._of(span)), True
+        if not fine or not values.numel():
+            return
+        self._settle(span)
+        span = (span[0], span[1])
+        if span not in self._wires:
+            self._wires[span] = torch.empty(
+                self._codec.wire_bytes(values.numel()), dtype=torch.uint8, device=self._device
+            )
+        self._codec.encode(values, self._wires[span])
+
+    def add(self, span: Span, values: Tensor, fine: Fine) -> None:
+        """memory += values, if fine."""
+        self.put(span, self._of(span).add_(values), fine)
+
+    def read(self) -> Tensor:
+        """All of it, in fp32."""
+        values = torch.zeros(self._numel, device=self._device) if self._loose is None else self._loose.clone()
+        for begin, end in self._wires:
+            values[begin:end] = self._of((begin, end))
+        return values
+
+    def fill(self, values: Tensor) -> None:
+        """Set all of it; it takes 8 bits as its spans are written."""
+        self._wires.clear()
+        self._loose = values.float().clone() if values.any() else None
+
+    def _of(self, span: Span) -> Tensor:
+        begin, end = span
+        wire = self._wires.get((begin, end))
+        if wire is None:
+            return torch.zeros(end - begin, device=self._device) if self._loose is None else self._loose[begin:end]
+        values = torch.empty(end - begin, device=self._device)
+        self._codec.decode(wire, values)
+        return values
+
+    def _settle(self, span: Span) -> None:
+        """Drop the loose values once wires stand for all of them."""
+        if self._loose is None:
+            return
+        self._loose[span[0] : span[1]] = 0
+        if sum(end - begin for begin, end in {*self._wires, (span[0], span[1])}) >= self._numel:
+            self._loose = None
+
+
+def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
+    """Zeros kept as `dtype`."""
+    return CodedMemory(numel, device) if dtype == torch.int8 else Memory(numel, dtype, device)
+
+
+class Gaps:
+    """Elements of a lane that belong to no parameter of it: nothing is to be remembered of them."""
+
+    def __init__(self, pieces: "Iterable[Piece]") -> None:
+        self._spans, at = [], 0
+        for piece in pieces:
+            if piece.name is None and piece.numel:
+                self._spans.append((at, at + piece.numel))
+            at += piece.numel
+
+    def clear(self, span: Span, message: Tensor) -> None:
+        """Zeros in the gaps of a message."""
+        for begin, end in self._spans:
+            if begin < span[1] and end > span[0]:
+                message[max(begin, span[0]) - span[0] : end - span[0]].zero_()
+
+
+class Classic:
+    """Adds to the next message what the last one lost."""
+
+    def __init__(self, error: Memory, world: int, gaps: Gaps) -> None:
+        self._error, self._world, self._gaps = error, world, gaps
+
+    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
+        """out = x + W * error."""
+        self._error.add_to(span, x, self._world, out)
+        self._gaps.clear(span, out)
+
+    def sent(self, message: Tensor, decoded: Tensor) -> None:
+        """message = what was lost of it."""
+        message.sub_(decoded)
+
+    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
+        """total += scale * own; own = total, of which the result will tell what was lost."""
+        total.add_(own, alpha=scale)
+        own.copy_(total)
+
+    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
+        """error = what the message lost."""
+        self._error.put(span, kept.mul_(scale), fine)
+
+    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
+        """error = what the sum lost."""
+        self._error.put(span, kept.sub_(result), fine)
+
+    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
+        """x is the result."""
+
+
+class EF21:
+    """Sends the difference to what was sent before; every rank keeps the sum of all means.
+
+    Richtarik, Sokolov, Fatkhullin: "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
+    Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
+    """
+
+    def __init__(self, sent: Memory, mean: Memory, world: int, gaps: Gaps) -> None:
+        self._sent, self._mean, self._world, self._gaps = sent, mean, world, gaps
+
+    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
+        """out = x - W * sent."""
+        self._sent.add_to(span, x, -self._world, out)
+        self._gaps.clear(span, out)
+
+    def sent(self, message: Tensor, decoded: Tensor) -> None:
+        """message = what the others read."""
+        message.copy_(decoded)
+
+    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
+        """total += scale * own; own = minus what the others' messages gave to the total."""
+        own.mul_(scale)
+        total.add_(own)
+        own.sub_(total)
+
+    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
+        """sent += what was read."""
+        self._sent.add(span, kept.mul_(scale), fine)
+
+    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
+        """sent += what was read of the sum, less what the others gave to it."""
+        self._sent.add(span, kept.add_(result), fine)
+
+    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
+        """x = mean = mean + x."""
+        if isinstance(fine, Tensor):
+            self._mean.add(span, x, fine)
+            x.copy_(torch.where(fine, self._mean.read()[span[0] : span[1]], x))
+        elif fine:
+            self._mean.add(span, x, fine)
+            x.copy_(self._mean.read()[span[0] : span[1]])
+
+
+KINDS = ("classic", "ef21")
+
+
+class Piece(NamedTuple):
+    """Elements of a lane that belong to one parameter; to none where a lane bridges what others send."""
+
+    name: str | None
+    numel: int
+
+
+class Ledger:
+    """Numbers remembered by parameter, kept in the memories of lanes. Parameters move when the lanes change."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in DTYPES:
+            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, got {dtype}")
+        self.dtype = dtype
+        self._lanes: dict[tuple[Piece, ...], Memory] = {}
+        self._at: dict[str, tuple[Memory, int, int]] = {}
+        self._loose: dict[str, Tensor] = {}  # loaded, and in no lane yet
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(memory.nbytes for memory in self._lanes.values()) + sum(t.nbytes for t in self._loose.values())
+
+    def lane(self, pieces: Sequence[Piece], device: torch.device) -> Memory:
+        """The memory of a lane; what its parameters remember moves into it."""
+        key = tuple(pieces)
+        if key not in self._lanes:
+            self._lanes[key] = self._made(key, device)
+            self._drop_empty()
+        return self._lanes[key]
+
+    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
+        names = [piece.name for piece in pieces if piece.name is not None]
+        known = self.read(names)
+        memory = new_memory(sum(piece.numel for piece in pieces), self.dtype, device)
+        if any(name in known for name in names):
+            blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
+            memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
+        at = 0
+        for piece in pieces:
+            if piece.name is not None:
+                self._at[piece.name] = (memory, at, at + piece.numel)
+                self._loose.pop(piece.name, None)
+            at += piece.numel
+        return memory
+
+    def _drop_empty(self) -> None:
+        used = {id(memory) for memory, _, _ in self._at.values()}
+        self._lanes = {key: memory for key, memory in self._lanes.items() if id(memory) in used}
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """What is remembered, flat, by parameter; a parameter that was never met is left out."""
+        wanted = [*self._at, *self._loose] if names is None else list(names)
+        whole: dict[int, Tensor] = {}
+        found = {}
+        for name in wanted:
+            if name in self._at:
+                memory, begin, end = self._at[name]
+                values = whole.setdefault(id(memory), memory.read())
+                found[name] = values[begin:end].clone()
+            elif name in self._loose:
+                found[name] = self._loose[name]
+        return found
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Forget everything and remember `values`."""
+        self._lanes.clear()
+        self._at.clear()
+        self._loose = {name: value.detach().clone().view(-1) for name, value in values.items()}
+
+
+def deal(parts: Mapping[int, Mapping[str, Tensor]], world: int, rank: int, new_world: int) -> dict[str, Tensor]:
+    """What `rank` of `new_world` ranks remembers of what `world` ranks did: rank k's goes to rank k % new_world.
+
+    What several bring is added, so that the sum over ranks stays what it was. A rank that gets nothing starts from zero.
+    """
+    dealt: dict[str, Tensor] = {}
+    for k in range(rank, world, new_world):
+        for name, values in parts[k].items():
+            dealt[name] = dealt[name] + values.float() if name in dealt else values
+    return dealt

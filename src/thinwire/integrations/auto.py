@@ -1,0 +1,137 @@
+"""What `codec="auto"` and `codec="auto:2.5"` decide, from what was measured. All ranks decide alike: they share sums."""
+
+import heapq
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.codecs import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire.errors import CodecError
+
+CANDIDATES: tuple[Codec, ...] = (Identity(), Cast("bf16"), BlockInt(8), Lloyd(4))  # from the most to the least exact
+SETTLE_STEPS = 2  # DDP rebuilds its buckets, kernels and links warm up
+ROUNDS = 5
+GAIN = 0.03  # of a step; a less exact codec has to be so much faster: what noise may pretend
+
+
+@dataclass
+class Race:
+    """Times of real steps: SETTLE_STEPS uncompressed, then the candidates by turns, ROUNDS times."""
+
+    error_budget: float
+    times: dict[int, list[float]] = field(default_factory=lambda: {i: [] for i in range(len(CANDIDATES))})
+    errors: dict[int, float] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def turn(self) -> int:
+        """Which candidate runs the present step."""
+        return max(0, self.steps - SETTLE_STEPS) % len(CANDIDATES)
+
+    @property
+    def measures_error(self) -> bool:
+        """Whether the present step is a candidate's first."""
+        return SETTLE_STEPS <= self.steps < SETTLE_STEPS + len(CANDIDATES)
+
+    @property
+    def over(self) -> bool:
+        """Whether every candidate has had its turns."""
+        return self.steps >= SETTLE_STEPS + ROUNDS * len(CANDIDATES)
+
+    def ended(self, seconds: float, error: float | None) -> None:
+        """The present step took so long, and lost that share of what it sent."""
+        if self.steps >= SETTLE_STEPS:
+            if not self.measures_error:  # looking takes time; and the first step of a kind shakes hands
+                self.times[self.turn].append(seconds)
+            elif error is not None:
+                self.errors[self.turn] = error
+        self.steps += 1
+
+    def result(self) -> list[float]:
+        """Median seconds, then errors, of all candidates: to be made the worst over ranks."""
+        medians = [statistics.median(self.times[i]) for i in range(len(CANDIDATES))]
+        return [*medians, *(self.errors.get(i, 0.0) for i in range(len(CANDIDATES)))]
+
+
+def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
+    """The fastest candidate inside the budget, and a line that says why."""
+    seconds, errors = result[: len(CANDIDATES)], result[len(CANDIDATES) :]
+    best = 0
+    for i in range(1, len(CANDIDATES)):
+        if errors[i] <= error_budget and seconds[i] < (1 - GAIN) * seconds[best]:
+            best = i
+    told = ", ".join(
+        f"{'uncompressed' if i == 0 else c} {1e3 * seconds[i]:.3g} ms"
+        + (f" (error {errors[i]:.2g} over the budget)" if errors[i] > error_budget else "")
+        for i, c in enumerate(CANDIDATES)
+    )
+    name = "no compression" if best == 0 else str(CANDIDATES[best])
+    return CANDIDATES[best], f"{name}; a step took: {told} (relative error at most {error_budget:g})"
+
+
+# --- bits by layer ----------------------------------------------------------------------------------------------------
+
+# From few bits to many, with the share of its squares that a Gaussian loses.
+WIDTHS: tuple[tuple[Codec, float], ...] = (
+    (Lloyd(1), 0.363),
+    (Lloyd(2), 0.1175),
+    (Lloyd(3), 0.0345),
+    (Lloyd(4), 0.0095),
+    (BlockInt(5), 3.0e-3),
+    (BlockInt(6), 7.0e-4),
+    (BlockInt(8), 4.2e-5),
+)
+_LOSS = {codec: loss for codec, loss in WIDTHS}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter whose bits may be chosen."""
+
+    name: str
+    numel: int
+    codec: Codec  # in which its error was measured
+    lost: float  # sum over elements and ranks of the squared error
+
+
+def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits: float) -> Mapping[str, Codec]:
+    """The codec of every layer: least squared error in all, at most `bits` an element on average.
+
+    `fixed_bytes` are those of parameters that have no choice (exemptions, rules). From the smallest width up, the bytes
+    go where each buys the largest drop of error: widths lose less and less, so this is the best, up to one upgrade.
+    """
+    numel = fixed_numel + sum(layer.numel for layer in layers)
+    budget = bits / 8 * numel - fixed_bytes
+    width = dict.fromkeys(range(len(layers)), 0)
+    spent = sum(_bytes(layer, 0) for layer in layers)
+    if spent > budget:
+        least = 8 * (spent + fixed_bytes) / max(numel, 1)
+        raise CodecError(f"a budget of {bits:g} bits an element is not enough: this model needs {least:.3g}")
+    heap = [_upgrade(layer, i, 0) for i, layer in enumerate(layers)]
+    heapq.heapify(heap)
+    while heap:
+        _, i, cost = heapq.heappop(heap)
+        if spent + cost > budget:
+            continue
+        spent += cost
+        width[i] += 1
+        if width[i] + 1 < len(WIDTHS):
+            heapq.heappush(heap, _upgrade(layers[i], i, width[i]))
+    return {layer.name: WIDTHS[width[i]][0] for i, layer in enumerate(layers)}
+
+
+def _bytes(layer: Layer, width: int) -> int:
+    return WIDTHS[width][0].wire_bytes(layer.numel)
+
+
+def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
+    """(minus the drop of error a byte, index, bytes) of the next width."""
+    cost = max(1, _bytes(layer, width + 1) - _bytes(layer, width))
+    whole = layer.lost / _LOSS[layer.codec]
+    return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost
+
+
+def start_width(bits: float) -> Codec:
+    """The widest codec inside a budget: what travels until the errors are known."""
+    inside = [codec for codec, _ in WIDTHS if 8 * codec.wire_bytes(1 << 20) / (1 << 20) <= bits]
+    return inside[-1] if inside else WIDTHS[0][0]

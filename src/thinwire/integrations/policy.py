@@ -1,0 +1,217 @@
+"""Which codec every parameter's gradient travels in, and with which feedback. Pure decisions: nothing is sent here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from thinwire.codecs import BlockInt, ByName, Cast, Codec, Identity, Lloyd, codec
+from thinwire.errors import CodecError
+from thinwire.feedback import KINDS
+
+FEEDBACKS = ("auto", "none", *KINDS)
+TINY = 1024  # elements; a tensor with fewer travels in 16 bits: its blocks would hardly fill a scale
+Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
+CodecLike = str | Codec
+_PLAIN = Identity()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """codec="auto": try the candidates on real steps, keep the fastest that meets the error budget."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """codec="auto:2.5": as many bits an element on average, dealt out by measured error."""
+
+    bits: float
+
+    def __str__(self) -> str:
+        return f"auto:{self.bits:g}"
+
+
+Choice = Codec | Trial | Budget
+
+
+def parse(spec: object) -> Choice:
+    """The codec, or the way of finding one, that a user's `codec` names."""
+    if isinstance(spec, str) and spec.strip() == "auto":
+        return Trial()
+    if isinstance(spec, str) and spec.strip().startswith("auto:"):
+        return Budget(_bits(spec.strip()))
+    return codec(spec)  # type: ignore[arg-type]
+
+
+def _bits(spec: str) -> float:
+    try:
+        bits = float(spec.removeprefix("auto:"))
+    except ValueError:
+        bits = 0.0
+    if not 1.1 <= bits <= 8.2:
+        raise CodecError(f"{spec!r}: expected bits an element from 1.1 to 8.2, such as 'auto:2.5'")
+    return bits
+
+
+class Schedule:
+    """The choice that holds from each step on."""
+
+    def __init__(self, spec: object, warmup_steps: int) -> None:
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise CodecError(f"warmup_steps must be an integer, 0 or more, got {warmup_steps!r}")
+        if not isinstance(spec, Mapping):
+            spec = {0: "none", warmup_steps: spec} if warmup_steps else {0: spec}
+        elif warmup_steps:
+            raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
+        if not spec or any(not isinstance(step, int) or step < 0 for step in spec):
+            raise CodecError(
+                f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
+            )
+        self._from = {step: parse(spec[step]) for step in sorted(spec)}
+
+    def at(self, step: int) -> Choice:
+        """What holds at `step`; nothing is compressed before the first entry."""
+        found: Choice = _PLAIN
+        for start, choice in self._from.items():
+            if step >= start:
+                found = choice
+        return found
+
+    @property
+    def last(self) -> Choice:
+        """What holds in the end."""
+        return list(self._from.values())[-1]
+
+    def __str__(self) -> str:
+        if list(self._from) == [0]:
+            return str(self._from[0])
+        return "{" + ", ".join(f"{step}: {choice}" for step, choice in self._from.items()) + "}"
+
+
+class Rules:
+    """The codec of a parameter, where most travel in `base`.
+
+    First the rules by name, then the exemptions (16 bits), then `base`. Steps that compress nothing ask no rule.
+    """
+
+    def __init__(self, exempt: Exempt, policy: Mapping[str, CodecLike] | None) -> None:
+        self._exempt = _exemption(exempt)
+        self._named = [] if policy is None else _named(policy)
+
+    @property
+    def by_name(self) -> bool:
+        """Whether any rule looks at names."""
+        return any(pattern != "*" for pattern, _ in self._named) or isinstance(self._exempt, _Patterns)
+
+    def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
+        """The codec of one parameter."""
+        if isinstance(base, Identity):
+            return base
+        return (self.fixed(name, shape, dtype) or base).pick(name, shape)
+
+    def fixed(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Codec | None:
+        """The codec that a rule or an exemption gives a parameter, if any does."""
+        for pattern, chosen in self._named:
+            if pattern != "*" and fnmatchcase(name, pattern):
+                return chosen
+        if self._exempt(name, shape):
+            return sixteen_bits(dtype)
+        return self._named[-1][1] if self._named and self._named[-1][0] == "*" else None
+
+
+def sixteen_bits(dtype: torch.dtype) -> Codec:
+    """The codec of what is exempt: fp16 keeps its digits, everything else its range."""
+    return Cast("fp16") if dtype == torch.float16 else Cast("bf16")
+
+
+def _named(policy: Mapping[str, CodecLike]) -> list[tuple[str, Codec]]:
+    if not isinstance(policy, Mapping):
+        raise CodecError(f"policy maps patterns of names to codecs, e.g. {{'*.embed*': 'int8'}}: got {policy!r}")
+    rules = ByName([*policy.items()] if "*" in policy else [*policy.items(), ("*", "none")]).rules
+    return list(rules) if "*" in policy else list(rules[:-1])
+
+
+@dataclass(frozen=True)
+class _Patterns:
+    patterns: tuple[str, ...]
+
+    def __call__(self, name: str, shape: torch.Size) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def _is_small(name: str, shape: torch.Size) -> bool:
+    """Norms, biases and whatever is tiny: few bytes, and their error costs most."""
+    return len(shape) <= 1 or shape.numel() < TINY
+
+
+def _is_none(name: str, shape: torch.Size) -> bool:
+    return False
+
+
+def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
+    if isinstance(exempt, str):
+        known = {"auto": _is_small, "none": _is_none}
+        if exempt not in known:
+            raise CodecError(f"exempt must be 'auto', 'none', a list of name patterns or a function, got {exempt!r}")
+        return known[exempt]
+    if callable(exempt):
+        return exempt
+    patterns = tuple(exempt)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise CodecError(f"exempt: name patterns are strings, got {exempt!r}")
+    return _Patterns(patterns)
+
+
+# --- feedback ---------------------------------------------------------------------------------------------------------
+
+LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an error may come late, but adds up
+
+
+def family(optimizer: object) -> str:
+    """ "linear" for SGD, Muon and their like; "adaptive" for Adam's kin and for what is not known."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return "linear" if any(name in LINEAR for name in names) else "adaptive"
+
+
+def bits_of(chosen: Codec) -> int:
+    """Bits of a code; 16 and more are as good as exact."""
+    if isinstance(chosen, BlockInt | Lloyd):
+        return chosen.bits
+    return 8 if isinstance(chosen, Cast) and chosen.format in ("e4m3", "e5m2") else 16
+
+
+def feedback_of(asked: str, chosen: Codec, optimizer: str | None) -> str | None:
+    """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
+
+    "auto" is what trained best: none from 4 bits up; below, classic feedback where the optimiser is linear. In front of
+    Adam classic feedback inflates the variance: EF21 at 1 and 2 bits, none at 3.
+    """
+    bits = bits_of(chosen)
+    if asked != "auto":
+        return "" if asked == "none" or bits >= 16 else asked
+    if bits >= 4:
+        return ""
+    if optimizer is None:
+        return None
+    if optimizer == "linear":
+        return "classic"
+    return "ef21" if bits <= 2 else ""
+
+
+def check_feedback(feedback: str, dtype: torch.dtype) -> None:
+    """Raise unless they name a feedback and go together."""
+    if feedback not in FEEDBACKS:
+        raise CodecError(f"feedback must be one of {', '.join(FEEDBACKS)}, got {feedback!r}")
+    if feedback == "ef21" and dtype != torch.float32:
+        raise CodecError(f"feedback='ef21' adds up what was sent, exactly: residual_dtype must be float32, got {dtype}")
+
+
+def first_phase(chosen: Codec, feedback: str) -> Codec:
+    """The codec of the first of two phases: without feedback a Lloyd code is scaled so that its error averages out."""
+    if isinstance(chosen, Lloyd) and not feedback and chosen.bits <= 3 and chosen.scale == "mmse":
+        return replace(chosen, scale="unbiased")
+    return chosen

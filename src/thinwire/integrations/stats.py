@@ -1,0 +1,125 @@
+"""What compression did so far: bytes, errors, times."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.feedback import Piece
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one rank's gradients cost on the wire since compression was switched on."""
+
+    steps: int  # backward passes that were synchronised
+    codec: str  # what was asked for
+    feedback: str  # what is in use, e.g. "ef21" or "none"
+    chosen: str  # what "auto" chose, and why; "" where nothing was left to choose
+    bytes_sent: int  # handed to the transport by this rank
+    bytes_plain: int  # what a ring of the uncompressed gradients would have sent
+    bits_per_element: float | None  # of the last message of every bucket, headers and scales included
+    relative_error: float | None  # RMS of what one rounding loses, over RMS of what is sent, at the last measured step
+    clipped: float | None  # share of codes at a Lloyd codec's outermost levels (2 bits and more), at that step
+    nonfinite: int  # chunks of buckets in which some rank had NaN or Inf
+    encode_s: float | None  # work before messages; None on a GPU, where the host does not wait to know
+    decode_s: float | None  # work after the last message
+    reduce_s: float | None  # work between the two phases
+    wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
+    residual_bytes: int  # memory of the feedback
+    scratch_bytes: int  # memory of wires under way, shared by everything on this group
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than uncompressed."""
+        return self.bytes_plain / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that did not travel."""
+        return self.bytes_plain - self.bytes_sent
+
+
+@dataclass
+class Tally:
+    """The running sums behind `Stats`. Times and counts arrive from the thread that runs the collectives."""
+
+    bytes_sent: int = 0
+    bytes_plain: int = 0
+    encode_s: float = 0.0
+    reduce_s: float = 0.0
+    decode_s: float = 0.0
+    wire_s: float = 0.0
+    nonfinite: Tensor | int = 0
+
+    def checked(self, fine: bool | Tensor) -> None:
+        """A chunk was finite on all ranks, or not. On a GPU the count stays there."""
+        self.nonfinite = self.nonfinite + (~fine).long() if isinstance(fine, Tensor) else self.nonfinite + (not fine)
+
+    def sent(self, nbytes: int, plain: int) -> None:
+        """A message of so many bytes, and what it would have been."""
+        self.bytes_sent += nbytes
+        self.bytes_plain += plain
+
+
+class BucketMeter:
+    """Takes the times of one bucket's chunks (collectives.steps.Meter)."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._sent: float | None = None  # when the first message left
+        self._work = 0.0  # since then
+        self._last = 0.0
+
+    def stage(self, index: int, began: float, ended: float) -> None:
+        """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
+        name = {0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")
+        setattr(self._tally, name, getattr(self._tally, name) + ended - began)
+        if self._sent is None:
+            self._sent = ended
+        elif index != -1:
+            self._work += ended - began
+        if index != 0:
+            self._last = max(self._last, began)
+
+    def close(self) -> None:
+        """The bucket is done."""
+        if self._sent is not None:
+            self._tally.wire_s += max(0.0, self._last - self._sent - self._work)
+
+
+class ErrorWatch:
+    """Sums, by parameter, of the squares of what was sent and of what was lost (collectives.reducers.Watch)."""
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.names = [piece.name for piece in pieces]
+        edges = [0]
+        for piece in pieces:
+            edges.append(edges[-1] + piece.numel)
+        self._edges = edges
+        self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
+        self.sent_P = torch.zeros_like(self.lost_P)
+        self.outermost = torch.zeros((), dtype=torch.int64, device=device)
+        self.codes = 0
+
+    def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
+        """`message` was encoded as `wire`, which says `decoded`."""
+        begin, end = span
+        for i, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
+            low, high = max(low, begin) - begin, min(high, end) - begin
+            if low < high:
+                sent = message[low:high].double()
+                self.sent_P[i] += sent.square().sum()
+                self.lost_P[i] += (sent - decoded[low:high]).square().sum()
+        outermost = codec.outermost(wire, message.numel())
+        if outermost is not None:
+            self.outermost += outermost
+            self.codes += message.numel()
+
+
+def now() -> float:
+    """Seconds, for the length of steps."""
+    return time.perf_counter()
