@@ -308,7 +308,7 @@ class Ledger:
 def deal(parts: Mapping[int, Mapping[str, Tensor]], world: int, rank: int, new_world: int) -> dict[str, Tensor]:
     """What `rank` of `new_world` ranks remembers of what `world` ranks did: rank k's goes to rank k % new_world.
 
-    What several bring is added, so that the sum over ranks stays what it was. A rank that gets nothing starts from zero.
+    What several bring is added: the sum over ranks stays what it was. A rank that gets nothing starts from zero.
     """
     dealt: dict[str, Tensor] = {}
     for k in range(rank, world, new_world):

@@ -1,5 +1,6 @@
-"""What `codec="auto"` and `codec="auto:2.5"` decide, from what was measured. All ranks decide alike: they share sums."""
+"""What `codec="auto"` and `codec="auto:2.5"` make of what was measured. Pure functions of it."""
 
+import collections
 import heapq
 import statistics
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ WIDTHS: tuple[tuple[Codec, float], ...] = (
     (BlockInt(6), 7.0e-4),
     (BlockInt(8), 4.2e-5),
 )
-_LOSS = {codec: loss for codec, loss in WIDTHS}
+_LOSS = dict(WIDTHS)
 
 
 @dataclass(frozen=True)
@@ -135,3 +136,9 @@ def start_width(bits: float) -> Codec:
     """The widest codec inside a budget: what travels until the errors are known."""
     inside = [codec for codec, _ in WIDTHS if 8 * codec.wire_bytes(1 << 20) / (1 << 20) <= bits]
     return inside[-1] if inside else WIDTHS[0][0]
+
+
+def told(widths: Mapping[str, Codec]) -> str:
+    """How many layers have which width, in words."""
+    counts = collections.Counter(str(chosen) for chosen in widths.values())
+    return ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))

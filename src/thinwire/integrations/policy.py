@@ -168,6 +168,7 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
 
 # --- feedback ---------------------------------------------------------------------------------------------------------
 
+FAMILIES = ("linear", "adaptive")
 LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an error may come late, but adds up
 
 

@@ -105,6 +105,21 @@ class ErrorWatch:
         self.outermost = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = 0
 
+    @property
+    def total_lost(self) -> float:
+        """The sum over parameters of the squares of what was lost."""
+        return float(self.lost_P.sum())
+
+    @property
+    def total_sent(self) -> float:
+        """The same of what was sent."""
+        return float(self.sent_P.sum())
+
+    def lost_by_name(self) -> dict[str, float]:
+        """The sum of the squares of what was lost, by parameter."""
+        pairs = zip(self.names, self.lost_P.tolist(), strict=True)
+        return {name: lost for name, lost in pairs if name is not None}
+
     def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
         """`message` was encoded as `wire`, which says `decoded`."""
         begin, end = span

@@ -1,0 +1,264 @@
+"""What travels how, from step to step: schedules, races of codecs, bits dealt out by error, feedback by optimiser.
+
+All ranks decide alike: they look at the same step numbers and at sums over ranks, never at their own measurements.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from thinwire.codecs import BlockInt, Codec, Identity, registry
+from thinwire.errors import CodecError
+from thinwire.integrations import auto, policy
+from thinwire.integrations.layout import Slot
+from thinwire.integrations.policy import Budget, CodecLike, Exempt, Trial
+from thinwire.integrations.stats import ErrorWatch
+from thinwire.optim import OneBitAdam
+
+CodecChoice = CodecLike | Mapping[int, CodecLike]
+Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
+_MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
+_PATIENCE = 3  # steps to wait for it
+
+
+class Size(NamedTuple):
+    """Of a parameter's gradient: complex numbers count twice."""
+
+    shape: torch.Size
+    numel: int
+    dtype: torch.dtype
+
+
+class Decisions:
+    """The codec and feedback of every parameter at the present step."""
+
+    def __init__(
+        self,
+        codec: CodecChoice,
+        *,
+        feedback: str,
+        exempt: Exempt,
+        policy_rules: Mapping[str, CodecLike] | None,
+        warmup_steps: int,
+        residual_dtype: torch.dtype,
+        error_budget: float,
+        replan_every: int,
+        measure_every: int,
+    ) -> None:
+        policy.check_feedback(feedback, residual_dtype)
+        _check_counts(replan_every=replan_every, measure_every=measure_every)
+        if not error_budget > 0:
+            raise CodecError(f"error_budget must be above 0, got {error_budget!r}")
+        self.schedule = policy.Schedule(codec, warmup_steps)
+        self.rules = policy.Rules(exempt, policy_rules)
+        self._feedback, self._error_budget = feedback, error_budget
+        self._replan_every, self._measure_every = replan_every, measure_every
+        self.sizes: dict[str, Size] = {}
+        self.family: str | None = None  # of the optimiser, once it is known
+        self.onebit: OneBitAdam | None = None
+        self._scout: _Scout | None = None
+        self._base: Codec = Identity()
+        self._choice: policy.Choice = Identity()
+        self._widths: Mapping[str, Codec] = {}
+        self._race: auto.Race | None = None
+        self._chosen: Codec | None = None
+        self.why = ""  # of what "auto" chose
+        self.step = 0
+
+    # --- the optimiser ------------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer | str | None, owns: Callable[[Tensor], bool]) -> None:
+        """Take the optimiser, or look out for the first that steps a parameter that `owns` knows."""
+        if isinstance(optimizer, str):
+            if optimizer not in policy.FAMILIES:
+                raise CodecError(f"optimizer must be an optimiser, 'linear' or 'adaptive', got {optimizer!r}")
+            self.family = optimizer
+        elif isinstance(optimizer, OneBitAdam):
+            self.family, self.onebit = "linear", optimizer  # momentum travels, and is linear in the gradients
+        elif isinstance(optimizer, Optimizer):
+            self.family = policy.family(optimizer)
+        elif optimizer is not None:
+            raise CodecError(f"optimizer must be a torch optimiser, 'linear' or 'adaptive', got {optimizer!r}")
+        elif self._feedback == "auto":
+            self._scout = _Scout(self, owns)
+
+    def set_family(self, family: str) -> None:
+        """The optimiser is known; nobody looks out any more."""
+        self.family = family
+        self.end_scout()
+
+    def end_scout(self) -> None:
+        """Look no more."""
+        if self._scout is not None:
+            self._scout.remove()
+            self._scout = None
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, seconds: float, watches: Sequence[ErrorWatch], error: float, agree: Agree) -> str:
+        """Decide for `step`; the last one took `seconds` and showed `watches`. Gives what is to be told, or ""."""
+        if self._race is not None:
+            self._race.ended(seconds, error)
+        if watches and isinstance(self._choice, Budget):
+            self._deal_bits(watches, self._choice.bits, agree)
+        if self.family is None and self._scout is not None and step >= _PATIENCE:
+            self.set_family("adaptive")
+        self.step, self._choice = step, self.schedule.at(step)
+        news = self._settle_race(agree) if isinstance(self._choice, Trial) else ""
+        self._base = self._present_base()
+        return news
+
+    def _present_base(self) -> Codec:
+        """What most parameters travel in."""
+        choice = self._choice
+        if self.onebit is not None and not self.onebit.frozen:
+            return Identity()
+        if isinstance(choice, Trial):
+            return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
+        if isinstance(choice, Budget):
+            return auto.start_width(choice.bits)
+        self._widths = {}
+        return choice
+
+    def _settle_race(self, agree: Agree) -> str:
+        if self._chosen is None and self._race is None:
+            self._race = auto.Race(self._error_budget)
+        if self._race is None or not self._race.over:
+            return ""
+        self._chosen, self.why = auto.decide(agree(self._race.result(), dist.ReduceOp.MAX), self._error_budget)
+        self._race = None
+        return f"codec='auto' chose {self.why}"
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """Changes when any parameter's codec or feedback does."""
+        return self._base, tuple(self._widths.items()), self.family, self.onebit is not None and self.onebit.frozen
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the errors of this step are looked at."""
+        if self._race is not None:
+            return self._race.measures_error
+        if isinstance(self._choice, Budget) and (not self._widths or self.step % self._replan_every == 0):
+            return True
+        return self._measure_every > 0 and self.step % self._measure_every == 0
+
+    def _deal_bits(self, watches: Sequence[ErrorWatch], bits: float, agree: Agree) -> None:
+        """Give every layer its width anew, by the errors of all ranks."""
+        errors: dict[str, float] = {}
+        for watch in watches:
+            for name, lost in watch.lost_by_name().items():
+                errors[name] = errors.get(name, 0.0) + lost
+        names = sorted(errors)
+        agreed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
+        if not all(value < float("inf") for value in agreed):
+            return  # a step with NaN or Inf says nothing about errors
+        layers, fixed_bytes, fixed_numel = [], 0, 0
+        for name, lost in zip(names, agreed, strict=True):
+            shape, numel, dtype = self.sizes[name]
+            rule = self.rules.fixed(name, shape, dtype)
+            if rule is None:
+                layers.append(auto.Layer(name, numel, self._codec_in_use(name), lost))
+            else:
+                fixed_bytes += rule.pick(name, shape).wire_bytes(numel)
+                fixed_numel += numel
+        self._widths = auto.deal_bits(layers, fixed_bytes, fixed_numel, bits)
+        self.why = auto.told(self._widths)
+
+    # --- what a parameter gets ----------------------------------------------------------------------------------------
+
+    def slot(self, name: str, size: Size) -> Slot:
+        """How one parameter travels."""
+        self.sizes[name] = size
+        chosen = self._codec_of(name)
+        feedback = self._feedback_of(chosen, self._choice)
+        if feedback is None:
+            chosen, feedback = _MEANWHILE, ""
+        return Slot(name, size.numel, chosen, policy.first_phase(chosen, feedback), feedback)
+
+    def _codec_of(self, name: str) -> Codec:
+        shape, _, dtype = self.sizes[name]
+        return self.rules.codec_of(name, shape, dtype, self._widths.get(name, self._base))
+
+    def _codec_in_use(self, name: str) -> Codec:
+        chosen = self._codec_of(name)
+        return _MEANWHILE if self._feedback_of(chosen, self._choice) is None else chosen
+
+    def _feedback_of(self, chosen: Codec, choice: policy.Choice) -> str | None:
+        bits = policy.bits_of(chosen)
+        if self._feedback != "auto":
+            return policy.feedback_of(self._feedback, chosen, self.family)
+        if self.onebit is not None:
+            return "classic" if bits < 4 else ""
+        if isinstance(choice, Budget) and bits < 16:
+            # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
+            return (
+                policy.feedback_of("auto", auto.start_width(min(choice.bits, 2.2)), self.family)
+                if choice.bits < 4
+                else ""
+            )
+        return policy.feedback_of("auto", chosen, self.family)
+
+    def remembered(self) -> dict[str, tuple[int, str]]:
+        """Elements and feedback of every parameter that has one in the end, whether or not it has begun."""
+        choice = self.schedule.last
+        if isinstance(choice, Trial):
+            return {}
+        base = auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
+        found = {}
+        for name, (shape, numel, dtype) in self.sizes.items():
+            kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
+            if kind:
+                found[name] = numel, kind
+        return found
+
+    # --- checkpoint ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was decided so far."""
+        return {
+            "optimizer": self.family or "",
+            "chosen": "" if self._chosen is None else str(self._chosen),
+            "why": self.why,
+            "widths": {name: str(chosen) for name, chosen in self._widths.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was decided."""
+        if state["optimizer"]:
+            self.set_family(state["optimizer"])
+        self._race = None
+        self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
+        self.why = state["why"]
+        self._widths = {name: registry.codec(spec) for name, spec in state["widths"].items()}
+
+
+class _Scout:
+    """Sees which optimiser steps certain parameters, then goes."""
+
+    def __init__(self, decisions: Decisions, owns: Callable[[Tensor], bool]) -> None:
+        self._decisions, self._owns = weakref.ref(decisions), owns
+        self._handle = register_optimizer_step_pre_hook(self._saw)
+
+    def _saw(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        decisions = self._decisions()
+        if decisions is None:
+            self.remove()
+        elif any(self._owns(p) for group in optimizer.param_groups for p in group["params"]):
+            decisions.set_family(policy.family(optimizer))
+
+    def remove(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < (name == "replan_every"):
+            raise CodecError(f"{name} must be a number of steps, got {count!r}")
