@@ -222,13 +222,9 @@ class EF21:
         self._sent.add(span, kept.add_(result), fine)
 
     def result(self, span: Span, x: Tensor, fine: Fine) -> None:
-        """x = mean = mean + x."""
-        if isinstance(fine, Tensor):
-            self._mean.add(span, x, fine)
-            x.copy_(torch.where(fine, self._mean.read()[span[0] : span[1]], x))
-        elif fine:
-            self._mean.add(span, x, fine)
-            x.copy_(self._mean.read()[span[0] : span[1]])
+        """x = mean + x; mean = x, if fine."""
+        self._mean.add_to(span, x, 1.0, x)
+        self._mean.put(span, x, fine)
 
 
 KINDS = ("classic", "ef21")
@@ -260,7 +256,8 @@ class Ledger:
     def lane(self, pieces: Sequence[Piece], device: torch.device) -> Memory:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
-        if key not in self._lanes:
+        found = self._lanes.get(key)
+        if found is None or any(piece.name and self._at[piece.name][0] is not found for piece in key):
             self._lanes[key] = self._made(key, device)
             self._drop_empty()
         return self._lanes[key]

@@ -22,8 +22,8 @@ class OneBitAdam(Optimizer):
     gradient to its momentum, and the momentum travels in one bit with error feedback (Tang et al., "1-bit Adam", 2021).
     A parameter whose frozen variance is small would take enormous steps; `floor` bounds it from below.
 
-    Through `thinwire.compress_ddp(model, codec, optimizer=optimizer)` the momentum arrives where gradients do: after the
-    warm-up `p.grad` holds the new momentum. Gradients must not be rescaled from step to step (no GradScaler), and
+    Through `thinwire.compress_ddp(model, codec, optimizer=optimizer)` the momentum arrives where gradients do: after
+    the warm-up `p.grad` holds the new momentum. Gradients must not be rescaled from step to step (no GradScaler), and
     clipping clips the momentum. Without compress_ddp it is the same optimiser on the gradients it finds.
     """
 
@@ -57,23 +57,22 @@ class OneBitAdam(Optimizer):
         return bool(group["steps"] >= group["warmup_steps"])
 
     @torch.no_grad()
-    def put_momentum(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
-        """The gradients in `buffer`, one parameter after the other, become this rank's new momentum."""
+    def put_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The gradients become this rank's new momentum, in place."""
         owners = {id(p): group for group in self.param_groups for p in group["params"]}
-        views = buffer.split([p.numel() for p in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             group = owners.get(id(parameter))
             if group is None:
                 raise ValueError("OneBitAdam has to own every parameter of the model that DDP averages gradients of")
             beta = group["betas"][0]
-            view.mul_(1 - beta).add_(self._state(parameter)["exp_avg"].view(-1), alpha=beta)
+            gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)
             self._arrived.add(id(parameter))
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     @torch.no_grad()

@@ -12,6 +12,9 @@ from thinwire.bench import (
     collectives as collectives_bench,
     kernels as kernels_bench,
     link as links,
+    schemes,
+    tasks,
+    train as train_bench,
 )
 from thinwire.bench.data import DISTRIBUTIONS
 from thinwire.bench.record import Interrupted, Progress, Record, write
@@ -21,7 +24,7 @@ from thinwire.errors import CodecError
 from thinwire.report import tables
 
 app = typer.Typer(
-    help="Measure codecs, kernels and collectives. A record holds every number with its conditions.",
+    help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -33,6 +36,10 @@ class Device(StrEnum):
     cpu = "cpu"
     cuda = "cuda"
 
+
+Task = StrEnum("Task", list(tasks.TASKS))
+Optimizer = StrEnum("Optimizer", list(schemes.OPTIMIZERS))
+Feedback = StrEnum("Feedback", list(schemes.FEEDBACKS))
 
 Codecs = Annotated[
     list[str] | None,
@@ -192,6 +199,66 @@ def collectives_command(
 
     def measure(progress: Progress) -> Record:
         return collectives_bench.run(worlds, shaped, sizes, some, names, algorithm, rounds, quick, progress=progress)
+
+    _deliver(measure, flags.target(json))
+
+
+@app.command("train")
+def train_command(
+    task: Annotated[Task, typer.Option(help="digits and gpt for losses, mlp for times.")] = Task("digits"),
+    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = train_bench.WORLD,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Codecs, with a feedback after @ if not --feedback's; also auto, auto:2.5, onebit, the controls "
+            f"{' and '.join(schemes.CONTROLS)}, torch's own {', '.join(schemes.PEERS)}; default by task.",
+        ),
+    ] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs of each codec; default 5, gpt 3, mlp 1, quick 2.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
+    ] = None,
+    feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback("auto"),
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of a run; default by task.")] = None,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """What compressed gradients do to the loss, and to the time of a step.
+
+    Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run. log
+    ratio is ln(loss / fp32's), the mean over seeds; the floor beside it is what another seed does to fp32. gap is the
+    validation loss less fp32's, in nats. Controls ought to fail; peers are torch's own hooks.
+
+    \b
+    Tasks:
+      digits   a small network on scikit-learn's digits, every rank with labels of its own
+      gpt      a small transformer on the characters of Python's help pages
+      mlp      25 million weights: what a step takes, and how far that is from compute plus bytes over the link's rate
+
+    Times are medians of steps taken by turns, by gloo ranks of one thread each on this machine.
+
+    \b
+    Example:
+      thinwire bench train --codecs int8,lloyd4,lloyd2@none,lloyd2@ef21
+      thinwire bench train --task gpt --codecs lloyd2 --json gpt.json
+      sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
+    """
+    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)]
+    kind = optimizer.value if optimizer else None
+    with screen.usage_errors("--codecs", CodecError, ValueError):
+        train_bench.lineup(task.value, named or None, feedback.value, kind)
+    with screen.usage_errors("--link", ValueError):
+        shaped = links.parse(link) if link else None
+
+    def measure(progress: Progress) -> Record:
+        return train_bench.run(
+            task.value, world, named or None, kind, seeds, shaped, feedback.value, steps, quick, progress=progress
+        )
 
     _deliver(measure, flags.target(json))
 

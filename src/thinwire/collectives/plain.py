@@ -57,7 +57,7 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     tensor.mul_(1.0 / group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: (done.value(), tensor)[1])
     return future
 
 

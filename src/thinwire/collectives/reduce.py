@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import calls, chunks, cost, plain, primitives, reducers, schedule, steps
 from thinwire.collectives.calls import Call, Plan, Reduction
-from thinwire.collectives.chunks import Flat
+from thinwire.collectives.chunks import Flat, Span
 from thinwire.collectives.primitives import Group
 from thinwire.collectives.reducers import Hierarchical, Lane, OneShot, Reducer, Size, TwoPhase
 from thinwire.collectives.schedule import Channel, Work, settle
@@ -244,8 +244,8 @@ class Message:
         self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm})"
 
     def _cut(self, kind: LaneKind) -> chunks.Cut:
-        dtype = self._dtype if self._dtype in kind.codec.inputs else torch.float32
-        return chunks.cut(kind.numel, kind.codec.wire_bytes(kind.numel, dtype), self._world, self._world)
+        wire = kind.codec.wire_bytes(kind.numel, self._encoded(kind))
+        return chunks.cut(kind.numel, wire, self._world, self._world)
 
     def run(
         self,
@@ -270,18 +270,28 @@ class Message:
         operation.copies_back(outputs, copies)
         return call.run(operation)
 
-    @property
+    @functools.cached_property
     def sent_bytes(self) -> int:
-        """Bytes of wires a rank hands to the transport at one step, at most: ranks with short last shards send less."""
-        whole = self.wire_bytes
-        others = self._world - 1
-        return others * whole if self.algorithm == "one_shot" else 2 * others * -(-whole // self._world)
+        """Bytes of wires that this rank hands to the transport at one step."""
+        pairs = zip(self._kinds, self._cuts, strict=True)
+        return sum(self._sent(kind, cut.span(i)) for kind, cut in pairs for i in range(cut.num_chunks))
 
-    @property
+    def _sent(self, kind: LaneKind, span: Span) -> int:
+        """Of one chunk of a lane."""
+        dtype, others, rank = self._encoded(kind), self._world - 1, self.channel.transport.rank
+        if self.algorithm == "one_shot":
+            return others * kind.codec.wire_bytes(span.numel, dtype)
+        sizes = [chunks.wires_bytes(kind.codec, [shard], dtype) for shard in chunks.shards(span, self._world)]
+        return sum(sizes) - sizes[rank] + others * sizes[rank]
+
+    @functools.cached_property
     def wire_bytes(self) -> int:
         """Bytes of the wires of all lanes, uncut."""
-        dtypes = [self._dtype if self._dtype in kind.codec.inputs else torch.float32 for kind in self._kinds]
-        return sum(kind.codec.wire_bytes(kind.numel, d) for kind, d in zip(self._kinds, dtypes, strict=True))
+        return sum(kind.codec.wire_bytes(kind.numel, self._encoded(kind)) for kind in self._kinds)
+
+    def _encoded(self, kind: LaneKind) -> torch.dtype:
+        """The dtype that a lane's numbers have when they are encoded."""
+        return torch.float32 if kind.feedback or self._dtype not in kind.codec.inputs else self._dtype
 
 
 MESSAGE_ALGORITHMS = ("auto", "one_shot", "two_phase")

@@ -20,7 +20,7 @@ from thinwire.collectives import plain, primitives
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.decisions import CodecChoice, Decisions, Size
-from thinwire.integrations.engine import Engine, Future, new_future
+from thinwire.integrations.engine import Engine, Future, Names, new_future
 from thinwire.integrations.policy import CodecLike, Exempt
 from thinwire.integrations.stats import Stats, now
 
@@ -71,6 +71,7 @@ class DDPState:
         )
         self._engine = Engine(self._decisions, residual_dtype, algorithm)
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
         if model is not None:
             self._learn_names(model)
         elif self._decisions.rules.by_name:
@@ -85,6 +86,11 @@ class DDPState:
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
+        if isinstance(bucket, tuple):
+            raise CollectiveError(
+                "DDP's compiled path (optimize_ddp='python_reducer') hands over gradients one by one, without buckets: "
+                "use the hooks of thinwire.hooks there, or another optimize_ddp mode"
+            )
         buffer = bucket.buffer()
         if buffer.layout != torch.strided:
             raise CollectiveError(
@@ -94,23 +100,23 @@ class DDPState:
         if self._ended:
             self._begin_step(group, buffer.device)
         try:
-            return self._average(buffer, bucket.parameters(), group)
+            return self._average(bucket, buffer, group)
         finally:
             if bucket.is_last():
                 self._end_step()
 
-    def _average(self, buffer: Tensor, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> "Future[Tensor]":
+    def _average(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
         if group.size() == 1 or not buffer.numel():
             future = new_future(buffer.device)
             future.set_result(buffer)
             return future
         if self.closed:
             return plain.average(buffer, group)
-        onebit = self._decisions.onebit
+        parameters, onebit = bucket.parameters(), self._decisions.onebit
         if onebit is not None and onebit.frozen:
-            onebit.put_momentum(parameters, buffer)
-        names = tuple(self._name(parameter) for parameter in parameters)
-        return self._engine.average(names, [parameter.shape for parameter in parameters], buffer, self.step)
+            onebit.put_momentum(parameters, bucket.gradients())
+        names, shapes = self._names_of(parameters)
+        return self._engine.average(names, shapes, buffer, self.step)
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._ended = False
@@ -134,6 +140,15 @@ class DDPState:
                 self._names[parameter] = name
                 real = (2, parameter.dtype.to_real()) if parameter.is_complex() else (1, parameter.dtype)
                 self._decisions.sizes[name] = Size(parameter.shape, real[0] * parameter.numel(), real[1])
+
+    def _names_of(self, parameters: Sequence[Tensor]) -> tuple[Names, list[torch.Size]]:
+        """Looked up once a bucket: DDP brings the same ones at every step."""
+        key = tuple(map(id, parameters))
+        found = self._known.get(key)
+        if found is None or found[0]() is not parameters[0]:
+            names = tuple(self._name(parameter) for parameter in parameters)
+            found = self._known[key] = weakref.ref(parameters[0]), names, [p.shape for p in parameters]
+        return found[1:]
 
     def _name(self, parameter: Tensor) -> str:
         name: str | None = self._names.get(parameter)

@@ -3,6 +3,7 @@
 All ranks decide alike: they look at the same step numbers and at sums over ranks, never at their own measurements.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ class Decisions:
         self._base: Codec = Identity()
         self._choice: policy.Choice = Identity()
         self._widths: Mapping[str, Codec] = {}
+        self._dealt = False  # whether the widths come from measured errors
         self._race: auto.Race | None = None
         self._chosen: Codec | None = None
         self.why = ""  # of what "auto" chose
@@ -88,11 +90,6 @@ class Decisions:
         elif self._feedback == "auto":
             self._scout = _Scout(self, owns)
 
-    def set_family(self, family: str) -> None:
-        """The optimiser is known; nobody looks out any more."""
-        self.family = family
-        self.end_scout()
-
     def end_scout(self) -> None:
         """Look no more."""
         if self._scout is not None:
@@ -101,23 +98,29 @@ class Decisions:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, seconds: float, watches: Sequence[ErrorWatch], error: float, agree: Agree) -> str:
+    def begin(self, step: int, seconds: float, watches: Sequence[ErrorWatch], error: float | None, agree: Agree) -> str:
         """Decide for `step`; the last one took `seconds` and showed `watches`. Gives what is to be told, or ""."""
         if self._race is not None:
             self._race.ended(seconds, error)
         if watches and isinstance(self._choice, Budget):
             self._deal_bits(watches, self._choice.bits, agree)
         if self.family is None and self._scout is not None and step >= _PATIENCE:
-            self.set_family("adaptive")
+            self.family = "adaptive"
+        if self.family is not None:
+            self.end_scout()
         self.step, self._choice = step, self.schedule.at(step)
-        news = self._settle_race(agree) if isinstance(self._choice, Trial) else ""
+        news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
         self._base = self._present_base()
         return news
+
+    @property
+    def _warming_up(self) -> bool:
+        return self.onebit is not None and not self.onebit.frozen
 
     def _present_base(self) -> Codec:
         """What most parameters travel in."""
         choice = self._choice
-        if self.onebit is not None and not self.onebit.frozen:
+        if self._warming_up:
             return Identity()
         if isinstance(choice, Trial):
             return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
@@ -145,7 +148,7 @@ class Decisions:
         """Whether the errors of this step are looked at."""
         if self._race is not None:
             return self._race.measures_error
-        if isinstance(self._choice, Budget) and (not self._widths or self.step % self._replan_every == 0):
+        if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._replan_every == 0):
             return True
         return self._measure_every > 0 and self.step % self._measure_every == 0
 
@@ -168,6 +171,7 @@ class Decisions:
             else:
                 fixed_bytes += rule.pick(name, shape).wire_bytes(numel)
                 fixed_numel += numel
+        self._dealt = True
         self._widths = auto.deal_bits(layers, fixed_bytes, fixed_numel, bits)
         self.why = auto.told(self._widths)
 
@@ -232,30 +236,30 @@ class Decisions:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was decided."""
         if state["optimizer"]:
-            self.set_family(state["optimizer"])
+            self.family = state["optimizer"]
         self._race = None
         self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         self.why = state["why"]
         self._widths = {name: registry.codec(spec) for name, spec in state["widths"].items()}
+        self._dealt = bool(self._widths)
 
 
 class _Scout:
-    """Sees which optimiser steps certain parameters, then goes."""
+    """Sees which optimiser steps certain parameters; removed later, as torch goes through its hooks meanwhile."""
 
     def __init__(self, decisions: Decisions, owns: Callable[[Tensor], bool]) -> None:
-        self._decisions, self._owns = weakref.ref(decisions), owns
-        self._handle = register_optimizer_step_pre_hook(self._saw)
+        handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), owns))
+        self.remove = weakref.finalize(decisions, handle.remove)
 
-    def _saw(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        decisions = self._decisions()
-        if decisions is None:
-            self.remove()
-        elif any(self._owns(p) for group in optimizer.param_groups for p in group["params"]):
-            decisions.set_family(policy.family(optimizer))
 
-    def remove(self) -> None:
-        """Look no more."""
-        self._handle.remove()
+def _saw(
+    found: "weakref.ref[Decisions]", owns: Callable[[Tensor], bool], optimizer: Optimizer, args: object, kwargs: object
+) -> None:
+    decisions = found()
+    if decisions is None or decisions.family is not None:
+        return
+    if any(owns(p) for group in optimizer.param_groups for p in group["params"]):
+        decisions.family = policy.family(optimizer)
 
 
 def _check_counts(**counts: int) -> None:

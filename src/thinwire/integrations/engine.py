@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import plain
-from thinwire.collectives.reduce import LaneLoad, Message
+from thinwire.collectives.reduce import LaneKind, LaneLoad, Message
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations.decisions import Decisions, Size
@@ -52,7 +52,7 @@ class _Bucket:
         self.numel = sum(size.numel for size in sizes)
         self.plain_bytes = 2 * (group.size() - 1) * self.numel * like.itemsize // group.size()
         exact = all(isinstance(kind.codec, Identity) for kind in self.kinds)
-        self.message = None if exact else Message(self.kinds, like, group=group, algorithm=engine.algorithm)
+        self.message = None if exact else engine.message(gradients.names, self.kinds, like)
         pieces = [self.arrangement.pieces(i) for i in range(len(self.kinds))]
         kinds = zip(self.kinds, pieces, strict=True)
         self.carries = [engine.carry(kind.feedback, lane, like.device) for kind, lane in kinds]
@@ -72,6 +72,7 @@ class Engine:
         self.buckets: dict[tuple[Names, torch.dtype, torch.device], _Bucket] = {}
         self.layout: list[Names] = []  # of the last whole step
         self.restored: list[Names] | None = None  # of a checkpoint, until a step was made with it
+        self._messages: dict[object, Message] = {}
         self._setting: object = None  # the decisions that `buckets` were made with
         self._seen: list[Names] = []  # of this step
         self._watches: list[ErrorWatch] = []
@@ -87,10 +88,9 @@ class Engine:
         """Decide for `step`; all collectives of the last one are done. Gives what is to be told, if anything."""
         self.group = group
         watches, self._watches = self._watches, []
-        if watches:
-            self._note_errors(watches)
+        error = self._note_errors(watches) if watches else None
         agree = functools.partial(_agree, group, device)
-        news = self.decisions.begin(step, seconds, watches, self.error or 0.0, agree)
+        news = self.decisions.begin(step, seconds, watches, error, agree)
         if self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self.buckets.clear()
@@ -106,18 +106,19 @@ class Engine:
             self.layout, self._seen = self._seen, []
         self.restored = None
 
-    def _note_errors(self, watches: Sequence[ErrorWatch]) -> None:
+    def _note_errors(self, watches: Sequence[ErrorWatch]) -> float:
         lost, sent = sum(w.total_lost for w in watches), sum(w.total_sent for w in watches)
         codes = sum(watch.codes for watch in watches)
         self.error = (lost / sent) ** 0.5 if sent > 0 else 0.0
         self.clipped = sum(int(watch.outermost) for watch in watches) / codes if codes else None
+        return self.error
 
     # --- averages -----------------------------------------------------------------------------------------------------
 
     def average(self, names: Names, shapes: Sequence[torch.Size], buffer: Tensor, step: int) -> "Future[Tensor]":
         """Start to average a buffer of gradients, in place, one parameter after the other."""
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-        factor = real.numel() // buffer.numel()
+        factor = real.numel() // max(1, sum(shape.numel() for shape in shapes))  # 2 for complex numbers
         views = real.split([factor * shape.numel() for shape in shapes])
         if self.restored is None or names in self.restored:
             self._seen.append(names)
@@ -146,6 +147,13 @@ class Engine:
         if key not in self.buckets:
             self.buckets[key] = _Bucket(self, gradients)
         return self.buckets[key]
+
+    def message(self, names: Names, kinds: Sequence[LaneKind], like: Tensor) -> Message:
+        """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
+        key = names, tuple(kinds), like.dtype, like.device
+        if key not in self._messages:
+            self._messages[key] = Message(kinds, like, group=self.group, algorithm=self.algorithm)
+        return self._messages[key]
 
     def carry(self, kind: str, pieces: Sequence[feedback.Piece], device: torch.device) -> Any:
         """The feedback of a lane, with the memories of its parameters."""

@@ -123,11 +123,54 @@ def _collective_cells(row: Row) -> list[str]:
     labels[2] = f"auto: {labels[2]}" if row.get("auto") else labels[2]
     times = [significant(row[name]) for name in ("ms_p50", "speedup_plain", "speedup_bf16")]
     wire = [fixed(row["bytes_per_rank"], 0), percent(row["wire_limit_share"])]
-    return [*labels, *times, *wire, significant(row["cpu_ms_per_rank"]), scientific(row["rel_error"]), _yes(row)]
+    return [
+        *labels,
+        *times,
+        *wire,
+        significant(row["cpu_ms_per_rank"]),
+        scientific(row["rel_error"]),
+        _verdict(row["identical"]),
+    ]
 
 
-def _yes(row: Row) -> str:
-    return {True: "yes", False: "NO"}[bool(row["identical"])]
+@dataclass(frozen=True)
+class _Column:
+    """A column of the train table; it is left out where no row has a value."""
+
+    header: str
+    name: str
+    show: Callable[[Value], str]
+
+
+def _train_grid(record: Record) -> Grid:
+    columns = [column for column in _TRAIN if any(row.get(column.name) is not None for row in record.rows)]
+    rows = [[*_train_labels(row), *(_train_cell(row, column) for column in columns)] for row in record.rows]
+    return Grid(_train_title(record), ["codec", "feedback", *(column.header for column in columns)], rows, labels=2)
+
+
+def _train_title(record: Record) -> str:
+    task, optimizer, world, link, seeds, steps = (
+        ", ".join(_texts(record, name)) for name in ("task", "optimizer", "world", "link", "seeds", "steps")
+    )
+    first = record.rows[0]
+    floors = [f"{fixed(first['noise_floor'], 3)} in ln(loss)"] if first["noise_floor"] is not None else []
+    floors += [f"{fixed(first['val_noise_floor'], 4)} nats"] if first.get("val_noise_floor") is not None else []
+    return (
+        f"{task} with {optimizer}, {world} ranks, {link}, {seeds} seeds of {steps} steps. log ratio: ln(loss / fp32's), "
+        f"± its standard error{'; two fp32 seeds differ by ' + ' and '.join(floors) if floors else ''}; ×plain, ×bf16, "
+        "×PowerSGD: torch's time of a step over this one's; limit: compute plus bytes over the link's rate"
+    )
+
+
+def _train_labels(row: Row) -> list[str]:
+    mark = " (control)" if row.get("control") else " (peer)" if row.get("peer") else ""
+    return [f"{text(row['codec'])}{mark}", text(row["feedback"])]
+
+
+def _train_cell(row: Row, column: _Column) -> str:
+    if column.name == "loss_log_ratio" and row.get("diverged"):
+        return "diverged"
+    return column.show(row.get(column.name))
 
 
 def _every_column(record: Record) -> Grid:
@@ -141,6 +184,7 @@ _GRIDS: dict[str, Callable[[Record], Grid]] = {
     "codec": _codec_grid,
     "kernels": _kernels_grid,
     "collectives": _collectives_grid,
+    "train": _train_grid,
 }
 
 
@@ -187,10 +231,38 @@ def significant(value: Value) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
+def signed(value: Value, decimals: int = 3) -> str:
+    """+0.012."""
+    return f"{value:+.{decimals}f}" if isinstance(value, float | int) else ABSENT
+
+
 def percent(value: Value) -> str:
     """0.4%, 5.2%, 96%."""
     return f"{100 * value:.{0 if value >= 0.1 else 1}f}%" if isinstance(value, float | int) else ABSENT
 
 
+def _verdict(value: Value) -> str:
+    return ABSENT if value is None else "yes" if value else "NO"
+
+
 def _any(value: Value) -> str:
     return significant(value) if isinstance(value, float) else text(value)
+
+
+_TRAIN = (
+    _Column("loss", "loss", significant),
+    _Column("log ratio", "loss_log_ratio", signed),
+    _Column("±", "loss_log_ratio_error", lambda value: fixed(value, 3)),
+    _Column("val. gap", "val_gap_nats", lambda value: signed(value, 4)),
+    _Column("±", "val_gap_error", lambda value: fixed(value, 4)),
+    _Column("ms", "step_ms", significant),
+    _Column("×plain", "speedup_plain", significant),
+    _Column("×bf16", "speedup_bf16", significant),
+    _Column("×PowerSGD", "speedup_powersgd", significant),
+    _Column("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
+    _Column("over limit", "over_limit", percent),
+    _Column(
+        "extra MB", "extra_bytes", lambda value: significant(value / 1e6) if isinstance(value, float | int) else ABSENT
+    ),
+    _Column("identical", "identical", _verdict),
+)
