@@ -94,13 +94,13 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     total, last = torch.zeros_like(x), x.clone()
     for memory in memories:
         memory.fill(torch.zeros_like(x))
+    poisoned = x.clone()
+    poisoned[7] = torch.nan
     with no_host_sync():
         for step in range(1, 9):
             last = x.clone()
             average(last, step)
             total += last
-        poisoned = x.clone()
-        poisoned[7] = torch.nan
         kept = memories[0].read().clone()
         average(poisoned, 9)
     torch.cuda.synchronize()

@@ -257,10 +257,13 @@ class Ledger:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
-        if found is None or any(piece.name and self._at[piece.name][0] is not found for piece in key):
+        if found is None or any(self._is_elsewhere(piece.name, found) for piece in key):
             self._lanes[key] = self._made(key, device)
             self._drop_empty()
         return self._lanes[key]
+
+    def _is_elsewhere(self, name: str | None, memory: Memory) -> bool:
+        return name is not None and (name not in self._at or self._at[name][0] is not memory)
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
         names = [piece.name for piece in pieces if piece.name is not None]
@@ -294,6 +297,17 @@ class Ledger:
             elif name in self._loose:
                 found[name] = self._loose[name]
         return found
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget these."""
+        for name in names:
+            self._loose.pop(name, None)
+            if name in self._at:
+                memory, begin, end = self._at.pop(name)
+                values = memory.read().clone()
+                values[begin:end] = 0
+                memory.fill(values)
+        self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Forget everything and remember `values`."""

@@ -117,9 +117,12 @@ class OneBitAdam(Optimizer):
 
     def _freeze(self, group: dict[str, Any]) -> None:
         """The variance without its bias, nowhere under its floor: what every later step divides by."""
-        for p in group["params"]:
-            square = self._state(p)["exp_avg_sq"].div_(1 - group["betas"][1] ** group["steps"])
-            square.clamp_(min=float(group["floor"] * square.mean()) if square.numel() else 0.0)
+        squares = [self._state(p)["exp_avg_sq"] for p in group["params"] if p.numel()]
+        torch._foreach_div_(squares, 1 - group["betas"][1] ** group["steps"])
+        everywhere = sum(float(s.double().sum()) for s in squares) / max(1, sum(s.numel() for s in squares))
+        for square in squares:
+            mean = float(square.double().mean()) or everywhere  # nothing is known of one that had no gradient
+            square.clamp_(min=group["floor"] * mean)
 
 
 def _check(**values: float) -> None:

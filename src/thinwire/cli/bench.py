@@ -13,7 +13,6 @@ from thinwire.bench import (
     kernels as kernels_bench,
     link as links,
     schemes,
-    tasks,
     train as train_bench,
 )
 from thinwire.bench.data import DISTRIBUTIONS
@@ -37,9 +36,29 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-Task = StrEnum("Task", list(tasks.TASKS))
-Optimizer = StrEnum("Optimizer", list(schemes.OPTIMIZERS))
-Feedback = StrEnum("Feedback", list(schemes.FEEDBACKS))
+class Task(StrEnum):
+    """What is trained."""
+
+    digits = "digits"
+    gpt = "gpt"
+    mlp = "mlp"
+
+
+class Optimizer(StrEnum):
+    """What it is trained with."""
+
+    adam = "adam"
+    sgd = "sgd"
+
+
+class Feedback(StrEnum):
+    """Error feedback."""
+
+    auto = "auto"
+    none = "none"
+    classic = "classic"
+    ef21 = "ef21"
+
 
 Codecs = Annotated[
     list[str] | None,
@@ -205,7 +224,7 @@ def collectives_command(
 
 @app.command("train")
 def train_command(
-    task: Annotated[Task, typer.Option(help="digits and gpt for losses, mlp for times.")] = Task("digits"),
+    task: Annotated[Task, typer.Option(help="digits and gpt for losses, mlp for times.")] = Task.digits,
     world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = train_bench.WORLD,
     codecs: Annotated[
         list[str] | None,
@@ -223,7 +242,7 @@ def train_command(
         str | None,
         typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
     ] = None,
-    feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback("auto"),
+    feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback.auto,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of a run; default by task.")] = None,
     json: Json = None,
     quick: Quick = False,
@@ -250,7 +269,7 @@ def train_command(
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)]
     kind = optimizer.value if optimizer else None
-    with screen.usage_errors("--codecs", CodecError, ValueError):
+    with screen.usage_errors("--codecs", CodecError):
         train_bench.lineup(task.value, named or None, feedback.value, kind)
     with screen.usage_errors("--link", ValueError):
         shaped = links.parse(link) if link else None

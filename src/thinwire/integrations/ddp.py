@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire import feedback as feedbacks
 from thinwire.collectives import plain, primitives
+from thinwire.collectives.reduce import MESSAGE_ALGORITHMS
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.decisions import CodecChoice, Decisions, Size
@@ -69,11 +70,16 @@ class DDPState:
             replan_every=replan_every,
             measure_every=measure_every,
         )
+        if algorithm not in MESSAGE_ALGORITHMS:
+            raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
         self._engine = Engine(self._decisions, residual_dtype, algorithm)
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._named = False  # by a model
+        self._order: list[str] = []  # in which DDP brought them first
+        self._awaited: list[str] = []  # the order of a pickled state
         self._known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Names, list[torch.Size]]] = {}
         if model is not None:
-            self._learn_names(model)
+            self.name_parameters(model)
         elif self._decisions.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
         self._decisions.set_optimizer(optimizer, self._names.__contains__)
@@ -134,7 +140,9 @@ class DDPState:
 
     # --- names --------------------------------------------------------------------------------------------------------
 
-    def _learn_names(self, model: nn.Module) -> None:
+    def name_parameters(self, model: nn.Module) -> None:
+        """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
+        self._named = True
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._names[parameter] = name
@@ -153,7 +161,24 @@ class DDPState:
     def _name(self, parameter: Tensor) -> str:
         name: str | None = self._names.get(parameter)
         if name is None:
-            name = self._names[parameter] = f"parameter {len(self._names)}"
+            name = self._names[parameter] = self._next_name(parameter)
+        if name not in self._order:
+            self._order.append(name)
+        return name
+
+    def _next_name(self, parameter: Tensor) -> str:
+        """DDP brings the same parameters in the same order at the first step of every run."""
+        index = len(self._names)
+        if self._decisions.rules.by_name and not self._awaited:
+            raise CollectiveError("this state has rules by name, and no names: call state.name_parameters(model)")
+        if not self._awaited:
+            return f"parameter {index}"
+        name = self._awaited[index] if index < len(self._awaited) else ""
+        if not name or self._decisions.sizes[name].shape != parameter.shape:
+            raise CollectiveError(
+                f"this state was pickled for other parameters: {name or 'none'} comes next, got one of shape "
+                f"{tuple(parameter.shape)}: name them with state.name_parameters(model)"
+            )
         return name
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -197,6 +222,11 @@ class DDPState:
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place: what this rank needs of what `world` ranks saved."""
+        if self._decisions.needs_family:
+            raise CollectiveError(
+                "which feedback there is to load depends on the optimiser, and none was seen yet: "
+                "pass optimizer= to compress_ddp, or name the feedback"
+            )
         old = self.world if world is None else world
         return self._export({k: {} for k in range(self.rank, old, self.world)}, {}, old)
 
@@ -210,7 +240,8 @@ class DDPState:
             "version": _VERSION,
             "step": self.step,
             "world": world,
-            "layout": [list(names) for names in self._engine.layout],
+            "layout": [list(names) for names in self._engine.last_layout],
+            "feedback": [[name, kind] for name, kind in self._engine.kinds.items()],
             "decisions": self._decisions.state_dict(),
             "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
             "mean": _complete(means, meant, torch.float32),
@@ -232,7 +263,8 @@ class DDPState:
             )
         self._check_sizes(parts[k] for k in wanted)
         self._ended, self.step = True, int(head["step"])
-        self._engine.forget(feedbacks.deal(parts, head["world"], self.rank, self.world), head["mean"])
+        residuals = feedbacks.deal(parts, head["world"], self.rank, self.world)
+        self._engine.forget(residuals, head["mean"], dict(head["feedback"]))
         if head["world"] == self.world and head["layout"]:
             self._engine.restored = [tuple(names) for names in head["layout"]]
         self._decisions.load_state_dict(head["decisions"])
@@ -240,6 +272,8 @@ class DDPState:
     def _check_sizes(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
         sizes = self._decisions.sizes
         for name, values in (item for part in parts for item in part.items()):
+            if self._named and name not in sizes:
+                raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
             if name in sizes and sizes[name].numel != values.numel():
                 raise CollectiveError(
                     f"the state is of another model: {name} has {sizes[name].numel} elements, there {values.numel()}"
@@ -253,7 +287,12 @@ class DDPState:
 
     def __getstate__(self) -> dict[str, Any]:
         options = {**self._options, "optimizer": self._decisions.family}
-        return {"options": options, "state": self.state_dict(), "sizes": self._decisions.sizes}
+        return {
+            "options": options,
+            "state": self.state_dict(),
+            "sizes": self._decisions.sizes,
+            "order": self._order or self._awaited,
+        }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         options, state = dict(saved["options"]), saved["state"]
@@ -262,6 +301,7 @@ class DDPState:
         self._options = {**options, "exempt": saved["options"]["exempt"], "policy": saved["options"]["policy"]}
         self._options.pop("optimizer")
         self._decisions.rules, self._decisions.sizes = rules, dict(saved["sizes"])
+        self._awaited = saved["order"]
         (own,) = state["ranks"].values()
         self.load_state_dict({**state, "world": self.world, "ranks": {str(self.rank): own}})
 
@@ -366,8 +406,9 @@ def compress_ddp(
     )
     switch = _switches.get(ddp_model)
     if switch is None:
-        _switches[ddp_model] = switch = _Switch(state)
+        switch = _Switch(state)
         ddp_model.register_comm_hook(switch, ddp_hook)
+        _switches[ddp_model] = switch
     elif not switch.state.closed:
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state

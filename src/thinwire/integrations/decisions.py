@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, registry
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.integrations import auto, policy
 from thinwire.integrations.layout import Slot
@@ -54,14 +55,15 @@ class Decisions:
     ) -> None:
         policy.check_feedback(feedback, residual_dtype)
         _check_counts(replan_every=replan_every, measure_every=measure_every)
-        if not error_budget > 0:
-            raise CodecError(f"error_budget must be above 0, got {error_budget!r}")
+        if not isinstance(error_budget, float | int) or not error_budget > 0:
+            raise CodecError(f"error_budget must be a number above 0, got {error_budget!r}")
         self.schedule = policy.Schedule(codec, warmup_steps)
         self.rules = policy.Rules(exempt, policy_rules)
         self._feedback, self._error_budget = feedback, error_budget
         self._replan_every, self._measure_every = replan_every, measure_every
         self.sizes: dict[str, Size] = {}
-        self.family: str | None = None  # of the optimiser, once it is known
+        self.family: str | None = None  # of the optimiser, once all ranks know it
+        self._seen: str | None = None  # what this one saw of it
         self.onebit: OneBitAdam | None = None
         self._scout: _Scout | None = None
         self._base: Codec = Identity()
@@ -87,8 +89,19 @@ class Decisions:
             self.family = policy.family(optimizer)
         elif optimizer is not None:
             raise CodecError(f"optimizer must be a torch optimiser, 'linear' or 'adaptive', got {optimizer!r}")
-        elif self._feedback == "auto":
+        elif self.needs_family:
             self._scout = _Scout(self, owns)
+
+    @property
+    def needs_family(self) -> bool:
+        """Whether any feedback depends on an optimiser that is not known."""
+        if self._feedback != "auto" or self.family is not None:
+            return False
+        choices = [*self.schedule.choices, *self.rules.codecs]
+        if any(isinstance(choice, Budget) and choice.bits < 4 for choice in choices):
+            return True
+        found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in policy.leaves(choice)]
+        return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
 
     def end_scout(self) -> None:
         """Look no more."""
@@ -104,14 +117,20 @@ class Decisions:
             self._race.ended(seconds, error)
         if watches and isinstance(self._choice, Budget):
             self._deal_bits(watches, self._choice.bits, agree)
-        if self.family is None and self._scout is not None and step >= _PATIENCE:
-            self.family = "adaptive"
-        if self.family is not None:
-            self.end_scout()
+        if self._scout is not None and step > 0:
+            self._share_family(step, agree)
         self.step, self._choice = step, self.schedule.at(step)
         news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
         self._base = self._present_base()
         return news
+
+    def _share_family(self, step: int, agree: Agree) -> None:
+        """What any rank saw of the optimiser holds for all; nobody waits for ever."""
+        known = 0 if self._seen is None else 1 + policy.FAMILIES.index(self._seen)
+        (shared,) = agree([float(known)], dist.ReduceOp.MAX)
+        if shared or step >= _PATIENCE:
+            self.family = policy.FAMILIES[int(shared) - 1] if shared else "adaptive"
+            self.end_scout()
 
     @property
     def _warming_up(self) -> bool:
@@ -210,16 +229,16 @@ class Decisions:
         return policy.feedback_of("auto", chosen, self.family)
 
     def remembered(self) -> dict[str, tuple[int, str]]:
-        """Elements and feedback of every parameter that has one in the end, whether or not it has begun."""
-        choice = self.schedule.last
-        if isinstance(choice, Trial):
-            return {}
-        base = auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
+        """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
-        for name, (shape, numel, dtype) in self.sizes.items():
-            kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
-            if kind:
-                found[name] = numel, kind
+        for choice in self.schedule.choices:
+            base = choice if isinstance(choice, Codec) else auto.CANDIDATES[-1]
+            if isinstance(choice, Budget):
+                base = auto.start_width(choice.bits)
+            for name, (shape, numel, dtype) in self.sizes.items():
+                kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
+                if kind:
+                    found[name] = numel, kind
         return found
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
@@ -230,17 +249,18 @@ class Decisions:
             "optimizer": self.family or "",
             "chosen": "" if self._chosen is None else str(self._chosen),
             "why": self.why,
-            "widths": {name: str(chosen) for name, chosen in self._widths.items()},
+            "widths": [[name, str(chosen)] for name, chosen in self._widths.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was decided."""
         if state["optimizer"]:
             self.family = state["optimizer"]
+            self.end_scout()
         self._race = None
         self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         self.why = state["why"]
-        self._widths = {name: registry.codec(spec) for name, spec in state["widths"].items()}
+        self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}
         self._dealt = bool(self._widths)
 
 
@@ -256,13 +276,13 @@ def _saw(
     found: "weakref.ref[Decisions]", owns: Callable[[Tensor], bool], optimizer: Optimizer, args: object, kwargs: object
 ) -> None:
     decisions = found()
-    if decisions is None or decisions.family is not None:
+    if decisions is None or decisions._seen is not None:
         return
     if any(owns(p) for group in optimizer.param_groups for p in group["params"]):
-        decisions.family = policy.family(optimizer)
+        decisions._seen = policy.family(optimizer)
 
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or count < (name == "replan_every"):
+        if not is_int(count) or count < (name == "replan_every"):
             raise CodecError(f"{name} must be a number of steps, got {count!r}")

@@ -8,6 +8,7 @@ bucket *of that layout* are there, from whatever buckets of DDP's, and sends tho
 
 import contextlib
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ class Engine:
         self.buckets: dict[tuple[Names, torch.dtype, torch.device], _Bucket] = {}
         self.layout: list[Names] = []  # of the last whole step
         self.restored: list[Names] | None = None  # of a checkpoint, until a step was made with it
+        self.kinds: dict[str, str] = {}  # of the feedback that parameters' memories come from
         self._messages: dict[object, Message] = {}
         self._setting: object = None  # the decisions that `buckets` were made with
         self._seen: list[Names] = []  # of this step
@@ -119,7 +121,11 @@ class Engine:
         """Start to average a buffer of gradients, in place, one parameter after the other."""
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         factor = real.numel() // max(1, sum(shape.numel() for shape in shapes))  # 2 for complex numbers
-        views = real.split([factor * shape.numel() for shape in shapes])
+        views: Sequence[Tensor] = real.split([factor * shape.numel() for shape in shapes])
+        if not all(view.numel() for view in views):
+            filled = [i for i, view in enumerate(views) if view.numel()]
+            names, shapes = tuple(names[i] for i in filled), tuple(shapes[i] for i in filled)
+            views = tuple(views[i] for i in filled)
         if self.restored is None or names in self.restored:
             self._seen.append(names)
             return self._send(Gradients(names, tuple(shapes), views, real), buffer, step)
@@ -159,6 +165,7 @@ class Engine:
         """The feedback of a lane, with the memories of its parameters."""
         if not kind:
             return None
+        self._forget_others(kind, [piece.name for piece in pieces if piece.name is not None])
         residual, gaps = self.residuals.lane(pieces, device), feedback.Gaps(pieces)
         if kind == "classic":
             return feedback.Classic(residual, self.group.size(), gaps)
@@ -169,7 +176,19 @@ class Engine:
             )
         return feedback.EF21(residual, self.means.lane(pieces, device), self.group.size(), gaps)
 
+    def _forget_others(self, kind: str, names: Sequence[str]) -> None:
+        """What another kind of feedback remembered says nothing to this one."""
+        stale = [name for name in names if self.kinds.get(name, kind) != kind]
+        self.residuals.drop(stale)
+        self.means.drop(stale)
+        self.kinds.update(dict.fromkeys(names, kind))
+
     # --- [Note: Layout] -----------------------------------------------------------------------------------------------
+
+    @property
+    def last_layout(self) -> list[Names]:
+        """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
+        return self.layout if self.restored is None else self.restored
 
     def _hold(
         self, names: Names, shapes: Sequence[torch.Size], views: Sequence[Tensor], buffer: Tensor, step: int
@@ -212,8 +231,11 @@ class Engine:
         used = {kind.feedback for bucket in self.buckets.values() for kind in bucket.kinds if kind.feedback}
         return "+".join(sorted(used)) or "none"
 
-    def forget(self, residuals: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
+    def forget(
+        self, residuals: Mapping[str, Tensor], means: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None
+    ) -> None:
         """Start anew from these."""
+        self.kinds = dict(kinds or {})
         self.buckets.clear()
         self._seen.clear()
         self._held.clear()
@@ -229,6 +251,7 @@ class _Held:
     def __init__(self, buffer: Tensor, waits: set[Names]) -> None:
         self.future = new_future(buffer.device)
         self._buffer, self._waits = buffer, waits
+        self._lock = threading.Lock()  # messages may end on several threads
 
     def got(self, names: Names, done: "Future[Tensor]") -> None:
         """A message that held some of the gradients is done, or failed."""
@@ -238,9 +261,10 @@ class _Held:
             with contextlib.suppress(RuntimeError):  # another message failed first
                 self.future.set_exception(error)  # type: ignore[arg-type]
             return
-        self._waits.discard(names)
-        if not self._waits:
-            self.future.set_result(self._buffer)
+        with self._lock:
+            self._waits.discard(names)
+            if not self._waits and not self.future.done():
+                self.future.set_result(self._buffer)
 
 
 def new_future(device: torch.device) -> "Future[Tensor]":

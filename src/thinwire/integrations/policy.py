@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from thinwire.codecs import BlockInt, ByName, Cast, Codec, Identity, Lloyd, codec
+from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
+from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.feedback import KINDS
 
@@ -61,13 +62,13 @@ class Schedule:
     """The choice that holds from each step on."""
 
     def __init__(self, spec: object, warmup_steps: int) -> None:
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        if not is_int(warmup_steps) or warmup_steps < 0:
             raise CodecError(f"warmup_steps must be an integer, 0 or more, got {warmup_steps!r}")
         if not isinstance(spec, Mapping):
             spec = {0: "none", warmup_steps: spec} if warmup_steps else {0: spec}
         elif warmup_steps:
             raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
-        if not spec or any(not isinstance(step, int) or step < 0 for step in spec):
+        if not spec or any(not is_int(step) or step < 0 for step in spec):
             raise CodecError(
                 f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
             )
@@ -82,9 +83,9 @@ class Schedule:
         return found
 
     @property
-    def last(self) -> Choice:
-        """What holds in the end."""
-        return list(self._from.values())[-1]
+    def choices(self) -> list[Choice]:
+        """All that hold at some step."""
+        return list(self._from.values())
 
     def __str__(self) -> str:
         if list(self._from) == [0]:
@@ -101,6 +102,11 @@ class Rules:
     def __init__(self, exempt: Exempt, policy: Mapping[str, CodecLike] | None) -> None:
         self._exempt = _exemption(exempt)
         self._named = [] if policy is None else _named(policy)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """Those that rules name."""
+        return [chosen for _, chosen in self._named]
 
     @property
     def by_name(self) -> bool:
@@ -160,9 +166,9 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
         return known[exempt]
     if callable(exempt):
         return exempt
-    patterns = tuple(exempt)
+    patterns = tuple(exempt) if isinstance(exempt, Sequence) else (exempt,)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise CodecError(f"exempt: name patterns are strings, got {exempt!r}")
+        raise CodecError(f"exempt must be 'auto', 'none', a list of name patterns or a function, got {exempt!r}")
     return _Patterns(patterns)
 
 
@@ -176,6 +182,15 @@ def family(optimizer: object) -> str:
     """ "linear" for SGD, Muon and their like; "adaptive" for Adam's kin and for what is not known."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     return "linear" if any(name in LINEAR for name in names) else "adaptive"
+
+
+def leaves(chosen: Codec) -> list[Codec]:
+    """The codecs that a codec may pick."""
+    if isinstance(chosen, ByName):
+        return [leaf for _, inner in chosen.rules for leaf in leaves(inner)]
+    if isinstance(chosen, BySize):
+        return [*leaves(chosen.small), *leaves(chosen.large)]
+    return [chosen]
 
 
 def bits_of(chosen: Codec) -> int:

@@ -143,23 +143,30 @@ class _Column:
 
 
 def _train_grid(record: Record) -> Grid:
-    columns = [column for column in _TRAIN if any(row.get(column.name) is not None for row in record.rows)]
+    columns = [column for column in _TRAIN if any(_train_cell(row, column) != ABSENT for row in record.rows)]
     rows = [[*_train_labels(row), *(_train_cell(row, column) for column in columns)] for row in record.rows]
     return Grid(_train_title(record), ["codec", "feedback", *(column.header for column in columns)], rows, labels=2)
 
 
 def _train_title(record: Record) -> str:
-    task, optimizer, world, link, seeds, steps = (
-        ", ".join(_texts(record, name)) for name in ("task", "optimizer", "world", "link", "seeds", "steps")
-    )
-    first = record.rows[0]
-    floors = [f"{fixed(first['noise_floor'], 3)} in ln(loss)"] if first["noise_floor"] is not None else []
-    floors += [f"{fixed(first['val_noise_floor'], 4)} nats"] if first.get("val_noise_floor") is not None else []
-    return (
-        f"{task} with {optimizer}, {world} ranks, {link}, {seeds} seeds of {steps} steps. log ratio: ln(loss / fp32's), "
-        f"± its standard error{'; two fp32 seeds differ by ' + ' and '.join(floors) if floors else ''}; ×plain, ×bf16, "
-        "×PowerSGD: torch's time of a step over this one's; limit: compute plus bytes over the link's rate"
-    )
+    names = ("task", "optimizer", "world", "link", "seeds", "steps")
+    task, optimizer, world, link, seeds, steps = (", ".join(_texts(record, name)) for name in names)
+    parts = [
+        "log ratio: ln(loss / fp32's), ± its standard error",
+        *_floors(record.rows[0]),
+        "×plain, ×bf16, ×PowerSGD: torch's time of a step over this one's",
+        "limit: compute plus bytes over the link's rate",
+    ]
+    shaped = any(row.get("over_limit") is not None for row in record.rows)
+    head = f"{task} with {optimizer}, {world} ranks, {link}, {seeds} seeds of {steps} steps"
+    return f"{head}. {'; '.join(parts if shaped else parts[:-1])}"
+
+
+def _floors(row: Row) -> list[str]:
+    """What another seed does to fp32."""
+    texts = [f"{fixed(row['noise_floor'], 3)} in ln(loss)"] if row["noise_floor"] is not None else []
+    texts += [f"{fixed(row['val_noise_floor'], 3)} nats"] if row.get("val_noise_floor") is not None else []
+    return [f"two fp32 seeds differ by {' and '.join(texts)}"] if texts else []
 
 
 def _train_labels(row: Row) -> list[str]:
@@ -239,6 +246,10 @@ def signed(value: Value, decimals: int = 3) -> str:
 def percent(value: Value) -> str:
     """0.4%, 5.2%, 96%."""
     return f"{100 * value:.{0 if value >= 0.1 else 1}f}%" if isinstance(value, float | int) else ABSENT
+
+
+def _megabytes(value: Value) -> str:
+    return significant(value / 1e6) if isinstance(value, float | int) else ABSENT
 
 
 def _verdict(value: Value) -> str:
