@@ -3,7 +3,7 @@
 The public surface and nothing else.
 """
 
-from thinwire import functional, optim
+from thinwire import functional, hooks, optim
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.collectives import (
     Work,
@@ -54,6 +54,7 @@ __all__ = [
     "ddp_hook",
     "explain",
     "functional",
+    "hooks",
     "optim",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

@@ -150,6 +150,8 @@ def resolve(group: Group) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
+    if isinstance(group, dist.ProcessGroup):  # first: the compiler lets nobody ask one whether it is a mesh
+        return group
     if is_mesh(group):
         if group.ndim != 1:
             raise CollectiveError(
@@ -158,11 +160,9 @@ def resolve(group: Group) -> dist.ProcessGroup:
             )
         resolved: dist.ProcessGroup = group.get_group()
         return resolved
-    if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise CollectiveError("this rank is not a member of the group; only its members may call")
-        raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
-    return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise CollectiveError("this rank is not a member of the group; only its members may call")
+    raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:

@@ -1,0 +1,870 @@
+"""thinwire.hooks: means within derived bounds, what torch's hooks get wrong, everything DDP does, the compiled path.
+
+Rank functions name their hooks by a key of HOOKS and run many cases a call. `Given` is a model whose gradients are what
+it is called with, so that a real DDP brings any numbers to a hook.
+"""
+
+import inspect
+import math
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from cases import Range, assert_same, digest, given, half_ulp, seeded
+from ranks import RankPool
+from thinwire import hooks, kernels
+from thinwire.collectives import primitives, traffic
+from thinwire.errors import CodecError, CollectiveError
+
+Group = dist.ProcessGroup
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+WORLDS = (1, 2, 3, 4)
+PER_TENSOR, PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine" for block in ((1 << 32) - 8, 512, 64))
+HOOKS: dict[str, Any] = {
+    "allreduce": hooks.allreduce_hook,
+    "fp16": hooks.fp16_compress_hook,
+    "bf16": hooks.bf16_compress_hook,
+    "pertensor": hooks.quantization_pertensor_hook,
+    "perchannel": hooks.quantization_perchannel_hook,
+    "perchannel 64": hooks.perchannel_hook(64),
+    "fp16(allreduce)": hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+    "bf16(perchannel)": hooks.bf16_compress_wrapper(hooks.quantization_perchannel_hook),
+    "fp16(bf16(fp16))": hooks.fp16_compress_wrapper(hooks.bf16_compress_wrapper(hooks.fp16_compress_hook)),
+}
+CODECS = {"fp16": "fp16", "bf16": "bf16", "pertensor": PER_TENSOR, "perchannel": PER_CHANNEL, "perchannel 64": PER_64}
+QUANTISED = ("pertensor", "perchannel", "perchannel 64")
+
+
+class Bucket:
+    """What most hooks ask of a bucket; torch's own cannot be made in Python."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def buffer(self) -> Tensor:
+        """The gradients."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Other gradients."""
+        self._buffer = buffer
+
+
+def run_hook(hook: Any, x: Tensor, state: Any = None) -> Tensor:
+    """The hook's result on a copy of x; it must be the bucket's own memory and dtype again."""
+    buffer = x.clone()
+    bucket = Bucket(buffer)
+    result: Tensor = hook(state, bucket).wait()
+    assert result.dtype == x.dtype == bucket.buffer().dtype
+    assert result.data_ptr() == bucket.buffer().data_ptr() == buffer.data_ptr()
+    return result
+
+
+# --- names and shapes -------------------------------------------------------------------------------------------------
+
+TORCH = {
+    **{name: getattr(default_hooks, name) for name in default_hooks.__all__},
+    "quantization_pertensor_hook": quantization_hooks.quantization_pertensor_hook,
+    "quantization_perchannel_hook": quantization_hooks.quantization_perchannel_hook,
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_names_and_arguments_are_torchs(name: str) -> None:
+    ours, theirs = (inspect.signature(thing).parameters for thing in (getattr(hooks, name), TORCH[name]))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_pickle(name: str) -> None:
+    """torch's wrapped hooks do not."""
+    hook = HOOKS[name]
+    again = pickle.loads(pickle.dumps(hook))
+    assert again is hook or (type(again) is type(hook) and vars(again).keys() == vars(hook).keys())
+    assert again.__name__ == hook.__name__
+
+
+def test_a_pickled_wrapper_runs_the_same_hook(ranks: RankPool) -> None:
+    again = pickle.loads(pickle.dumps(HOOKS["bf16(perchannel)"]))
+    assert (again.hook, again.dtype) == (hooks.quantization_perchannel_hook, torch.bfloat16)
+    assert pickle.loads(pickle.dumps(HOOKS["perchannel 64"])).bucket_size == 64
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 1 << 32, 12.5])
+def test_a_bucket_size_that_no_wire_has_is_refused(size: Any) -> None:
+    with pytest.raises(CodecError, match=r"bucket_size .*multiple of 8"):
+        hooks.perchannel_hook(size)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def mean_range(name: str, xs: Sequence[Tensor]) -> Range:
+    """Where the mean of all ranks' numbers may lie: a rounding a rank, and one of the sum unless two ranks tell all."""
+    world, dtype, coder = len(xs), xs[0].dtype, thinwire.codec(CODECS[name])
+    if world == 1:
+        return Range.of(xs[0])
+    shares = name == "bf16"
+    sent = [x.mul(1 / world) if shares else x.float() if dtype == torch.float64 else x for x in xs]
+    total = Range.total([Range.of(x).coded(coder) for x in sent], 1.0 if shares else 1 / world)
+    in_one_shot = world == 2 and name != "pertensor"
+    return (total if in_one_shot else total.coded(coder)).written(dtype)
+
+
+def run_hooks(group: Group, names: Sequence[str], inputs: Sequence[list[Tensor]]) -> list[tuple[str, Tensor]]:
+    """(digest, result) of every hook on every input, of which each has one tensor a rank."""
+    outputs = [run_hook(HOOKS[name], xs[group.rank()]) for name in names for xs in inputs]
+    return [(digest(y), y) for y in outputs]
+
+
+def check_hooks(ranks: RankPool, names: Sequence[str], inputs: Sequence[list[Tensor]]) -> None:
+    """All ranks of the inputs' world agree, and on what the bound allows."""
+    world = len(inputs[0])
+    cases = [(name, xs) for name in names for xs in inputs]
+    for (name, xs), *answers in zip(cases, *ranks(world).run(run_hooks, names, inputs), strict=True):
+        assert len({told for told, _ in answers}) == 1, f"ranks differ: {name}, {xs[0].numel()} {xs[0].dtype}"
+        mean_range(name, xs).assert_holds(answers[0][1], f"{name}, {xs[0].numel()} {xs[0].dtype}")
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths"),
+    [(1, (0, 1, 700)), (2, (0, 1, 2, 511, 512, 513)), (3, (0, 1, 2, 7, 64, 600)), (4, (2, 3, 63))],
+)
+def test_means_of_any_length_are_within_their_error(ranks: RankPool, world: int, lengths: Sequence[int]) -> None:
+    """torch pads another row where the length divides."""
+    check_hooks(ranks, list(CODECS), [[given(n, rank) for rank in range(world)] for n in lengths])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    """torch's quantisation hooks answer a bf16 bucket with fp32."""
+    check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)])
+
+
+def run_long(group: Group, n: int) -> list[tuple[str, float]]:
+    """(digest, error as a share of the peak) of every hook on a bucket of several chunks."""
+    xs = [torch.randn(n, generator=seeded(9, rank)) for rank in range(group.size())]
+    mean, peak, found = torch.stack(xs).double().mean(0), max(float(x.abs().max()) for x in xs), []
+    for hook in HOOKS.values():
+        y = run_hook(hook, xs[group.rank()])
+        found.append((digest(y), float((y - mean).abs().max()) / peak))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_bucket_of_several_chunks(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(run_long, 1_300_007)
+    for name, *told in zip(HOOKS, *answers, strict=True):
+        assert len(set(told)) == 1, name
+        assert told[0][1] <= lost(name, world) + (world + 3) * half_ulp(torch.float32), name
+
+
+def run_complex(group: Group, dtype: torch.dtype) -> list[str]:
+    """Hooks that treat a complex bucket unlike its real and imaginary parts."""
+    pairs = given(600, group.rank(), torch.float64 if dtype == torch.complex128 else torch.float32).view(300, 2)
+    results = {name: run_hook(hook, torch.view_as_complex(pairs)) for name, hook in HOOKS.items()}
+    return [name for name, y in results.items() if digest(y) != digest(run_hook(HOOKS[name], pairs))]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_bucket_is_its_real_and_imaginary_parts(ranks: RankPool, dtype: torch.dtype) -> None:
+    assert ranks(3).run(run_complex, dtype) == [[]] * 3
+
+
+def test_one_rank_alone_is_exact(ranks: RankPool) -> None:
+    x = given(700, 0, torch.float64)
+    names = [name for name in HOOKS if "(" not in name]
+    for name, (_, y) in zip(names, ranks(1).run(run_hooks, names, [[x]])[0], strict=True):
+        assert_same(y, x, name)
+
+
+# --- what torch's hooks get wrong -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fp16_does_not_overflow_where_the_mean_fits(ranks: RankPool, world: int) -> None:
+    """torch's casts before it divides: inf."""
+    xs = [torch.tensor([1e5, -1e5, 3.0]) if rank == 1 else torch.zeros(3) for rank in range(world)]
+    check_hooks(ranks, ["fp16"], [xs])
+    (_, y) = ranks(world).run(run_hooks, ["fp16"], [xs])[0][0]
+    assert y.abs().max() <= 1e5 / world * (1 + 2 * 2.0**-11)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sixteen_bits_keep_the_range_of_the_bucket(ranks: RankPool, world: int) -> None:
+    """1e-30 is 0 in float16, and the sum of two 3e38 is infinite in float32."""
+    numbers = torch.tensor([3e38, -3e38, 1e37])
+    inputs = [[numbers] * world, [torch.tensor([1e-30, -3e-31, 0.0])] * world]
+    check_hooks(ranks, ["fp16", "bf16"], inputs)
+    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, ["fp16", "bf16"], inputs)[0])
+
+
+HARD = {
+    "under 1e-7": lambda n: torch.linspace(-3e-8, 2e-8, n),  # torch: 0
+    "range 1e-6": lambda n: torch.linspace(-5e-7, 5e-7, n),  # torch: 5 % lost
+    "1e-40": lambda n: torch.linspace(-3e-40, 2e-40, n),
+    "3e38": lambda n: torch.linspace(-1, 1, n) * 3e38,  # torch: NaN
+    "one sign": lambda n: torch.linspace(1e-3, 2e-3, n),
+    "constant": lambda n: torch.full((n,), -7e-9),
+}
+
+
+@pytest.mark.parametrize("content", HARD)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, content: str) -> None:
+    xs = [HARD[content](333) for _ in range(world)]
+    check_hooks(ranks, QUANTISED, [xs])
+    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, QUANTISED, [xs])[0])
+
+
+def nan_block(name: str, n: int, at: int, world: int) -> range:
+    """Which elements share a scale with element `at`."""
+    shard = n if world == 2 and name != "pertensor" else -(-n // world)
+    block = {"pertensor": n, "perchannel": 512, "perchannel 64": 64}[name]
+    first = at // shard * shard
+    begin = first + (at - first) // block * block
+    return range(begin, min(begin + block, first + shard, n))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float) -> None:
+    """torch's: the whole bucket is NaN."""
+    n, at = 2003, 1100
+    clean = [given(n, rank) for rank in range(world)]
+    broken = [x.clone() for x in clean]
+    broken[1][at] = bad
+    answers = [y for _, y in ranks(world).run(run_hooks, QUANTISED, [clean, broken])[0]]
+    for name, good, got in zip(QUANTISED, answers[::2], answers[1::2], strict=True):
+        block = list(nan_block(name, n, at, world))
+        want = good.clone()
+        want[block] = math.nan
+        assert len(block) < n
+        assert_same(got, want, name)
+
+
+def many_in_flight(group: Group, name: str, state: Any = None) -> list[str]:
+    inputs = [given(n, group.rank()) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
+    buckets = [Bucket(x.clone()) for x in inputs]
+    futures = [HOOKS[name](state, bucket) for bucket in buckets]
+    together = [future.wait() for future in reversed(futures)][::-1]
+    return [digest(y) for y in together] + [digest(run_hook(HOOKS[name], x, state)) for x in inputs]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_several_buckets_in_flight(ranks: RankPool, world: int) -> None:
+    """torch's quantisation hooks wait inside a callback, and with two buckets gloo hangs."""
+    for name in HOOKS:
+        answers = ranks(world).run(many_in_flight, name)
+        assert answers == [answers[0]] * world, name
+        assert answers[0][:8] == answers[0][8:], name
+
+
+def bytes_and_messages(group: Group, name: str, n: int) -> tuple[int, int]:
+    x, phases = given(n, group.rank()), []
+    run_hook(HOOKS[name], x)
+    before, send = traffic().sent, primitives.PairTransport._exchange
+
+    def count(*args: Any) -> Any:
+        phases.append(args)
+        return send(*args)
+
+    with patch.object(primitives.PairTransport, "_exchange", count):
+        run_hook(HOOKS[name], x)
+    return traffic().sent - before, len(phases)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_two_phases_of_one_message_each(ranks: RankPool, name: str) -> None:
+    """torch's: an all-gather of scales and another of everything, (W - 1) * N bytes."""
+    world, n = 4, 4 * 512 * 8
+    wire = thinwire.codec(CODECS[name]).wire_bytes(n // world)
+    assert ranks(world).run(bytes_and_messages, name, n) == [(2 * (world - 1) * wire, 2)] * world
+    assert 2 * (world - 1) * wire < 0.6 * (world - 1) * n
+
+
+def time_rows(group: Group) -> float:
+    x = torch.randn(1 << 20)
+    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
+    start = time.perf_counter()
+    hooks.quantization_perchannel_hook(None, Bucket(x), 8).wait()  # type: ignore[arg-type]
+    return time.perf_counter() - start
+
+
+def test_no_loop_over_rows(ranks: RankPool) -> None:
+    """131,072 of them: some 10 ms, and several seconds in Python."""
+    assert max(ranks(2).run(time_rows)) < 1.0
+
+
+def reach_bucket_size(group: Group) -> tuple[list[str], list[str]]:
+    x = given(1000, group.rank())
+    sizes = (512, 64, 8)
+    direct = [
+        run_hook(lambda state, bucket, n=n: hooks.quantization_perchannel_hook(state, bucket, n), x) for n in sizes
+    ]
+    return [digest(y) for y in direct], [digest(run_hook(hooks.perchannel_hook(n), x)) for n in sizes]
+
+
+def test_bucket_size_can_be_reached(ranks: RankPool) -> None:
+    for direct, made in ranks(2).run(reach_bucket_size):
+        assert direct == made
+        assert len(set(made)) == 3
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def summing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A user's hook: its state is no group, and its future holds a list of one, as torch's works give it."""
+    state.append(bucket.buffer().dtype)
+    future: Future[Tensor] = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future
+
+
+def failing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Another, in trouble."""
+    future: Future[Tensor] = Future()
+    future.set_exception(ValueError("the link is cut"))  # type: ignore[arg-type]
+    return future
+
+
+def wrap_others(group: Group) -> list[str]:
+    wrong = []
+    for wrapper, dtype in ((hooks.fp16_compress_wrapper, torch.float16), (hooks.bf16_compress_wrapper, torch.bfloat16)):
+        x, seen = torch.randn(50, generator=seeded(group.rank())).double(), []
+        narrow = x.to(dtype)
+        dist.all_reduce(narrow)
+        if not torch.equal(run_hook(wrapper(summing_hook), x, seen), narrow.double()) or seen != [dtype]:
+            wrong.append(f"{dtype}: a user's hook")
+        if digest(run_hook(wrapper(default_hooks.allreduce_hook), x.to(dtype))) != digest(
+            run_hook(default_hooks.allreduce_hook, x.to(dtype))
+        ):
+            wrong.append(f"{dtype}: a bucket that has 16 bits already")
+        try:
+            run_hook(wrapper(failing_hook), x)
+            wrong.append(f"{dtype}: an error got lost")
+        except RuntimeError as error:
+            wrong += [] if "the link is cut" in str(error) else [str(error)]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_wrappers_run_any_hook_in_sixteen_bits(ranks: RankPool, world: int) -> None:
+    """run_hook asks for the input dtype back, where torch's future holds 16 bits."""
+    assert ranks(world).run(wrap_others) == [[]] * world
+
+
+@pytest.mark.skipif(not hasattr(thinwire, "ddp_hook"), reason="needs thinwire.ddp_hook")
+def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
+    answers = ranks(3).run(train_stateful)
+    assert identical(answers)
+    for step, got in enumerate(answers[0]):
+        assert_means("bf16(perchannel)", got, [gradients_of(FLOATS, rank, step) for rank in range(3)], 3)
+
+
+def train_stateful(group: Group) -> list[list[Tensor | None]]:
+    state = thinwire.DDPState(codec=PER_CHANNEL, feedback="none")
+    return train(group, hooks.fp16_compress_wrapper(thinwire.ddp_hook), FLOATS, state=state)
+
+
+def power_gradients(group: Group, wrapper: Callable[[Any], Any]) -> list[Tensor]:
+    inner = wrapper(powerSGD_hook.powerSGD_hook)
+    held: list[Future[Tensor]] = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # torch's own, too, under an innocent name
+        held.append(inner(state, bucket))
+        return held[-1]
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(32, 24))
+    with warnings.catch_warnings(), patch.object(torch.cuda, "is_available", return_value=False):
+        warnings.simplefilter("ignore")  # PowerSGD speaks of its own settings, and where there is a GPU refuses a CPU
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, hook)
+        grads = []
+        for step in range(4):
+            model.zero_grad()
+            model(torch.randn(8, 32, generator=seeded(group.rank(), step))).square().sum().backward()
+            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*grads, *(future.value() for future in held)]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_power_sgd_runs_in_sixteen_bits(ranks: RankPool, kind: str) -> None:
+    """Gradients as torch's wrapper gives them, and a future in the bucket's dtype, which torch's is not."""
+    ours, theirs = (
+        ranks(2).run(power_gradients, getattr(module, f"{kind}_compress_wrapper")) for module in (hooks, default_hooks)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [digest(g) for g in mine[:8]] == [digest(g) for g in other[:8]]
+        assert all(g.dtype == torch.float32 for g in mine)
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+
+MIXED: Shapes = (
+    *(((5, 7), torch.float32), ((0, 3), torch.float32), ((33,), torch.bfloat16), ((9,), torch.float16)),
+    *(((4, 4), torch.float64), ((3, 5), torch.complex64), ((11,), torch.complex128), ((600,), torch.float32)),
+)
+FLOATS: Shapes = tuple(((n,), torch.float32) for n in (301, 77, 1, 600, 512, 2003))
+
+
+class Given(nn.Module):
+    """d forward(gradients) / d weights = gradients; None leaves a weight out."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shape, dtype in shapes])
+
+    def forward(self, *gradients: Tensor | None) -> Tensor:
+        """A number."""
+        used = [(w, g) for w, g in zip(self.weights, gradients, strict=True) if g is not None]
+        return torch.stack([(w * g.conj()).real.sum().double() for w, g in used]).sum()
+
+
+def gradients_of(shapes: Shapes, rank: int, step: int) -> list[Tensor]:
+    return [
+        torch.randn(shape, generator=seeded(rank, step, i), dtype=torch.complex128).to(dtype)
+        if dtype.is_complex
+        else torch.randn(shape, generator=seeded(rank, step, i)).to(dtype)
+        for i, (shape, dtype) in enumerate(shapes)
+    ]
+
+
+def taken(model: nn.Module) -> list[Tensor | None]:
+    """A copy of the gradients, which are then dropped."""
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return grads
+
+
+def registered(
+    shapes: Shapes, hook: Any, group: Group | None = None, state: Any = None, **options: Any
+) -> DistributedDataParallel:
+    model = DistributedDataParallel(Given(shapes), process_group=group, **options)
+    if hook is not None:
+        model.register_comm_hook(group if state is None else state, hook)
+    return model
+
+
+def train(
+    group: Group, hook: Any, shapes: Shapes, steps: int = 3, state: Any = None, **options: Any
+) -> list[list[Tensor | None]]:
+    model, found = registered(shapes, hook, state=state, **options), []
+    for step in range(steps):
+        model(*gradients_of(shapes, group.rank(), step)).backward()
+        found.append(taken(model))
+    return found
+
+
+AFFINE = (2 + 2.0**-7) / 255 * (1 + 2.0**-7) / 2  # half a step of a range from -peak to peak; see cases._affine_bound
+F16, B16 = 2.0**-11, 2.0**-9  # half an ulp
+
+
+def lost(name: str, world: int) -> float:
+    """What a hook may lose, as a share of the bucket's peak: its casts, codings and 16-bit additions."""
+    return 1.02 * {
+        "allreduce": 0,
+        "fp16": 2 * F16,
+        "bf16": 2 * B16,
+        "pertensor": 2 * AFFINE,
+        "perchannel": 2 * AFFINE,
+        "perchannel 64": 2 * AFFINE,
+        "fp16(allreduce)": (world + 1) * F16,
+        "bf16(perchannel)": 2 * B16 + 2 * AFFINE,
+        "fp16(bf16(fp16))": 2 * B16 + 4 * F16,
+    }.get(name, 0.0)
+
+
+def assert_means(
+    name: str, got: Sequence[Tensor | None], inputs: Sequence[Sequence[Tensor | None]], world: int
+) -> None:
+    """`got` are the means over `world` ranks of `inputs`, one list a rank; None counts as zero."""
+    peaks: dict[torch.dtype, float] = {}
+    for g in (g for row in inputs for g in row if g is not None and g.numel()):
+        peaks[g.dtype] = max(peaks.get(g.dtype, 0.0), float(g.abs().max()))
+    for i, y in enumerate(got):
+        given = [row[i] for row in inputs if row[i] is not None]
+        if not given:
+            assert y is None
+            continue
+        assert y is not None
+        assert y.dtype == given[0].dtype
+        wide = torch.complex128 if y.is_complex() else torch.float64
+        error = (y.to(wide) - torch.stack([g.to(wide) for g in given]).sum(0) / world).abs()
+        bound = peaks.get(y.dtype, 0.0) * (lost(name, world) + (world + 3) * half_ulp(y.dtype)) * math.sqrt(2)
+        assert not error.numel() or error.max() <= bound, f"{name}: parameter {i}, {error.max()} > {bound}"
+
+
+def identical(answers: Sequence[Any]) -> bool:
+    told = {tuple(digest(g) for grads in answer for g in grads if g is not None) for answer in answers}
+    return len(told) == 1
+
+
+def train_with_all(group: Group, shapes: Shapes, options: dict[str, Any]) -> list[list[list[Tensor | None]]]:
+    return [train(group, hook, shapes, **options) for hook in HOOKS.values()]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "option"),
+    [*((world, "small buckets") for world in WORLDS), (2, "bucket views"), (3, "bucket views"), (3, "static graph")],
+)
+def test_ddp_of_every_dtype(ranks: RankPool, world: int, option: str) -> None:
+    """On gloo, where DDP refuses torch's bf16 hooks by name and torch's quantisation hooks crash."""
+    answers = ranks(world).run(train_with_all, MIXED, OPTIONS[option])
+    for i, name in enumerate(HOOKS):
+        assert identical([answer[i] for answer in answers]), name
+        for step, got in enumerate(answers[0][i]):
+            assert_means(name, got, [gradients_of(MIXED, rank, step) for rank in range(world)], world)
+
+
+def register_bf16(group: Group) -> list[str]:
+    made = [hooks.bf16_compress_hook, hooks.bf16_compress_wrapper(hooks.allreduce_hook)]
+    for hook in made:
+        registered(FLOATS, hook)
+    return [hook.__name__ for hook in made]
+
+
+def test_ddp_takes_bf16_hooks_without_cuda(ranks: RankPool) -> None:
+    """It refuses torch's by their names."""
+    assert not {"bf16_compress_hook", "bf16_compress_wrapper_hook"} & set(ranks(1).run(register_bf16)[0])
+
+
+def compare_with_plain(group: Group, hook: Any, options: Sequence[dict[str, Any]]) -> list[bool]:
+    """Whether a hook gives the bits that DDP gives without one."""
+    same = []
+    for how in options:
+        same.append(identical([train(group, h, MIXED, **how) for h in (None, hook)]))
+    return same
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_allreduce_is_plain_ddp_bit_by_bit(ranks: RankPool, world: int) -> None:
+    """torch's divides where DDP multiplies by 1 / world: other bits at 3 ranks."""
+    options = list(OPTIONS.values())
+    assert ranks(world).run(compare_with_plain, hooks.allreduce_hook, options) == [[True] * 3] * world
+    if world == 3:
+        assert ranks(3).run(compare_with_plain, default_hooks.allreduce_hook, options) == [[False] * 3] * 3
+
+
+def leave_some_out(rank: int, step: int) -> list[Tensor | None]:
+    """Weight 0 is used by odd ranks only, the last by nobody."""
+    return [g if i != 5 and (i or rank % 2) else None for i, g in enumerate(gradients_of(FLOATS, rank, step))]
+
+
+def train_unused(group: Group) -> list[list[list[Tensor | None]]]:
+    found = []
+    for hook in HOOKS.values():
+        model = registered(FLOATS, hook, find_unused_parameters=True, bucket_cap_mb=0.001)
+        steps = []
+        for step in range(2):
+            model(*leave_some_out(group.rank(), step)).backward()
+            steps.append(taken(model))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_unused_parameters(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(train_unused)
+    for i, name in enumerate(HOOKS):
+        assert identical([answer[i] for answer in answers]), name
+        for step, got in enumerate(answers[0][i]):
+            assert_means(name, got, [leave_some_out(rank, step) for rank in range(world)], world)
+
+
+def accumulate(group: Group) -> list[list[list[Tensor | None]]]:
+    found = []
+    for hook in HOOKS.values():
+        for views in (False, True):
+            model = registered(FLOATS, hook, gradient_as_bucket_view=views)
+            with model.no_sync():
+                model(*gradients_of(FLOATS, group.rank(), 0)).backward()
+            model(*gradients_of(FLOATS, group.rank(), 1)).backward()
+            found.append([taken(model)])
+    return found
+
+
+def test_gradients_accumulate_under_no_sync(ranks: RankPool) -> None:
+    answers = ranks(3).run(accumulate)
+    sums = [[a + b for a, b in zip(*(gradients_of(FLOATS, rank, s) for s in (0, 1)), strict=True)] for rank in range(3)]
+    for i, name in enumerate(name for name in HOOKS for _ in range(2)):
+        assert identical([answer[i] for answer in answers]), name
+        assert_means(name, answers[0][i][0], sums, 3)
+
+
+def join_uneven(group: Group) -> list[list[list[Tensor | None]]]:
+    """Rank r has r + 1 inputs."""
+    found = []
+    for hook in HOOKS.values():
+        model, steps = registered(FLOATS, hook, bucket_cap_mb=0.001), []
+        with model.join():
+            for step in range(group.rank() + 1):
+                model(*gradients_of(FLOATS, group.rank(), step)).backward()
+                steps.append(taken(model))
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_inputs_join(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(join_uneven)
+    for i, name in enumerate(HOOKS):
+        for step, got in enumerate(answers[-1][i]):
+            assert_means(name, got, [gradients_of(FLOATS, rank, step) for rank in range(step, world)], world)
+
+
+@contextmanager
+def groups_of(*members: list[int]) -> Iterator[list[Any]]:
+    made = [dist.new_group(ranks) for ranks in members]
+    yield made
+    for group in made:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def train_side_by_side(group: Group) -> list[tuple[list[Tensor | None], list[Tensor | None]]]:
+    """Two models in one backward pass: one in the own pair of ranks, its group passed as state, one in the world."""
+    rank, found = group.rank(), []
+    with groups_of([0, 1], [2, 3]) as pairs:
+        for hook in HOOKS.values():
+            inner = registered(FLOATS, hook, pairs[rank // 2], bucket_cap_mb=0.001)
+            outer = registered(FLOATS, hook, bucket_cap_mb=0.001)
+            (inner(*gradients_of(FLOATS, rank, 0)) + outer(*gradients_of(FLOATS, rank, 1))).backward()
+            found.append((taken(inner), taken(outer)))
+    return found
+
+
+def test_groups_side_by_side(ranks: RankPool) -> None:
+    answers = ranks(4).run(train_side_by_side)
+    for i, name in enumerate(HOOKS):
+        for rank, answer in enumerate(answers):
+            pair = rank // 2 * 2
+            assert_means(name, answer[i][0], [gradients_of(FLOATS, r, 0) for r in (pair, pair + 1)], 2)
+            assert_means(name, answer[i][1], [gradients_of(FLOATS, r, 1) for r in range(4)], 4)
+
+
+def send_sparse(group: Group) -> list[str]:
+    said = []
+    for hook in HOOKS.values():
+        model = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+        model.register_comm_hook(None, hook)
+        try:
+            model(torch.tensor([1, 2])).sum().backward()
+            said.append("")
+        except (CollectiveError, RuntimeError) as error:
+            said.append(str(error))
+        try:
+            hook(None, (torch.eye(3).to_sparse(), torch.eye(3)))
+            said.append("")
+        except CollectiveError as error:
+            said.append(str(error))
+        run_hook(hook, torch.ones(9))  # the group is as it was
+    return said
+
+
+def test_sparse_gradients_are_refused(ranks: RankPool) -> None:
+    for said in ranks(2).run(send_sparse):
+        assert len(said) == 2 * len(HOOKS)
+        assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
+
+
+def refuse_states(group: Group) -> list[str]:
+    said = []
+    for state in (7, dist.GroupMember.NON_GROUP_MEMBER, [group]):
+        for name in ("allreduce", "perchannel"):
+            try:
+                HOOKS[name](state, Bucket(torch.ones(3)))
+                said.append("")
+            except CollectiveError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_state_that_is_no_group_is_refused(ranks: RankPool) -> None:
+    assert all("group" in text.lower() for text in ranks(1).run(refuse_states)[0])
+
+
+# --- the compiled path ------------------------------------------------------------------------------------------------
+
+
+def run_pairs(group: Group) -> list[str]:
+    """Hooks that do not do to a (grad, param) pair, whatever its strides, what they do to a bucket."""
+    wrong = []
+    for name, hook in HOOKS.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+            grad = gradients_of([((6, 9), dtype)], group.rank(), 0)[0]
+            want = run_hook(hook, grad.view(-1))
+            for x in (grad.clone(), grad.t().contiguous().t()):
+                result = hook(None, (x, nn.Parameter(torch.zeros(6, 9, dtype=dtype))))
+                if result is not x or digest(x) != digest(want):
+                    wrong.append(f"{name} {dtype} {x.stride()}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_pair_is_reduced_in_place(ranks: RankPool, world: int) -> None:
+    """torch's allreduce_hook and quantisation hooks take none."""
+    assert ranks(world).run(run_pairs) == [[]] * world
+
+
+def run_conjugates(group: Group) -> list[str]:
+    """Autograd leaves such gradients: views that conjugate when they are read."""
+    x, wrong = gradients_of([((6, 9), torch.complex64)], group.rank(), 0)[0], []
+    for name, hook in HOOKS.items():
+        lazy = x.clone().conj()
+        assert lazy.is_conj()
+        hook(None, (lazy, nn.Parameter(torch.zeros_like(x))))
+        if digest(lazy) != digest(run_hook(hook, x.view(-1)).conj()):
+            wrong.append(name)
+    return wrong
+
+
+def test_a_conjugated_gradient_is_reduced_in_place(ranks: RankPool) -> None:
+    assert ranks(2).run(run_conjugates) == [[]] * 2
+
+
+def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
+    """Hooks whose traced result is not the eager one; by turns with the world's group named and not."""
+    wrong = []
+    for i, name in enumerate(names):
+        hook, state, dtype = HOOKS[name], (None, group)[i % 2], (torch.float32, torch.float64)[i % 2]
+        x = gradients_of([((6, 9), dtype)], group.rank(), 0)[0]
+        traced, param = x.clone(), nn.Parameter(torch.zeros(6, 9, dtype=dtype))
+        hook(state, (x, param))
+        torch._dynamo.reset()
+        call = torch.compile(
+            lambda g, hook=hook, state=state, param=param: hook(state, (g, param)), fullgraph=True, backend="aot_eager"
+        )
+        if digest(call(traced)) != digest(x) or digest(traced) != digest(x):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "names"), [(2, list(HOOKS)), (3, ["perchannel", "allreduce", "bf16(perchannel)"])])
+def test_pairs_trace_without_a_break(ranks: RankPool, world: int, names: list[str]) -> None:
+    assert ranks(world).run(compile_pairs, names, timeout=50) == [[]] * world
+
+
+@contextmanager
+def python_reducer() -> Iterator[None]:
+    """DDP's compiled path; the settings that it leaves behind are taken back."""
+    import torch._inductor.config as inductor
+    from torch._dynamo import compiled_autograd, config, trace_rules
+
+    with (
+        warnings.catch_warnings(),
+        config.patch(optimize_ddp="python_reducer"),
+        inductor.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25),
+    ):
+        warnings.simplefilter("ignore")  # the compiler's own
+        torch._dynamo.reset()
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            yield
+    trace_rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
+    trace_rules.get_legacy_mod_inlinelist.cache_clear()
+    torch._dynamo.reset()
+
+
+def train_compiled(group: Group, names: Sequence[str]) -> list[list[Tensor | None]]:
+    shapes, found = FLOATS[:3], []
+    with python_reducer():
+        for name in names:
+            model = registered(shapes, HOOKS[name])
+            torch.compile(model, backend="aot_eager", fullgraph=True)(*gradients_of(shapes, group.rank(), 0)).backward()
+            found.append(taken(model))
+    return found
+
+
+def test_compiled_ddp(ranks: RankPool) -> None:
+    names = ("allreduce", "bf16(perchannel)")
+    answers = ranks(2).run(train_compiled, names, timeout=50)
+    assert identical(answers)
+    for name, got in zip(names, answers[0], strict=True):
+        assert_means(name, got, [gradients_of(FLOATS[:3], rank, 0) for rank in range(2)], 2)
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def hear_of_the_backend() -> torch.device:
+    """A GPU without kernels of its own is announced once; warnings are errors in the ranks."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernels.select(device)
+    return device
+
+
+def train_on_gpu(group: Group, backend: str) -> list[str]:
+    """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
+    device, wrong = hear_of_the_backend(), []
+    members = dist.new_group(backend=backend)
+    for name, hook in HOOKS.items():
+        model = DistributedDataParallel(Given(MIXED).to(device), process_group=members, bucket_cap_mb=0.001)
+        model.register_comm_hook(members, hook)
+        for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
+            model(*(g.to(device) for g in gradients_of(MIXED, group.rank(), step))).backward()
+            got = [g.cpu() for g in taken(model) if g is not None]
+            if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
+                wrong.append(name)
+    dist.destroy_process_group(members)
+    return wrong
+
+
+def run_without_sync(group: Group) -> list[str]:
+    """Hooks that make the host wait for the GPU, as torch's quantisation hooks do for every bucket."""
+    device, wrong = hear_of_the_backend(), []
+    members = dist.new_group(backend="nccl")
+    for name, hook in HOOKS.items():
+        x = torch.randn(1000, device=device)
+        run_hook(hook, x, members)
+        bucket = Bucket(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that this is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            hook(members, bucket).wait()
+        except RuntimeError as error:
+            wrong.append(f"{name}: {error}")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    dist.destroy_process_group(members)
+    return wrong
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_hook_waits_for_the_gpu(ranks: RankPool) -> None:
+    assert ranks(1).run(run_without_sync, timeout=50) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "world"), [pytest.param("nccl", 1, marks=needs_cuda), pytest.param("gloo", 2, marks=needs_cuda)]
+)
+def test_ddp_on_a_gpu(ranks: RankPool, backend: str, world: int) -> None:
+    assert ranks(world).run(train_on_gpu, backend, timeout=50) == [[]] * world
