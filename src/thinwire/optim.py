@@ -45,14 +45,18 @@ class OneBitAdam(Optimizer):
             raise ValueError(f"warmup_steps must be 1 or more: the variance comes from them; got {warmup_steps!r}")
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
-            "floor": floor, "steps": 0,
+            "floor": floor, "steps": 0, "mean_variance": 1.0,
         }  # fmt: skip
         super().__init__(params, defaults)
         self._arrived: set[int] = set()  # parameters whose gradient is the momentum already
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._arrived = set()
+
     @property
     def frozen(self) -> bool:
-        """Whether the warm-up is over: the variance stays, and momentum travels."""
+        """Whether the warm-up is over: the variance stays, and momentum travels. The first group counts for all."""
         group = self.param_groups[0]
         return bool(group["steps"] >= group["warmup_steps"])
 
@@ -68,11 +72,14 @@ class OneBitAdam(Optimizer):
             gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)
             self._arrived.add(id(parameter))
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
         if not state:
+            state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if self.frozen:  # it came after the warm-up
+                state["exp_avg_sq"].fill_(self.param_groups[0]["mean_variance"])
         return state
 
     @torch.no_grad()
@@ -82,14 +89,16 @@ class OneBitAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        frozen = self.frozen
         for group in self.param_groups:
-            self._step_group(group)
+            self._step_group(group, frozen)
+        self.param_groups[0]["steps"] += 1
+        if self.frozen and not frozen:
+            self._freeze()
         self._arrived.clear()
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        frozen = group["steps"] >= group["warmup_steps"]
-        group["steps"] += 1
+    def _step_group(self, group: dict[str, Any], frozen: bool) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
         for p in parameters:
             if p.grad.is_sparse or p.is_complex():
@@ -97,14 +106,13 @@ class OneBitAdam(Optimizer):
             momentum, variance = self._moments(p, group, frozen)
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.addcdiv_(momentum, variance, value=-group["lr"])
-        if group["steps"] == group["warmup_steps"]:
-            self._freeze(group)
 
     def _moments(self, p: Tensor, group: dict[str, Any], frozen: bool) -> tuple[Tensor, Tensor]:
         """The momentum, its bias removed, and what it is divided by."""
         beta1, beta2 = group["betas"]
-        state, grad, t = self._state(p), p.grad, group["steps"]
+        state, grad = self._state(p), p.grad
         assert grad is not None
+        state["step"] = t = state["step"] + 1
         momentum, square = state["exp_avg"], state["exp_avg_sq"]
         if id(p) in self._arrived:
             momentum.copy_(grad)
@@ -115,14 +123,24 @@ class OneBitAdam(Optimizer):
         root = square.sqrt() if frozen else (square / (1 - beta2**t)).sqrt_()
         return momentum / (1 - beta1**t), root.add_(group["eps"])
 
-    def _freeze(self, group: dict[str, Any]) -> None:
-        """The variance without its bias, nowhere under its floor: what every later step divides by."""
-        squares = [self._state(p)["exp_avg_sq"] for p in group["params"] if p.numel()]
-        torch._foreach_div_(squares, 1 - group["betas"][1] ** group["steps"])
-        everywhere = sum(float(s.double().sum()) for s in squares) / max(1, sum(s.numel() for s in squares))
-        for square in squares:
-            mean = float(square.double().mean()) or everywhere  # nothing is known of one that had no gradient
-            square.clamp_(min=group["floor"] * mean)
+    def _freeze(self) -> None:
+        """The variance without its bias, nowhere under its floor: what every later step divides by.
+
+        A parameter that had no gradient in the warm-up gets the mean of all that had.
+        """
+        owned = [(p, group) for group in self.param_groups for p in group["params"] if p in self.state]
+        known = [(p, group) for p, group in owned if self.state[p]["step"] and p.numel()]
+        for p, group in known:
+            self.state[p]["exp_avg_sq"].div_(1 - group["betas"][1] ** self.state[p]["step"])
+        total = sum(float(self.state[p]["exp_avg_sq"].double().sum()) for p, _ in known)
+        everywhere = total / max(1, sum(p.numel() for p, _ in known)) or 1.0
+        self.param_groups[0]["mean_variance"] = everywhere
+        for p, group in owned:
+            square = self.state[p]["exp_avg_sq"]
+            if self.state[p]["step"] and square.any():
+                square.clamp_(min=group["floor"] * float(square.double().mean()))
+            else:
+                square.fill_(everywhere)
 
 
 def _check(**values: float) -> None:
