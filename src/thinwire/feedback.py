@@ -38,8 +38,9 @@ class Memory:
         return self._values.nbytes
 
     def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
-        """out = x + factor * memory."""
-        torch.add(x, self._values[span[0] : span[1]], alpha=factor, out=out)
+        """out = x + factor * memory, in the precision of out."""
+        kept = self._values[span[0] : span[1]]
+        torch.add(x, kept if out.dtype in (x.dtype, kept.dtype) else kept.to(out.dtype), alpha=factor, out=out)
 
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory = values, if fine."""
@@ -102,13 +103,13 @@ class CodedMemory(Memory):
 
     def add(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory += values, if fine."""
-        self.put(span, self._of(span).add_(values), fine)
+        self.put(span, self._of(span) + values, fine)
 
     def read(self) -> Tensor:
         """All of it, in fp32."""
         values = torch.zeros(self._numel, device=self._device) if self._loose is None else self._loose.clone()
-        for begin, end in self._wires:
-            values[begin:end] = self._of((begin, end))
+        for (begin, end), wire in self._wires.items():
+            self._codec.decode(wire, values[begin:end])
         return values
 
     def fill(self, values: Tensor) -> None:
@@ -118,6 +119,7 @@ class CodedMemory(Memory):
 
     def _of(self, span: Span) -> Tensor:
         begin, end = span
+        self._loosen(span)
         wire = self._wires.get((begin, end))
         if wire is None:
             return torch.zeros(end - begin, device=self._device) if self._loose is None else self._loose[begin:end]
@@ -125,8 +127,16 @@ class CodedMemory(Memory):
         self._codec.decode(wire, values)
         return values
 
+    def _loosen(self, span: Span) -> None:
+        """Where spans are cut anew, all values become loose."""
+        begin, end = span
+        if (begin, end) not in self._wires and any(low < end and begin < high for low, high in self._wires):
+            self._loose = self.read()
+            self._wires.clear()
+
     def _settle(self, span: Span) -> None:
         """Drop the loose values once wires stand for all of them."""
+        self._loosen(span)
         if self._loose is None:
             return
         self._loose[span[0] : span[1]] = 0

@@ -128,7 +128,7 @@ class OneBitAdam(Optimizer):
 
         A parameter that had no gradient in the warm-up gets the mean of all that had.
         """
-        owned = [(p, group) for group in self.param_groups for p in group["params"] if p in self.state]
+        owned = [(p, group) for group in self.param_groups for p in group["params"] if self.state.get(p)]
         known = [(p, group) for p, group in owned if self.state[p]["step"] and p.numel()]
         for p, group in known:
             self.state[p]["exp_avg_sq"].div_(1 - group["betas"][1] ** self.state[p]["step"])

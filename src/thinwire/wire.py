@@ -241,6 +241,8 @@ def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
 
 def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
     """Whether the wires hold finite numbers only: a block that does not has a scale that is not."""
+    if not layout.numel:
+        return torch.ones((), dtype=torch.bool, device=wires_WN.device)
     if layout.format.block:
         at, end, dtype = layout.scales_at, layout.scales_at + 2 * layout.num_blocks, torch.bfloat16
     else:
@@ -248,5 +250,5 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
         cast = layout.format.kind == Kind.CAST
         dtype = torch.bfloat16 if cast else IDENTITY_DTYPES[layout.format.variant]
         end = at + layout.numel * dtype.itemsize
-    values = wires_WN[:, at:end].contiguous().view(dtype)
+    values = wires_WN[:, at:end].clone(memory_format=torch.contiguous_format).view(dtype)
     return values.isfinite().all()

@@ -118,13 +118,15 @@ class Codec(ABC):
         wire.check_wires(layout, wires_WN, wires_WN.device)
         return wire.all_finite(layout, wires_WN)
 
-    def outermost(self, wire: Tensor, numel: int) -> Tensor | None:
-        """How many codes of a wire are at the ends of their range; None where the ends bound nothing.
+    def outermost(self, wire: Tensor, numel: int) -> tuple[Tensor, int] | None:
+        """How many codes of a wire, of how many, are at the ends of their range; None where the ends bound nothing.
 
         Levels that fit the block's power leave numbers beyond them; scales that fit its peak leave none.
         """
-        format = _plan(self, numel, torch.float32).how.format
-        return reference.outermost(format, wire, numel) if format.kind == Kind.LLOYD and format.bits > 1 else None
+        layout = _plan(self, numel, torch.float32).layout
+        if layout.format.kind != Kind.LLOYD or layout.format.bits == 1:
+            return None
+        return reference.outermost(layout.format, wire, numel), layout.num_codes
 
     @cached_property
     def _plans(self) -> "dict[tuple[int, torch.dtype], _Plan]":

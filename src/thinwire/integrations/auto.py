@@ -2,6 +2,7 @@
 
 import collections
 import heapq
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class Race:
     def result(self) -> list[float]:
         """Median seconds, then errors, of all candidates: to be made the worst over ranks."""
         medians = [statistics.median(self.times[i]) for i in range(len(CANDIDATES))]
-        return [*medians, *(self.errors.get(i, 0.0) for i in range(len(CANDIDATES)))]
+        return [*medians, 0.0, *(self.errors.get(i, math.inf) for i in range(1, len(CANDIDATES)))]
 
 
 def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:

@@ -196,7 +196,7 @@ class DDPState:
     def stats(self) -> Stats:
         """What compression did so far on this rank."""
         engine, tally = self._engine, self._engine.tally
-        timed = all(device.type == "cpu" for _, _, device in engine.buckets)
+        timed = all(device.type == "cpu" for _, _, device, _ in engine.buckets)
         return Stats(
             steps=self.step,
             codec=str(self._decisions.schedule),
@@ -233,7 +233,7 @@ class DDPState:
     def _export(
         self, ranks: Mapping[int, Mapping[str, Tensor]], means: Mapping[str, Tensor], world: int
     ) -> dict[str, Any]:
-        remembered = self._decisions.remembered()
+        remembered, errors = self._decisions.remembered(), self._engine.errors()
         meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
         dtype = torch.bfloat16 if self._options["residual_dtype"] == torch.bfloat16 else torch.float32
         return {
@@ -243,6 +243,7 @@ class DDPState:
             "layout": [list(names) for names in self._engine.last_layout],
             "feedback": [[name, kind] for name, kind in self._engine.kinds.items()],
             "decisions": self._decisions.state_dict(),
+            "errors": {str(k): sorted(errors.items()) for k in ranks},
             "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
             "mean": _complete(means, meant, torch.float32),
         }
@@ -264,10 +265,12 @@ class DDPState:
         self._check_sizes(parts[k] for k in wanted)
         self._ended, self.step = True, int(head["step"])
         residuals = feedbacks.deal(parts, head["world"], self.rank, self.world)
-        self._engine.forget(residuals, head["mean"], dict(head["feedback"]))
-        if head["world"] == self.world and head["layout"]:
+        resized = head["world"] != self.world
+        errors = {} if resized else {k: v for one in states for k, v in one["errors"].items()}[str(self.rank)]
+        self._engine.forget(residuals, head["mean"], dict(head["feedback"]), dict(errors))
+        if head["layout"] and not resized:
             self._engine.restored = [tuple(names) for names in head["layout"]]
-        self._decisions.load_state_dict(head["decisions"])
+        self._decisions.load_state_dict(head["decisions"], self.step)
 
     def _check_sizes(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
         sizes = self._decisions.sizes
@@ -303,7 +306,9 @@ class DDPState:
         self._decisions.rules, self._decisions.sizes = rules, dict(saved["sizes"])
         self._awaited = saved["order"]
         (own,) = state["ranks"].values()
-        self.load_state_dict({**state, "world": self.world, "ranks": {str(self.rank): own}})
+        (errors,) = state["errors"].values()
+        rank = str(self.rank)
+        self.load_state_dict({**state, "world": self.world, "ranks": {rank: own}, "errors": {rank: errors}})
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

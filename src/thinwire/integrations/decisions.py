@@ -4,6 +4,7 @@ All ranks decide alike: they look at the same step numbers and at sums over rank
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from thinwire.errors import CodecError
 from thinwire.integrations import auto, policy
 from thinwire.integrations.layout import Slot
 from thinwire.integrations.policy import Budget, CodecLike, Exempt, Trial
-from thinwire.integrations.stats import ErrorWatch
 from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]
@@ -111,12 +111,15 @@ class Decisions:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, seconds: float, watches: Sequence[ErrorWatch], error: float | None, agree: Agree) -> str:
-        """Decide for `step`; the last one took `seconds` and showed `watches`. Gives what is to be told, or ""."""
+    def begin(self, step: int, seconds: float, errors: Mapping[str, float], error: float | None, agree: Agree) -> str:
+        """Decide for `step`; the last one took `seconds`. Gives what is to be told, or "".
+
+        If it was measured, `errors` are squared ones by parameter, and `error` is the relative one of all.
+        """
         if self._race is not None:
             self._race.ended(seconds, error)
-        if watches and isinstance(self._choice, Budget):
-            self._deal_bits(watches, self._choice.bits, agree)
+        if errors and isinstance(self._choice, Budget):
+            self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
         self.step, self._choice = step, self.schedule.at(step)
@@ -171,15 +174,11 @@ class Decisions:
             return True
         return self._measure_every > 0 and self.step % self._measure_every == 0
 
-    def _deal_bits(self, watches: Sequence[ErrorWatch], bits: float, agree: Agree) -> None:
+    def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Give every layer its width anew, by the errors of all ranks."""
-        errors: dict[str, float] = {}
-        for watch in watches:
-            for name, lost in watch.lost_by_name().items():
-                errors[name] = errors.get(name, 0.0) + lost
         names = sorted(errors)
         agreed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
-        if not all(value < float("inf") for value in agreed):
+        if not all(math.isfinite(value) for value in agreed):
             return  # a step with NaN or Inf says nothing about errors
         layers, fixed_bytes, fixed_numel = [], 0, 0
         for name, lost in zip(names, agreed, strict=True):
@@ -252,8 +251,8 @@ class Decisions:
             "widths": [[name, str(chosen)] for name, chosen in self._widths.items()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was decided."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on from what was decided before `step`."""
         if state["optimizer"]:
             self.family = state["optimizer"]
             self.end_scout()
@@ -261,6 +260,7 @@ class Decisions:
         self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         self.why = state["why"]
         self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}
+        self._choice = self.schedule.at(max(0, step - 1))  # what the last step was under
         self._dealt = bool(self._widths)
 
 

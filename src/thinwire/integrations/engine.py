@@ -1,13 +1,14 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages, feedback, the layout of a resumed run.
 
-[Note: Layout] DDP rebuilds its buckets after the first iteration, and what a codec makes of a number depends on the
-block it falls into. A run that is resumed starts with DDP's first buckets again, where the run it continues had the
-rebuilt ones. So a checkpoint holds the layout, and in its first iteration a resumed run waits until all gradients of a
-bucket *of that layout* are there, from whatever buckets of DDP's, and sends those. Its results are then the same bits.
+[Note: Layout] DDP rebuilds its buckets after the first iteration (with a static graph after the second), and what a
+codec makes of a number depends on the block it falls into. A run that is resumed starts with DDP's first buckets again,
+where the run it continues had the rebuilt ones. So a checkpoint holds the layout, and until DDP has come to it a
+resumed run waits for all gradients of a bucket of *that* layout, from whatever buckets of DDP's: the same bits.
 """
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from thinwire.integrations.layout import Arrangement
 from thinwire.integrations.stats import BucketMeter, ErrorWatch, Tally
 
 Names = tuple[str, ...]
+_RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
 Future = torch.futures.Future
 
 
@@ -53,7 +55,7 @@ class _Bucket:
         self.numel = sum(size.numel for size in sizes)
         self.plain_bytes = 2 * (group.size() - 1) * self.numel * like.itemsize // group.size()
         exact = all(isinstance(kind.codec, Identity) for kind in self.kinds)
-        self.message = None if exact else engine.message(gradients.names, self.kinds, like)
+        self.message = None if exact else engine.message(gradients.names, self.kinds, like, gradients.buffer is None)
         pieces = [self.arrangement.pieces(i) for i in range(len(self.kinds))]
         kinds = zip(self.kinds, pieces, strict=True)
         self.carries = [engine.carry(kind.feedback, lane, like.device) for kind, lane in kinds]
@@ -70,14 +72,18 @@ class Engine:
         self.decisions, self.algorithm = decisions, algorithm
         self.residuals, self.means = Ledger(residual_dtype), Ledger(torch.float32)
         self.tally = Tally()
-        self.buckets: dict[tuple[Names, torch.dtype, torch.device], _Bucket] = {}
+        self.buckets: dict[tuple[Names, torch.dtype, torch.device, bool], _Bucket] = {}
         self.layout: list[Names] = []  # of the last whole step
         self.restored: list[Names] | None = None  # of a checkpoint, until a step was made with it
         self.kinds: dict[str, str] = {}  # of the feedback that parameters' memories come from
         self._messages: dict[object, Message] = {}
+        self._brought: list[Names] = []  # DDP's own buckets of this step, while there are restored ones
+        self._brought_before: list[Names] | None = None
+        self._restored_steps = 0
         self._setting: object = None  # the decisions that `buckets` were made with
         self._seen: list[Names] = []  # of this step
         self._watches: list[ErrorWatch] = []
+        self._errors: dict[str, float] = {}  # by parameter, of a checkpoint
         self._held: dict[str, tuple[torch.Size, Tensor, _Held]] = {}
         self.error: float | None = None  # at the last measured step
         self.clipped: float | None = None
@@ -91,8 +97,9 @@ class Engine:
         self.group = group
         watches, self._watches = self._watches, []
         error = self._note_errors(watches) if watches else None
+        errors, self._errors = self.errors(watches), {}
         agree = functools.partial(_agree, group, device)
-        news = self.decisions.begin(step, seconds, watches, error, agree)
+        news = self.decisions.begin(step, seconds, errors, error, agree)
         if self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self.buckets.clear()
@@ -106,11 +113,34 @@ class Engine:
             raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
         if self._seen:
             self.layout, self._seen = self._seen, []
-        self.restored = None
+        if self.restored is not None:
+            self._let_go_of_restored()
 
-    def _note_errors(self, watches: Sequence[ErrorWatch]) -> float:
+    def _let_go_of_restored(self) -> None:
+        """DDP has come to the restored buckets by itself, or to other ones for good."""
+        brought, self._brought = self._brought, []
+        own = set(brought) == set(self.restored or ())
+        if own or self._brought_before not in (None, brought) or self._restored_steps == _RESTORED_STEPS:
+            self.restored = self._brought_before = None
+            self._restored_steps = 0
+        else:
+            self._brought_before = brought
+            self._restored_steps += 1
+
+    def errors(self, watches: Sequence[ErrorWatch] | None = None) -> dict[str, float]:
+        """Squared errors by parameter that the next step decides from, if this one was measured."""
+        summed = dict(self._errors)
+        for watch in self._watches if watches is None else watches:
+            for name, lost in watch.lost_by_name().items():
+                summed[name] = summed.get(name, 0.0) + lost
+        return summed
+
+    def _note_errors(self, watches: Sequence[ErrorWatch]) -> float | None:
+        """The relative error of a step; None if it was not finite, which says nothing."""
         lost, sent = sum(w.total_lost for w in watches), sum(w.total_sent for w in watches)
         codes = sum(watch.codes for watch in watches)
+        if not math.isfinite(lost + sent):
+            return None
         self.error = (lost / sent) ** 0.5 if sent > 0 else 0.0
         self.clipped = sum(int(watch.outermost) for watch in watches) / codes if codes else None
         return self.error
@@ -126,6 +156,8 @@ class Engine:
             filled = [i for i, view in enumerate(views) if view.numel()]
             names, shapes = tuple(names[i] for i in filled), tuple(shapes[i] for i in filled)
             views = tuple(views[i] for i in filled)
+        if self.restored is not None:
+            self._brought.append(names)
         if self.restored is None or names in self.restored:
             self._seen.append(names)
             return self._send(Gradients(names, tuple(shapes), views, real), buffer, step)
@@ -149,14 +181,14 @@ class Engine:
         return work.get_future().then(lambda done: _first(done, meter))
 
     def _bucket(self, gradients: Gradients) -> _Bucket:
-        key = gradients.names, gradients.views[0].dtype, gradients.views[0].device
+        key = gradients.names, gradients.views[0].dtype, gradients.views[0].device, gradients.buffer is None
         if key not in self.buckets:
             self.buckets[key] = _Bucket(self, gradients)
         return self.buckets[key]
 
-    def message(self, names: Names, kinds: Sequence[LaneKind], like: Tensor) -> Message:
+    def message(self, names: Names, kinds: Sequence[LaneKind], like: Tensor, scattered: bool) -> Message:
         """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
-        key = names, tuple(kinds), like.dtype, like.device
+        key = names, tuple(kinds), like.dtype, like.device, scattered
         if key not in self._messages:
             self._messages[key] = Message(kinds, like, group=self.group, algorithm=self.algorithm)
         return self._messages[key]
@@ -232,15 +264,21 @@ class Engine:
         return "+".join(sorted(used)) or "none"
 
     def forget(
-        self, residuals: Mapping[str, Tensor], means: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None
+        self,
+        residuals: Mapping[str, Tensor],
+        means: Mapping[str, Tensor],
+        kinds: Mapping[str, str] | None = None,
+        errors: Mapping[str, float] | None = None,
     ) -> None:
         """Start anew from these."""
-        self.kinds = dict(kinds or {})
+        self.kinds, self._errors = dict(kinds or {}), dict(errors or {})
         self.buckets.clear()
         self._seen.clear()
         self._held.clear()
         self._watches.clear()
-        self.restored = None
+        self._brought.clear()
+        self.restored = self._brought_before = None
+        self._restored_steps = 0
         self.residuals.load(residuals)
         self.means.load(means)
 

@@ -111,7 +111,7 @@ class Rules:
     @property
     def by_name(self) -> bool:
         """Whether any rule looks at names."""
-        return any(pattern != "*" for pattern, _ in self._named) or isinstance(self._exempt, _Patterns)
+        return any(pattern != "*" for pattern, _ in self._named) or bool(getattr(self._exempt, "patterns", ()))
 
     def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
         """The codec of one parameter."""

@@ -70,25 +70,21 @@ class BucketMeter:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self._sent: float | None = None  # when the first message left
-        self._work = 0.0  # since then
-        self._last = 0.0
+        self._stages: list[tuple[int, float, float]] = []
 
     def stage(self, index: int, began: float, ended: float) -> None:
         """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
         name = {0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")
         setattr(self._tally, name, getattr(self._tally, name) + ended - began)
-        if self._sent is None:
-            self._sent = ended
-        elif index != -1:
-            self._work += ended - began
-        if index != 0:
-            self._last = max(self._last, began)
+        self._stages.append((index, began, ended))
 
     def close(self) -> None:
-        """The bucket is done."""
-        if self._sent is not None:
-            self._tally.wire_s += max(0.0, self._last - self._sent - self._work)
+        """The bucket is done: the wire had the time from its first message to its last, less the work meanwhile."""
+        if not self._stages:
+            return
+        sent, last = self._stages[0][2], max(began for _, began, _ in self._stages)
+        work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
+        self._tally.wire_s += max(0.0, last - sent - work)
 
 
 class ErrorWatch:
@@ -129,10 +125,10 @@ class ErrorWatch:
                 sent = message[low:high].double()
                 self.sent_P[i] += sent.square().sum()
                 self.lost_P[i] += (sent - decoded[low:high]).square().sum()
-        outermost = codec.outermost(wire, message.numel())
-        if outermost is not None:
-            self.outermost += outermost
-            self.codes += message.numel()
+        found = codec.outermost(wire, message.numel())
+        if found is not None:
+            self.outermost += found[0]
+            self.codes += found[1]
 
 
 def now() -> float:

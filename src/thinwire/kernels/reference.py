@@ -120,10 +120,13 @@ def recode(
 
 
 def outermost(format: Format, wire: Tensor, numel: int) -> Tensor:
-    """How many codes of a wire stand for the lowest or the highest level."""
+    """How many codes of a wire stand for the lowest or the highest level, blocks that are not finite left out."""
     layout, top = format.layout(numel), (1 << format.bits) - 1
-    counts = [((codes := _unpack(layout, wire, span)) == 0).sum() + (codes == top).sum() for span in _spans(layout)]
-    return torch.stack(counts).sum() if counts else wire.new_zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=wire.device)
+    for span in _spans(layout):
+        codes_KB, scale_K1 = _unpack(layout, wire, span), _read_scales(layout, wire[None], span, layout.scales_at)[0]
+        total += (((codes_KB == 0) | (codes_KB == top)) & scale_K1.isfinite()).sum()
+    return total
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

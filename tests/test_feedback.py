@@ -1,0 +1,857 @@
+"""What ranks remember: memories, ledgers, classic feedback and EF21 over ranks simulated in one process.
+
+The simulation runs the reducers of `thinwire.collectives` themselves; only the link between ranks is made up.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
+
+import cases
+from cases import assert_same, seeded
+from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
+from thinwire.collectives import reducers
+from thinwire.collectives.chunks import Cut, Flat, Span, shards
+from thinwire.collectives.primitives import Transport
+from thinwire.collectives.reducers import Lane, OneShot, Size, TwoPhase
+from thinwire.collectives.steps import AllReduce, Setting
+from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Memory, Piece, deal, new_memory
+from thinwire.wire import PLANES
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+Bounds = tuple[int, int]
+
+
+def generated(count: int) -> settings:
+    """The same cases in every run."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def normal(n: int, *seeds: int) -> Tensor:
+    return torch.randn(n, generator=seeded(*seeds))
+
+
+def dyadic(n: int, *seeds: int) -> Tensor:
+    """Multiples of 1/64 up to 16: sums of a few hundred of them are exact in fp32."""
+    return torch.randint(-1024, 1025, (n,), generator=seeded(*seeds)).float() / 64
+
+
+# --- memories ---------------------------------------------------------------------------------------------------------
+
+
+def coded(values: Tensor) -> Tensor:
+    """What 8 bits keep of a span."""
+    return cases.decoded(BlockInt(8), cases.wire_of(BlockInt(8), values), values.numel())
+
+
+def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a memory of `dtype` keeps of a span."""
+    return coded(values) if dtype == torch.int8 else values.to(dtype).float()
+
+
+def spans_of(edges: Sequence[int]) -> list[Bounds]:
+    return list(itertools.pairwise(edges))
+
+
+fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
+
+
+@generated(60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.lists(st.sampled_from([0, 1, 7, 128, 129, 300]), min_size=1, max_size=4),
+    calls=st.lists(st.tuples(st.sampled_from(["put", "add", "fill"]), st.integers(0, 3), fines), max_size=7),
+)
+def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    memory, model = new_memory(edges[-1], dtype, CPU), torch.zeros(edges[-1])
+    for turn, (verb, which, fine) in enumerate(calls):
+        if verb == "fill":
+            model = torch.cat([kept(normal(end - begin, turn), dtype) for begin, end in spans_of(edges)])
+            memory.fill(model)
+            continue
+        begin, end = spans_of(edges)[which % len(sizes)]
+        values = normal(end - begin, turn, 1)
+        if fine:
+            added = values if verb == "put" else model[begin:end].to(memory.read().dtype) + values
+            model[begin:end] = kept(added.float(), dtype)
+        getattr(memory, verb)(Span(begin, end), values.clone(), fine)
+        assert_same(memory.read().float(), model, f"{verb} in turn {turn}")
+    for begin, end in spans_of(edges):
+        x, out = normal(end - begin, 5), torch.full((end - begin,), math.nan)
+        memory.add_to((begin, end), x, -3.0, out)
+        assert_same(out, torch.add(x, model[begin:end], alpha=-3.0))
+        memory.add_to((begin, end), x, -3.0, x)  # the same memory
+        assert_same(x, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("memory_dtype", DTYPES, ids=str)
+def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
+    """What a 16-bit sum would round away is in no residual."""
+    memory = new_memory(4, memory_dtype, CPU)
+    memory.fill(torch.ones(4))
+    out = torch.empty(4)
+    memory.add_to((0, 4), torch.full((4,), 2.0**-10, dtype=dtype), 4.0, out)
+    assert_same(out, torch.full((4,), 4 + 2.0**-10))
+
+
+def test_a_memory_takes_what_its_dtype_says() -> None:
+    sizes = {dtype: new_memory(1024, dtype, CPU) for dtype in DTYPES}
+    for memory in sizes.values():
+        memory.put((0, 1024), normal(1024), True)
+    nbytes = {dtype: memory.nbytes for dtype, memory in sizes.items()}
+    assert nbytes == {torch.float32: 4096, torch.bfloat16: 2048, torch.int8: BlockInt(8).wire_bytes(1024)}
+
+
+def test_coded_memory_takes_nothing_before_it_is_written_and_8_bits_after() -> None:
+    memory = CodedMemory(1000, CPU)
+    assert memory.nbytes == 0
+    assert_same(memory.read(), torch.zeros(1000))
+    values = normal(1000)
+    memory.fill(values)
+    assert_same(memory.read(), values)
+    for span in ((0, 500), (500, 1000)):
+        memory.put(span, values[slice(*span)], True)
+    assert memory.nbytes == 2 * BlockInt(8).wire_bytes(500)
+    memory.fill(torch.zeros(1000))
+    assert memory.nbytes == 0
+    assert_same(memory.read(), torch.zeros(1000))
+
+
+def test_what_a_memory_was_filled_with_is_a_copy() -> None:
+    for dtype in DTYPES:
+        memory, values = new_memory(8, dtype, CPU), torch.ones(8)
+        memory.fill(values)
+        values.zero_()
+        assert_same(memory.read().float(), torch.ones(8), str(dtype))
+
+
+@generated(100)
+@given(
+    kind=st.sampled_from(cases.FINITE), n=st.integers(1, 700), exponent=st.integers(-100, 60), seed=st.integers(0, 9)
+)
+def test_eight_bits_survive_being_read_and_written(kind: str, n: int, exponent: int, seed: int) -> None:
+    """A memory that is saved and loaded, or kept by `fine`, stays the same bytes."""
+    x = (cases.CONTENTS[kind](n, seeded(seed, n)) * 2.0**exponent).clamp(-cases.FLOAT_MAX, cases.FLOAT_MAX)
+    wire = cases.wire_of(BlockInt(8), x)
+    assert_same(cases.wire_of(BlockInt(8), cases.decoded(BlockInt(8), wire, n)), wire, f"{kind} of {n}")
+
+
+@each_dtype
+def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) -> None:
+    """Chunks depend on the codec: a schedule that changes it cuts the same lane anew."""
+    memory, n = new_memory(1024, dtype, CPU), 1024
+    before, after = spans_of([0, 512, 1024]), spans_of([0, 256, 768, 1024])
+    for begin, end in before:
+        memory.put((begin, end), normal(end - begin, begin), True)
+    want = memory.read().float().clone()
+    got = torch.empty(n)
+    for begin, end in after:
+        memory.add_to((begin, end), torch.zeros(end - begin), 1.0, got[begin:end])
+    assert_same(got, want, "read by other spans")
+    nbytes = memory.nbytes
+    for begin, end in after:
+        memory.put((begin, end), want[begin:end], True)
+    step = want.abs().max() / 127 if dtype == torch.int8 else torch.tensor(0.0)  # coded twice, by other blocks
+    assert (memory.read().float() - want).abs().max() <= step
+    assert memory.nbytes <= nbytes + 64 * len(after)  # a header and a scale more
+
+
+# --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
+
+
+@generated(100)
+@given(
+    codec=st.sampled_from(cases.CODECS),
+    dtype=st.sampled_from([*cases.DTYPES, torch.float64]),
+    n=st.one_of(st.integers(0, 40), st.integers(41, 1300)),
+    world=st.integers(1, 4),
+    kind=st.sampled_from(["gaussian", "huge", "zeros", "1e-40", "spike", "decades"]),
+    bad=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.sampled_from([math.nan, math.inf, -math.inf]))),
+    apart=st.booleans(),
+)
+def test_all_finite_is_what_decoding_says(
+    codec: Codec,
+    dtype: torch.dtype,
+    n: int,
+    world: int,
+    kind: str,
+    bad: list[tuple[int, int, float]],
+    apart: bool,
+) -> None:
+    if dtype not in codec.inputs:
+        dtype = torch.float32
+    narrow = torch.float32 if dtype == torch.float64 else dtype
+    xs = [cases.content(kind, n, narrow, rank).to(dtype) for rank in range(world)]
+    for rank, i, value in bad if n else []:
+        xs[rank % world][i % n] = value
+    if dtype == torch.float64 and kind == "huge" and n:
+        xs[0][n // 2] = 1e300  # finite, for the identity alone
+    wires_WN = cases.wires_of(codec, xs)
+    if apart:  # rows of a wider matrix, as lanes are
+        wide = torch.full((world, wires_WN.shape[1] + 48), cases.GARBAGE, dtype=torch.uint8)
+        wide[:, 16:-32] = wires_WN
+        wires_WN = wide[:, 16:-32]
+    out = dtype if isinstance(codec, Identity) else torch.float32
+    decoded = torch.stack([cases.decoded(codec, wire, n, out) for wire in wires_WN])
+    got = codec.all_finite(wires_WN, n, dtype)
+    assert got.shape == ()
+    assert got.dtype == torch.bool
+    assert bool(got) == bool(decoded.isfinite().all())
+
+
+@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+def test_all_finite_reads_a_wire_wherever_it_starts(codec: Codec) -> None:
+    room = torch.empty(codec.wire_bytes(300) + 1, dtype=torch.uint8)
+    codec.encode(normal(300), room[1:])
+    assert codec.all_finite(room[1:][None], 300)
+
+
+@pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
+    """What one rank sends shows in the recoded sum: the second phase alone is looked at."""
+    n = 3 * cases.block_of(codec) + 5
+    xs = [normal(n, rank) for rank in range(3)]
+    assert codec.all_finite(cases.recoded(codec, cases.wires_of(codec, xs), n, 1 / 3)[None], n)
+    for i in (0, n // 2, n - 1):
+        broken = [xs[0], xs[1].clone(), xs[2]]
+        broken[1][i] = math.inf
+        assert not codec.all_finite(cases.recoded(codec, cases.wires_of(codec, broken), n, 1 / 3)[None], n)
+
+
+def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
+    """Every code of a wire, one at a time, by docs/wire-format.md."""
+    layout, raw, found = codec.encoding(torch.float32).format.layout(n), wire.tolist(), []
+    for lo in range(0, n, codec.block):
+        length = codec.block if n - lo >= codec.block else layout.tail
+        for e in range(length):
+            code = shift = 0
+            for (width, at), _ in zip(layout.planes, PLANES[codec.bits], strict=True):
+                per = length * width // 8
+                code |= (raw[at + lo * width // 8 + e % per] >> width * (e // per) & (1 << width) - 1) << shift
+                shift += width
+            found.append(code)
+    return found
+
+
+@pytest.mark.parametrize("codec", [c for c in cases.LLOYDS if c.bits > 1], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 9, 64, 65, 1100])
+def test_outermost_is_a_plain_count(codec: Lloyd, n: int) -> None:
+    for kind in ("gaussian", "spike", "zeros"):
+        wire = cases.wire_of(codec, cases.content(kind, n, seed=n))
+        codes = codes_of(codec, wire, n)
+        want = sum(code in (0, (1 << codec.bits) - 1) for code in codes)
+        assert int(codec.outermost(wire, n)[0]) == want  # type: ignore[index]
+
+
+def test_outermost_of_gaussians_is_what_the_levels_say() -> None:
+    """Beyond the last threshold of the Lloyd-Max quantiser lie 2 * (1 - cdf) of a Gaussian."""
+    n = 1 << 17
+    for bits, edge in ((2, 0.9816), (3, 1.7479), (4, 2.4008)):
+        share = math.erfc(edge / math.sqrt(2))
+        got = int(Lloyd(bits).outermost(cases.wire_of(Lloyd(bits), normal(n, bits)), n)[0]) / n  # type: ignore[index]
+        assert abs(got - share) < 5 * math.sqrt(share / n) + 0.01 * share
+
+
+@pytest.mark.parametrize("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)], ids=str)
+def test_where_the_ends_bound_nothing_none_is_counted(codec: Codec) -> None:
+    assert codec.outermost(cases.wire_of(codec, normal(100)), 100) is None
+
+
+# --- ledgers ----------------------------------------------------------------------------------------------------------
+
+SIZES = {"a": 3, "b": 0, "c": 129, "d": 1, "e": 40, "f": 300}
+
+
+@st.composite
+def arrangements(draw: st.DrawFn) -> list[list[Piece]]:
+    """Lanes of all parameters, in any order, with gaps between."""
+    lanes: list[list[Piece]] = [[]]
+    for name in draw(st.permutations(sorted(SIZES))):
+        if lanes[-1] and draw(st.booleans()):
+            lanes.append([])
+        if lanes[-1] and draw(st.booleans()):
+            lanes[-1].append(Piece(None, draw(st.sampled_from([0, 5, 130]))))
+        lanes[-1].append(Piece(name, SIZES[name]))
+    return lanes
+
+
+def lanes_of(text: str) -> list[list[Piece]]:
+    """Lanes of the parameters that a text names; a dash is a gap."""
+    return [[Piece(None, 7) if c == "-" else Piece(c, SIZES[c]) for c in word] for word in text.split()]
+
+
+def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]]) -> None:
+    """Write every lane of every step and follow every parameter."""
+    ledger, model = Ledger(dtype), dict[str, Tensor]()
+    for turn, lanes in enumerate(steps):
+        memories = [ledger.lane(pieces, CPU) for pieces in lanes]
+        for name, values in ledger.read().items():
+            want = model.get(name, torch.zeros(SIZES[name]))
+            assert_same(values.float(), want, f"{name} after it moved in turn {turn}")
+        for i, (pieces, memory) in enumerate(zip(lanes, memories, strict=True)):
+            n = sum(piece.numel for piece in pieces)
+            at, expected = 0, []
+            for piece in pieces:
+                blank = torch.zeros(piece.numel)
+                expected.append(blank if piece.name is None else model.get(piece.name, blank))
+                at += piece.numel
+            gaps = torch.cat([torch.full((p.numel,), p.name is None) for p in pieces])
+            assert_same(memory.read().float()[~gaps], torch.cat(expected)[~gaps], "a lane")
+            values = kept(normal(n, turn, i), dtype) if n else torch.zeros(0)
+            memory.put((0, n), values, True)
+            parts = values.split([piece.numel for piece in pieces])
+            model |= {p.name: part.clone() for p, part in zip(pieces, parts, strict=True) if p.name is not None}
+    for name, values in ledger.read().items():
+        assert_same(values.float(), model.pop(name), f"{name} in the end")
+    assert not model, "parameters were forgotten"
+
+
+@generated(60)
+@given(dtype=st.sampled_from(DTYPES), steps=st.lists(arrangements(), min_size=1, max_size=5))
+def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
+    dtype: torch.dtype, steps: list[list[list[Piece]]]
+) -> None:
+    check_ledger(dtype, steps)
+
+
+@generated(60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    steps=st.lists(st.sampled_from(["ac def", "ac ef", "a-c", "c", "c-f ae", "fedcba", "f a"]), max_size=6),
+)
+def test_a_ledger_forgets_nobody_who_is_away_for_a_while(dtype: torch.dtype, steps: list[str]) -> None:
+    """Steps that have no feedback for some parameters, and lanes that come back."""
+    check_ledger(dtype, [lanes_of(text) for text in steps])
+
+
+def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
+    ledger, both = Ledger(), [Piece("p", 2), Piece("q", 2)]
+    ledger.lane(both, CPU).put((0, 4), torch.ones(4), True)
+    ledger.lane([Piece("q", 2)], CPU).put((0, 2), torch.full((2,), 5.0), True)
+    again = ledger.lane(both, CPU)
+    assert again.read().tolist() == [1, 1, 5, 5]
+    again.put((0, 4), torch.full((4,), 7.0), True)
+    assert {name: values.tolist() for name, values in ledger.read().items()} == {"p": [7, 7], "q": [7, 7]}
+
+
+def test_a_lane_is_made_once() -> None:
+    ledger, pieces = Ledger(), [Piece("p", 2), Piece(None, 3), Piece("q", 1)]
+    assert ledger.lane(pieces, CPU) is ledger.lane(list(pieces), CPU)
+    assert ledger.nbytes == 6 * 4
+
+
+def test_old_lanes_are_let_go() -> None:
+    ledger = Ledger(torch.bfloat16)
+    ledger.lane([Piece("p", 10), Piece("q", 20)], CPU)
+    ledger.lane([Piece("q", 20)], CPU)
+    ledger.lane([Piece("p", 10)], CPU)
+    assert ledger.nbytes == 2 * 30
+
+
+@each_dtype
+def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype) -> None:
+    ledger, values = Ledger(dtype), {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
+    ledger.lane([Piece("old", 5)], CPU)
+    ledger.load(values)
+    assert set(ledger.read()) == set(values)
+    assert ledger.nbytes == 4 * 205
+    for name, value in ledger.read().items():
+        assert_same(value.float(), value.float() if name not in values else values[name])
+    memory = ledger.lane([Piece("q", 3), Piece(None, 4), Piece("p", 200), Piece("new", 2)], CPU)
+    assert_same(memory.read().float(), torch.cat([torch.zeros(7), values["p"], torch.zeros(2)]))
+    assert set(ledger.read()) == {"p", "q", "new", "gone"}
+    assert set(ledger.read(["p", "unheard of"])) == {"p"}
+    values["gone"].zero_()
+    assert ledger.read()["gone"].tolist() == [1, 1], "what was loaded is a copy"
+    ledger.load({})
+    assert ledger.read() == {}
+    assert ledger.nbytes == 0
+
+
+@each_dtype
+def test_dropping_forgets_some_and_leaves_the_others(dtype: torch.dtype) -> None:
+    ledger, pieces = Ledger(dtype), [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
+    memory = ledger.lane(pieces, CPU)
+    memory.put((0, 153), normal(153), True)
+    ledger.lane([Piece("s", 4)], CPU).put((0, 4), torch.ones(4), True)
+    ledger.load({**ledger.read(), "loose": torch.ones(2)})
+    memory = ledger.lane(pieces, CPU)
+    ledger.lane([Piece("s", 4)], CPU)
+    kept_before = ledger.read()
+    ledger.drop(["p", "loose", "s", "unheard of"])
+    assert set(ledger.read()) == {"q", "r"}
+    assert_same(ledger.read()["q"], kept_before["q"])
+    again = ledger.lane(pieces, CPU)
+    assert_same(again.read().float(), torch.cat([torch.zeros(133), kept_before["q"].float()]))
+    assert set(ledger.read()) == {"p", "q", "r"}
+    ledger.drop(["p", "q", "r"])
+    assert ledger.nbytes == 0
+
+
+def test_reading_gives_copies() -> None:
+    ledger = Ledger()
+    ledger.lane([Piece("p", 2)], CPU).put((0, 2), torch.ones(2), True)
+    ledger.read()["p"].zero_()
+    assert ledger.read()["p"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, None])
+def test_a_ledger_says_which_dtypes_it_keeps(dtype: Any) -> None:
+    with pytest.raises(CodecError, match=r"float32, bfloat16 or int8, got"):
+        Ledger(dtype)
+
+
+@generated(60)
+@given(
+    sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=6),
+    begin=st.integers(0, 20),
+    length=st.integers(0, 30),
+)
+def test_gaps_are_cleared_and_nothing_else(sizes: list[tuple[bool, int]], begin: int, length: int) -> None:
+    pieces = [Piece("p" if named else None, numel) for named, numel in sizes]
+    whole = torch.tensor([named for named, numel in sizes for _ in range(numel)] or [True], dtype=torch.float32)
+    part = whole[begin : begin + length]
+    message = torch.ones_like(part)
+    Gaps(pieces).clear((begin, begin + part.numel()), message)
+    assert_same(message, part.clone())
+
+
+@pytest.mark.parametrize("world", range(1, 7))
+@pytest.mark.parametrize("new_world", range(1, 7))
+def test_deal_gives_everything_to_somebody_once(world: int, new_world: int) -> None:
+    names = ("p", "q", "r")
+    parts = {k: {name: dyadic(9, k, i) for i, name in enumerate(names) if (k + i) % 3} for k in range(world)}
+    dealt = [deal(parts, world, rank, new_world) for rank in range(new_world)]
+    zeros = torch.zeros(9)
+    for name in names:
+        before = sum((part[name] for part in parts.values() if name in part), zeros)
+        assert_same(sum((part[name] for part in dealt if name in part), zeros), before)
+    if world == new_world:
+        assert all(set(dealt[k]) == set(parts[k]) for k in range(world))
+    assert all(not part for part in dealt[world:])
+
+
+def test_deal_adds_in_fp32() -> None:
+    parts = {0: {"p": torch.tensor([1.0], dtype=torch.bfloat16)}, 1: {"p": torch.tensor([2.0**-9]).to(torch.bfloat16)}}
+    assert deal(parts, 2, 0, 1)["p"].item() == 1 + 2.0**-9
+    assert parts[0]["p"].item() == 1, "what was given stays as it was"
+
+
+# --- feedback over ranks in one process -------------------------------------------------------------------------------
+
+
+class Link(Transport):
+    """One rank's end of a group that lives in one process."""
+
+    def __init__(self, rank: int, world: int, post: dict[tuple[int, int, int], Tensor]) -> None:
+        self.rank, self.world, self.sent, self.received = rank, world, 0, 0
+        self._post = post  # what is under way, by sender, receiver and tag
+
+    def _exchange(self, sends: Any, receives: Any, tag: int) -> Any:
+        for peer, part in sends:
+            assert (self.rank, peer, tag) not in self._post
+            self._post[self.rank, peer, tag] = part.clone()
+        return [_Arrival(self._post, (peer, self.rank, tag), part) for peer, part in receives]
+
+
+@dataclass
+class _Arrival:
+    post: dict[tuple[int, int, int], Tensor]
+    key: tuple[int, int, int]
+    part: Tensor
+
+    def wait(self) -> None:
+        self.part.copy_(self.post.pop(self.key))
+
+
+def together(steps: Sequence[Iterator[Any]]) -> None:
+    """Run the ranks' coroutines side by side: a message arrives once all have sent theirs."""
+    running = list(steps)
+    while running:
+        moving = [(rank, awaited) for rank in running if (awaited := next(rank, None)) is not None]
+        for _, awaited in moving:
+            for message in awaited:
+                message.wait()
+        running = [rank for rank, _ in moving]
+
+
+class Grid:
+    """A lossy codec by element: multiples of a step, towards zero. Exact arithmetic, and no rotation to hide behind."""
+
+    inputs = (torch.float32,)
+
+    def __init__(self, step: float = 1.0) -> None:
+        self.step = step
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        return 16 + -(-4 * numel // 16) * 16
+
+    def encode(self, x: Tensor, wire: Tensor, *, step: int = 0) -> None:
+        assert x.dtype == torch.float32
+        wire[: x.nbytes].view(torch.float32).copy_((x / self.step).trunc() * self.step)
+
+    def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
+        self.decode_sum(wire[None], out, scale=scale)
+
+    def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
+        total = sum(wire[: 4 * out.numel()].view(torch.float32) for wire in wires_WN)
+        out.copy_(total * scale)
+
+    def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return wires_WN[:, : 4 * numel].clone().view(torch.float32).isfinite().all()
+
+
+class Ranks:
+    """Ranks that average one lane again and again, with feedback."""
+
+    def __init__(
+        self,
+        kind: str,
+        world: int,
+        codec: Any,
+        reducer: str,
+        pieces: Sequence[Piece],
+        *,
+        dtype: torch.dtype = torch.float32,
+        chunk: int | None = None,
+    ) -> None:
+        self.world, self.codec, self.numel = world, codec, sum(piece.numel for piece in pieces)
+        self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
+        self.cut = Cut(self.numel, chunk or max(self.numel, 1))
+        self.memories = [new_memory(self.numel, dtype, CPU) for _ in range(world)]
+        self.means = [new_memory(self.numel, torch.float32, CPU) for _ in range(world)]
+        gaps = Gaps(pieces)
+        self.carries: list[Classic | EF21] = [
+            Classic(memory, world, gaps) if kind == "classic" else EF21(memory, mean, world, gaps)
+            for memory, mean in zip(self.memories, self.means, strict=True)
+        ]
+        self.finite: list[Any] = []
+        self.step = 0
+
+    @property
+    def owed(self) -> Tensor:
+        """The sum over ranks of what they remember."""
+        return torch.stack([memory.read().float() for memory in self.memories]).sum(0)
+
+    def average(self, xs: Sequence[Tensor]) -> Tensor:
+        """The average of xs, one a rank, which all ranks agree on; xs stay as they are."""
+        return message([self], [xs])[0]
+
+    def lane(self, rank: int, out: Tensor) -> Lane:
+        """One rank's lane of a message."""
+        checked = self.finite.append if rank == 0 else None
+        return Lane(Flat([out]), self.cut, self.codec, self.codec, self.carries[rank], None, checked)
+
+
+def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The averages of several lanes that travel as one message, in as many chunks as the longest has."""
+    post: dict[tuple[int, int, int], Tensor] = {}
+    world, reducer, step = lanes[0].world, lanes[0].reducer, lanes[0].step
+    outs = [[x.clone() for x in row] for row in xs]
+    operations = []
+    for rank in range(world):
+        reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
+        made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
+        firsts = [min(lane.cut.chunk, lane.cut.numel) for lane in made]
+        nbytes = reduce.scratch_bytes([Size(m.codec, n, m.dtype) for m, n in zip(made, firsts, strict=True)])
+        nbytes += sum(m.room_bytes(n) for m, n in zip(made, firsts, strict=True))
+        setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
+        operations.append(AllReduce(setting, made, reduce, 1.0 / world))
+    for index in range(operations[0].num_chunks):
+        together([op.chunk(index, torch.empty(op.chunk_bytes, dtype=torch.uint8)) for op in operations])
+    assert not post, "every message was taken"
+    for row in outs:
+        for out in row[1:]:
+            assert_same(out, row[0], "another rank")
+    for lane in lanes:
+        lane.step += 1
+    return [row[0] for row in outs]
+
+
+def one(numel: int) -> list[Piece]:
+    return [Piece("p", numel)]
+
+
+each_reducer = pytest.mark.parametrize("reducer", ["one_shot", "two_phase"])
+each_world = pytest.mark.parametrize("world", [2, 3, 5])
+each_kind = pytest.mark.parametrize("kind", ["classic", "ef21"])
+LOSSY: list[Any] = [Grid(0.25), Grid(4.0), Lloyd(1, 64), Lloyd(2, 64), BlockInt(3, 32), BlockInt(4, 40, "affine")]
+
+
+@each_reducer
+@pytest.mark.parametrize("world", [2, 4])
+def test_classic_feedback_owes_exactly_what_was_not_received(reducer: str, world: int) -> None:
+    """Numbers and codec are such that fp32 rounds nothing."""
+    ranks = Ranks("classic", world, Grid(1.0), reducer, one(37), chunk=16)
+    meant = received = torch.zeros(37)
+    for turn in range(12):
+        xs = [dyadic(37, turn, rank) for rank in range(world)]
+        meant = meant + torch.stack(xs).sum(0) / world
+        received = received + ranks.average(xs)
+        assert torch.equal(received + ranks.owed, meant)
+    assert ranks.owed.any(), "the codec loses something"
+    assert (ranks.owed.abs() <= 2.0).all(), "what is owed does not grow"
+
+
+@generated(40)
+@given(
+    world=st.integers(2, 5),
+    reducer=st.sampled_from(["one_shot", "two_phase"]),
+    kind=st.sampled_from(["classic", "ef21"]),
+    codec=st.sampled_from(LOSSY),
+    numel=st.sampled_from([1, 2, 3, 5, 64, 65, 300]),
+    chunk=st.sampled_from([None, 64, 100]),
+)
+def test_nothing_is_lost_for_good(
+    world: int, reducer: str, kind: str, codec: Any, numel: int, chunk: int | None
+) -> None:
+    """Classic: received + owed = meant. EF21: what the ranks say they sent is what all received."""
+    ranks = Ranks(kind, world, codec, reducer, one(numel), chunk=chunk)
+    meant = received = torch.zeros(numel, dtype=torch.float64)
+    size, turns = torch.zeros(numel, dtype=torch.float64), 5
+    for turn in range(turns):
+        xs = [normal(numel, turn, rank) for rank in range(world)]
+        result = ranks.average(xs)
+        meant = meant + torch.stack(xs).double().mean(0)
+        received = received + result.double()
+        remembered = torch.stack([memory.read() for memory in ranks.memories]).abs().sum(0).double()
+        size = torch.maximum(size, world * remembered + torch.stack(xs).abs().sum(0) + result.abs())
+    # A number goes through fewer than 16 roundings a step and rank, none of anything larger than `size`.
+    bound = 16 * turns * world * cases.ROUND * size
+    if kind == "classic":
+        assert ((received + ranks.owed - meant).abs() <= bound).all()
+    else:
+        assert ((ranks.owed - ranks.means[0].read()).abs() <= bound).all()
+        assert_same(result, ranks.means[0].read())
+        for mean in ranks.means[1:]:
+            assert_same(mean.read(), ranks.means[0].read(), "another rank's mean")
+
+
+@each_reducer
+@pytest.mark.parametrize(("world", "codec"), [(2, Lloyd(1, 64)), (3, Lloyd(2, 64)), (5, BlockInt(4, 32))], ids=str)
+def test_ef21_closes_in_on_gradients_that_stay(reducer: str, world: int, codec: Codec) -> None:
+    """Each message is the difference that is left, and a codec leaves a share of it."""
+    ranks = Ranks("ef21", world, codec, reducer, one(192))
+    xs = [normal(192, rank) * (1 + rank) for rank in range(world)]
+    mean = torch.stack(xs).mean(0)
+    errors = [float((ranks.average(xs) - mean).norm() / mean.norm()) for _ in range(30)]
+    assert errors[0] > 0.01
+    assert errors[-1] < 1e-5
+    # Where ranks send what is left of their own, the left share shrinks by the codec's; two roundings may add up.
+    share = {1: 0.61, 2: 0.35, 4: 0.15}[codec.bits] * (1.35 if reducer == "two_phase" else 1.05)  # type: ignore[attr-defined]
+    assert errors[12] <= errors[0] * share**11 * 3 + 1e-6
+
+
+@each_reducer
+def test_ef21_follows_gradients_that_drift(reducer: str) -> None:
+    """The distance stays in proportion to what changes a step; without feedback it is the codec's error of all."""
+    world, codec = 3, Lloyd(1, 64)
+    ranks, plain = (Ranks("ef21", world, codec, reducer, one(512)) for _ in range(2))
+    base, drift = ([normal(512, rank, k) for rank in range(world)] for k in (1, 2))
+    for turn in range(40):
+        xs = [x + 0.01 * turn * d for x, d in zip(base, drift, strict=True)]
+        followed = (ranks.average(xs) - torch.stack(xs).mean(0)).norm()
+    alone = (plain.average(xs) - torch.stack(xs).mean(0)).norm()
+    assert followed < 0.1 * alone
+
+
+@each_reducer
+@pytest.mark.parametrize("world", [2, 3])
+def test_classic_feedback_brings_small_numbers_in_time(reducer: str, world: int) -> None:
+    """A number that the codec rounds to nothing every time arrives on average."""
+    ranks = Ranks("classic", world, Grid(1.0), reducer, one(8))
+    xs = [torch.full((8,), 0.125) for _ in range(world)]
+    turns = 40
+    total = sum(ranks.average(xs) for _ in range(turns))
+    assert (total - 0.125 * turns).abs().max() <= 2.0  # type: ignore[union-attr]
+
+
+@each_kind
+@each_reducer
+@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False), (5, False)])
+def test_a_chunk_that_is_not_finite_changes_no_memory(
+    kind: str, reducer: str, world: int, as_tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_tensor:  # as on a GPU, where nobody waits to know
+        check = reducers._check
+        monkeypatch.setattr(reducers, "_check", lambda parts: torch.tensor(bool(check(parts))))
+    n, chunk = 200, 64
+    for codec in (Lloyd(2, 32), Cast("bf16")):
+        ranks = Ranks(kind, world, codec, reducer, one(n), chunk=chunk)
+        ranks.average([normal(n, rank) for rank in range(world)])
+        for turn, value in enumerate((math.nan, -math.inf)):
+            before = [memory.read().clone() for memory in (*ranks.memories, *ranks.means)]
+            xs, place = [normal(n, rank, turn) for rank in range(world)], 70 + 50 * turn
+            xs[turn % world][place] = value
+            ranks.finite.clear()
+            result = ranks.average(xs)
+            bad = torch.zeros(n, dtype=torch.bool)
+            bad[place // chunk * chunk : (place // chunk + 1) * chunk] = True
+            for memory, old in zip((*ranks.memories, *ranks.means), before, strict=True):
+                assert_same(memory.read()[bad], old[bad], "the chunk that is not finite")
+                assert memory is ranks.means[0] or memory.read().isfinite().all()
+            for memory, old in zip(ranks.memories, before, strict=False):
+                assert not torch.equal(memory.read()[~bad], old[~bad])
+            assert not result[place].isfinite(), "whoever looks at the result sees it"
+            assert result[~bad].isfinite().all()
+            assert [bool(fine) for fine in ranks.finite] == [i != place // chunk for i in range(4)]
+        after = ranks.average([normal(n, rank) for rank in range(world)])
+        assert after.isfinite().all()
+
+
+@each_reducer
+def test_lanes_of_one_message_do_not_meet(reducer: str) -> None:
+    """Each is what it would be alone, whatever the others' length, chunks and feedback."""
+    world = 4
+    kinds = [("classic", 300, 64), ("ef21", 70, 64), ("classic", 3, 10), ("ef21", 0, 10), ("ef21", 130, 200)]
+    mixed, alone = ([Ranks(k, world, Grid(0.5), reducer, one(n), chunk=c) for k, n, c in kinds] for _ in range(2))
+    for turn in range(3):
+        xs = [[dyadic(lane.numel, turn, i, rank) for rank in range(world)] for i, lane in enumerate(mixed)]
+        for got, lane, row in zip(message(mixed, xs), alone, xs, strict=True):
+            assert_same(got, lane.average(row))
+        for one_, other in zip(mixed, alone, strict=True):
+            assert_same(one_.owed, other.owed)
+
+
+@each_reducer
+def test_a_chunk_is_fine_if_all_its_lanes_are(reducer: str) -> None:
+    lanes = [Ranks("classic", 2, Grid(0.5), reducer, one(n), chunk=10) for n in (30, 10)]
+    xs = [[normal(lane.numel, rank) for rank in range(2)] for lane in lanes]
+    xs[1][1][3] = math.inf
+    message(lanes, xs)
+    assert [bool(fine) for fine in lanes[0].finite] == [False, True, True]
+    assert not lanes[0].owed[:10].any()
+    assert lanes[0].owed[10:].any()
+    assert not lanes[1].owed.any()
+
+
+@each_kind
+@each_reducer
+def test_memory_survives_bad_steps_as_if_they_had_not_been(kind: str, reducer: str) -> None:
+    world, n = 3, 100
+    calm, shaken = (Ranks(kind, world, Grid(0.5), reducer, one(n)) for _ in range(2))
+    for turn in range(6):
+        xs = [normal(n, turn, rank) for rank in range(world)]
+        if turn % 2:
+            broken = [x.clone() for x in xs]
+            broken[turn % world][turn] = math.inf
+            shaken.average(broken)
+        shaken.step = calm.step
+        assert_same(shaken.average(xs), calm.average(xs), f"turn {turn}")
+
+
+@each_kind
+@each_reducer
+@each_world
+def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int) -> None:
+    """Whatever stands in a gap is sent as zeros, and nothing that happened to it is remembered."""
+    pieces = [Piece("a", 5), Piece(None, 7), Piece("b", 9), Piece(None, 1), Piece("c", 30)]
+    named = torch.cat([torch.full((p.numel,), p.name is not None) for p in pieces])
+    bridged = Ranks(kind, world, Grid(0.5), reducer, pieces)
+    zeros = Ranks(kind, world, Grid(0.5), reducer, one(named.numel()))
+    for turn in range(4):
+        xs = [normal(named.numel(), turn, rank) for rank in range(world)]
+        got, want = bridged.average(xs), zeros.average([x * named for x in xs])
+        assert torch.equal(got[named], want[named])
+        assert (got[~named] == 0).all()
+        for memory in bridged.memories:
+            memory.put((0, named.numel()), torch.where(named, memory.read(), 1e9), True)  # as a rotation may leave
+
+
+@each_kind
+@each_reducer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dtype: torch.dtype) -> None:
+    """The result is rounded to the gradients' dtype, what is remembered is not."""
+    world, n = 2, 96
+    ranks, wide = (Ranks(kind, world, Lloyd(2, 32), reducer, one(n), chunk=40) for _ in range(2))
+    for turn in range(3):
+        xs = [normal(n, turn, rank).to(dtype) for rank in range(world)]
+        assert_same(ranks.average(xs), wide.average([x.float() for x in xs]).to(dtype))
+        for memory, other in zip(ranks.memories, wide.memories, strict=True):
+            assert_same(memory.read(), other.read())
+
+
+@each_reducer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_short_memories_lose_a_rounding_a_step(reducer: str, dtype: torch.dtype) -> None:
+    """Of the residual alone: received + owed stays near what was meant."""
+    world, n, turns = 3, 256, 10
+    ranks = Ranks("classic", world, Lloyd(2, 64), reducer, one(n), dtype=dtype, chunk=100)
+    meant = received = torch.zeros(n)
+    most = torch.tensor(0.0)
+    for turn in range(turns):
+        xs = [normal(n, turn, rank) for rank in range(world)]
+        meant, received = meant + torch.stack(xs).mean(0), received + ranks.average(xs)
+        most = torch.maximum(most, torch.stack([memory.read().float().abs().max() for memory in ranks.memories]).max())
+    step = float(most) * (2.0**-8 if dtype == torch.bfloat16 else 1.01 / 127)
+    assert (received + ranks.owed - meant).abs().max() <= turns * world * step / 2 + 1e-4
+
+
+@each_kind
+@each_reducer
+@pytest.mark.parametrize(("world", "new_world"), [(4, 2), (2, 4), (3, 2), (2, 3), (4, 3)])
+def test_another_world_goes_on_where_the_last_one_ended(kind: str, reducer: str, world: int, new_world: int) -> None:
+    n = 64
+    old, new = (Ranks(kind, size, Grid(0.5), reducer, one(n)) for size in (world, new_world))
+    meant = received = torch.zeros(n)
+    for turn in range(4):
+        xs = [dyadic(n, turn, rank) for rank in range(world)]
+        meant, received = meant + torch.stack(xs).sum(0) / world, received + old.average(xs)
+    parts = {k: {"p": memory.read()} for k, memory in enumerate(old.memories)}
+    for rank in range(new_world):
+        new.memories[rank].fill(deal(parts, world, rank, new_world).get("p", torch.zeros(n)))
+        new.means[rank].fill(old.means[0].read())
+    assert torch.allclose(new.owed, old.owed, atol=1e-5)
+    for turn in range(4):
+        xs = [dyadic(n, turn, rank, 9) for rank in range(new_world)]
+        result = new.average(xs)
+        meant, received = meant + torch.stack(xs).sum(0) / new_world, received + result
+    if kind == "classic":
+        assert torch.allclose(received + new.owed, meant, atol=1e-4)
+    else:
+        assert torch.allclose(new.owed, result, atol=1e-4)
+
+
+@each_kind
+@each_reducer
+def test_a_run_that_goes_on_from_its_memory_has_the_same_bits(kind: str, reducer: str) -> None:
+    world, n = 3, 300
+    for dtype in DTYPES if kind == "classic" else (torch.float32,):
+        first, second = (Ranks(kind, world, Lloyd(1, 64), reducer, one(n), dtype=dtype, chunk=128) for _ in range(2))
+        for turn in range(3):
+            first.average([normal(n, turn, rank) for rank in range(world)])
+        for rank in range(world):
+            second.memories[rank].fill(first.memories[rank].read().clone())
+            second.means[rank].fill(first.means[rank].read())
+        second.step = first.step
+        for turn in range(3):
+            xs = [normal(n, turn, rank, 1) for rank in range(world)]
+            assert_same(second.average(xs), first.average(xs), str(dtype))
+
+
+def test_shards_of_the_simulation_are_those_of_the_reducers() -> None:
+    """Ranks without a shard take part: two elements over five ranks."""
+    assert [span.numel for span in shards(Span(0, 2), 5)] == [1, 1, 0, 0, 0]
+    for kind in ("classic", "ef21"):
+        ranks = Ranks(kind, 5, Grid(0.5), "two_phase", one(2))
+        assert ranks.average([torch.ones(2)] * 5).tolist() == [1, 1]
+
+
+def test_memory_of_the_base_class_serves_fp32_and_bf16_only() -> None:
+    assert type(new_memory(3, torch.float32, CPU)) is Memory
+    assert type(new_memory(3, torch.bfloat16, CPU)) is Memory
+    assert type(new_memory(3, torch.int8, CPU)) is CodedMemory

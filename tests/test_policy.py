@@ -1,0 +1,1050 @@
+"""Which codec and feedback a parameter gets, what "auto" makes of measurements, and the statistics behind them."""
+
+import dataclasses
+import gc
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import cases
+from cases import seeded
+from thinwire import BlockInt, ByName, Cast, Codec, CodecError, Identity, Lloyd, codec as make
+from thinwire.feedback import Piece
+from thinwire.integrations import auto, policy
+from thinwire.integrations.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
+from thinwire.integrations.decisions import Decisions, Size
+from thinwire.integrations.engine import Engine
+from thinwire.integrations.policy import Budget, Rules, Schedule, Trial
+from thinwire.integrations.stats import BucketMeter, ErrorWatch, Stats, Tally
+from thinwire.optim import OneBitAdam
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def generated(count: int) -> settings:
+    """The same cases in every run."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+# --- what a user's codec names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
+def test_a_codec_string_is_a_codec(spec: str) -> None:
+    assert policy.parse(spec) == make(spec)
+    assert policy.parse(make(spec)) is policy.parse(spec) or policy.parse(make(spec)) == make(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits"), [("auto:2.5", 2.5), (" auto:8 ", 8.0), ("auto:1.1", 1.1), ("auto: 8.2", 8.2)]
+)
+def test_a_budget_is_a_budget(spec: str, bits: float) -> None:
+    assert policy.parse(spec) == Budget(bits)
+    assert policy.parse(str(policy.parse(spec))) == Budget(bits)
+
+
+def test_auto_is_a_trial() -> None:
+    assert policy.parse("auto") == policy.parse(" auto ") == Trial()
+    assert str(Trial()) == "auto"
+
+
+@pytest.mark.parametrize("spec", ["auto:", "auto:x", "auto:1", "auto:0", "auto:9", "auto:-2", "auto:nan", "auto:inf"])
+def test_budgets_beyond_the_codecs_are_refused(spec: str) -> None:
+    with pytest.raises(CodecError, match=r"expected bits an element from 1.1 to 8.2, such as 'auto:2.5'"):
+        policy.parse(spec)
+
+
+@pytest.mark.parametrize("spec", [3, None, ["int8"], "int9", "automatic", {"a": 1}])
+def test_what_names_no_codec_is_refused(spec: object) -> None:
+    with pytest.raises(CodecError):
+        policy.parse(spec)
+
+
+@generated(60)
+@given(
+    st.dictionaries(st.integers(0, 50), st.sampled_from(["none", "int8", "lloyd2", "auto", "auto:3"]), min_size=1),
+    st.integers(0, 60),
+)
+def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> None:
+    begun = [start for start in spec if start <= step]
+    want = policy.parse(spec[max(begun)]) if begun else Identity()
+    items = list(spec.items())
+    random.Random(step).shuffle(items)
+    schedule = Schedule(dict(items), 0)
+    assert schedule.at(step) == want
+    assert set(map(str, schedule.choices)) == {str(policy.parse(choice)) for choice in spec.values()}
+
+
+def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
+    schedule = Schedule("lloyd2", 5)
+    assert [schedule.at(step) for step in (0, 4, 5, 99)] == [Identity(), Identity(), Lloyd(2), Lloyd(2)]
+    assert str(schedule) == "{0: none, 5: lloyd2}"
+    assert str(Schedule("lloyd2", 0)) == "lloyd2"
+    assert str(Schedule({3: "auto:2.5"}, 0)) == "{3: auto:2.5}"
+    assert str(Schedule({0: "int8"}, 0)) == "int8"
+
+
+@pytest.mark.parametrize(
+    ("spec", "warmup", "says"),
+    [
+        ("int8", -1, "warmup_steps must be an integer, 0 or more, got -1"),
+        ("int8", 1.5, "warmup_steps must be an integer, 0 or more, got 1.5"),
+        ("int8", True, "warmup_steps must be an integer"),
+        ({0: "int8"}, 3, "exclude each other: write {0: 'none', N: ...}"),
+        ({}, 0, "a schedule maps steps, 0 or more, to codecs"),
+        ({-1: "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
+        ({"0": "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
+        ({0.5: "int8"}, 0, "a schedule maps steps, 0 or more, to codecs"),
+        ({0: "int77"}, 0, "unknown codec 'int77'"),
+        ({0: {0: "int8"}}, 0, "expected a codec or a string"),
+    ],
+)
+def test_schedules_that_are_none_are_refused(spec: Any, warmup: Any, says: str) -> None:
+    with pytest.raises(CodecError) as raised:
+        Schedule(spec, warmup)
+    assert says in str(raised.value)
+
+
+# --- rules and exemptions ---------------------------------------------------------------------------------------------
+
+SHAPES = {name: torch.Size(shape) for name, shape in {
+    "embed.weight": (500, 16), "fc.weight": (64, 64), "fc.bias": (64,), "norm.weight": (4096,), "gate.weight": (3, 5),
+    "scalar": (), "cube": (8, 8, 16), "short": (31, 33), "empty": (0, 40),
+}.items()}  # fmt: skip
+SMALL = {"fc.bias", "norm.weight", "gate.weight", "scalar", "short", "empty"}
+
+
+def codecs_of(rules: Rules, base: str | Codec = "lloyd2", dtype: torch.dtype = FP32) -> dict[str, str]:
+    return {name: str(rules.codec_of(name, shape, dtype, make(base))) for name, shape in SHAPES.items()}
+
+
+def test_small_ones_are_exempt_by_themselves() -> None:
+    """Of one dimension, or of fewer than 1024 elements: 31 x 33 is one short."""
+    got = codecs_of(Rules("auto", None))
+    assert {name for name, chosen in got.items() if chosen == "bf16"} == SMALL
+    assert {got[name] for name in set(SHAPES) - SMALL} == {"lloyd2"}
+    assert 31 * 33 == policy.TINY - 1 == 8 * 8 * 16 - 1
+
+
+def test_fp16_keeps_its_digits_and_everything_else_its_range() -> None:
+    for dtype, want in ((torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "bf16"), (FP32, "bf16")):
+        assert codecs_of(Rules("auto", None), dtype=dtype)["fc.bias"] == want
+
+
+def test_no_exemptions() -> None:
+    assert set(codecs_of(Rules("none", None)).values()) == {"lloyd2"}
+    assert set(codecs_of(Rules([], None)).values()) == {"lloyd2"}
+
+
+def test_exemptions_by_pattern_and_by_function() -> None:
+    got = codecs_of(Rules(["embed*", "cube"], None))
+    assert {name for name, chosen in got.items() if chosen == "bf16"} == {"embed.weight", "cube"}
+    seen = []
+    got = codecs_of(Rules(lambda name, shape: bool(seen.append((name, shape))) or name == "fc.weight", None))
+    assert {name for name, chosen in got.items() if chosen == "bf16"} == {"fc.weight"}
+    assert seen == list(SHAPES.items())
+
+
+def test_patterns_are_case_sensitive_and_shell_style() -> None:
+    got = codecs_of(Rules(["FC.*", "?c.bias", "[en]orm.*"], None))
+    assert {name for name, chosen in got.items() if chosen == "bf16"} == {"fc.bias", "norm.weight"}
+
+
+def test_rules_come_before_exemptions_and_a_star_after() -> None:
+    rules = Rules("auto", {"fc.*": "int8", "*.weight": "lloyd3", "*": "lloyd4"})
+    got = codecs_of(rules, "int5")
+    assert got["fc.bias"] == got["fc.weight"] == "int8"
+    assert got["norm.weight"] == got["gate.weight"] == got["embed.weight"] == "lloyd3"
+    assert got["scalar"] == got["short"] == got["empty"] == "bf16"
+    assert got["cube"] == "lloyd4"
+    without = codecs_of(Rules("auto", {"fc.*": "int8"}), "int5")
+    assert without["cube"] == "int5"
+    assert without["scalar"] == "bf16"
+
+
+def test_fixed_is_what_leaves_no_choice() -> None:
+    rules = Rules("auto", {"fc.*": "int8"})
+    fixed = {name: rules.fixed(name, shape, FP32) for name, shape in SHAPES.items()}
+    assert {name for name, chosen in fixed.items() if chosen is None} == {"embed.weight", "cube"}
+    assert fixed["fc.bias"] == BlockInt(8)
+    everything = Rules("auto", {"*": "int8"})
+    assert all(everything.fixed(name, shape, FP32) is not None for name, shape in SHAPES.items())
+
+
+def test_steps_that_compress_nothing_ask_no_rule() -> None:
+    assert set(codecs_of(Rules("auto", {"*": "int8"}), "none").values()) == {"none"}
+
+
+def test_codecs_made_of_codecs_are_asked_for_theirs() -> None:
+    got = codecs_of(
+        Rules("none", {"fc.*": "bysize(small=int8; large=int4; min_numel=100)"}), ByName({"c*": "int6", "*": "bf16"})
+    )
+    assert (got["fc.bias"], got["fc.weight"], got["cube"], got["embed.weight"]) == ("int8", "int4", "int6", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("exempt", "rules", "by_name"),
+    [
+        ("auto", None, False),
+        ("none", {"*": "int8"}, False),
+        ("auto", {}, False),
+        ("auto", {"a": "int8"}, True),
+        (["a"], None, True),
+        ([], None, False),
+    ],
+)
+def test_rules_say_whether_they_need_names(exempt: Any, rules: Any, by_name: bool) -> None:
+    assert Rules(exempt, rules).by_name is by_name
+
+
+@pytest.mark.parametrize("exempt", ["bias", "*.bias", 5, None, [1], ["a", None], [b"a"]])
+def test_exemptions_that_are_none_are_refused(exempt: Any) -> None:
+    with pytest.raises(CodecError, match=r"exempt must be 'auto', 'none', a list of name patterns or a function, got"):
+        Rules(exempt, None)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ["int8"],
+        "int8",
+        {"a": "int99"},
+        {"a": 8},
+        {1: "int8"},
+        {"": "int8"},
+        {"a=b": "int8"},
+        {"*": "int8", "a": "int4"},
+    ],
+)
+def test_policies_that_are_none_are_refused(rules: Any) -> None:
+    with pytest.raises(CodecError):
+        Rules("auto", rules)
+
+
+def test_a_policy_that_is_no_mapping_is_told_so() -> None:
+    with pytest.raises(CodecError, match=r"policy maps patterns of names to codecs, e.g. {'\*.embed\*': 'int8'}: got"):
+        Rules("auto", ["int8"])  # type: ignore[arg-type]
+
+
+# --- feedback ---------------------------------------------------------------------------------------------------------
+
+BITS = {
+    "lloyd1": 1, "lloyd2": 2, "lloyd3": 3, "lloyd4": 4, "int2": 2, "int3": 3, "int4": 4, "int5": 5, "int8": 8,
+    "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16,
+}  # fmt: skip
+
+
+def test_bits_of_every_codec() -> None:
+    assert {name: policy.bits_of(make(name)) for name in BITS} == BITS
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_automatic_feedback(name: str) -> None:
+    chosen, bits = make(name), BITS[name]
+    assert policy.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
+    assert policy.feedback_of("auto", chosen, "adaptive") == ("ef21" if bits <= 2 else "")
+    assert policy.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("family", [None, "linear", "adaptive"])
+def test_feedback_that_was_asked_for_is_given_but_to_what_is_exact(name: str, family: str | None) -> None:
+    for asked in ("classic", "ef21"):
+        assert policy.feedback_of(asked, make(name), family) == ("" if BITS[name] >= 16 else asked)
+    assert policy.feedback_of("none", make(name), family) == ""
+
+
+LINEAR = {"SGD", "ASGD", "Muon"}
+
+
+def optimisers() -> list[type[torch.optim.Optimizer]]:
+    found = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    return [kind for kind in found if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("kind", optimisers(), ids=lambda kind: kind.__name__)
+def test_the_family_of_every_optimiser_of_torch(kind: Any) -> None:
+    optimizer = kind.__new__(kind)  # some need much to be made, and the kind alone decides
+    assert policy.family(optimizer) == ("linear" if kind.__name__ in LINEAR else "adaptive")
+
+    class Mine(kind):  # type: ignore[misc]
+        pass
+
+    assert policy.family(Mine.__new__(Mine)) == policy.family(optimizer)
+
+
+def test_all_optimisers_were_met() -> None:
+    assert {kind.__name__ for kind in optimisers()} >= LINEAR | {
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adafactor",
+        "LBFGS",
+    }
+    assert policy.family(object()) == "adaptive", "what is not known may be Adam's kin"
+
+
+def test_feedback_and_its_memory_go_together() -> None:
+    for feedback, dtype in itertools.product(policy.FEEDBACKS, (torch.float32, torch.bfloat16, torch.int8)):
+        if feedback == "ef21" and dtype != torch.float32:
+            with pytest.raises(CodecError, match="residual_dtype must be float32, got"):
+                policy.check_feedback(feedback, dtype)
+        else:
+            policy.check_feedback(feedback, dtype)
+
+
+@pytest.mark.parametrize("feedback", ["", "Classic", "ef", None, 1, ["classic"]])
+def test_feedbacks_that_are_none_are_refused(feedback: Any) -> None:
+    with pytest.raises(CodecError, match="feedback must be one of auto, none, classic, ef21, got"):
+        policy.check_feedback(feedback, torch.float32)
+
+
+@pytest.mark.parametrize("chosen", cases.ONE_OF_EACH + cases.LLOYDS, ids=str)
+@pytest.mark.parametrize("feedback", ["", "classic", "ef21"])
+def test_the_first_phase_is_unbiased_where_nobody_remembers_its_error(chosen: Codec, feedback: str) -> None:
+    first = policy.first_phase(chosen, feedback)
+    unbiased = isinstance(chosen, Lloyd) and chosen.bits <= 3 and not feedback
+    assert first == (dataclasses.replace(chosen, scale="unbiased") if unbiased else chosen)  # type: ignore[type-var]
+    assert first.encoding(FP32).format == chosen.encoding(FP32).format, "what one writes the other reads"
+
+
+def test_leaves_are_what_may_be_picked() -> None:
+    nested = make("byname(a*=bysize(small=bf16; large=int4); b=lloyd1; *=int8)")
+    assert list(map(str, policy.leaves(nested))) == ["bf16", "int4", "lloyd1", "int8"]
+    assert policy.leaves(Lloyd(2)) == [Lloyd(2)]
+
+
+# --- codec="auto" -----------------------------------------------------------------------------------------------------
+
+
+def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006, 0.1), budget: float = 0.15) -> Codec:
+    return auto.decide([*seconds, *errors], budget)[0]
+
+
+def test_candidates_go_from_exact_to_coarse() -> None:
+    assert list(map(str, CANDIDATES)) == ["none", "bf16", "int8", "lloyd4"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "want"),
+    [
+        ((1, 0.5, 0.25, 0.125), "lloyd4"),
+        ((1, 0.5, 0.25, 0.26), "int8"),
+        ((1, 0.5, 0.6, 0.7), "bf16"),
+        ((1, 1.2, 1.1, 1.01), "none"),
+        ((1, 1, 1, 1), "none"),
+        ((1, 0.98, 0.975, 0.971), "none"),  # noise
+        ((1, 0.98, 0.96, 0.94), "int8"),  # the last gains too little over int8
+        ((1, 2, 2, 0.9), "lloyd4"),
+        ((0, 0, 0, 0), "none"),
+    ],
+)
+def test_the_fastest_that_gains_enough_is_chosen(seconds: tuple[float, ...], want: str) -> None:
+    assert str(decided(seconds)) == want
+
+
+@pytest.mark.parametrize(
+    ("budget", "want"), [(0.15, "lloyd4"), (0.1, "lloyd4"), (0.09, "int8"), (0.003, "bf16"), (1e-9, "none")]
+)
+def test_nothing_over_the_error_budget_is_chosen(budget: float, want: str) -> None:
+    assert str(decided((1, 0.5, 0.25, 0.125), budget=budget)) == want
+
+
+def test_an_error_that_is_not_known_is_over_the_budget() -> None:
+    assert str(decided((1, 0.5, 0.25, 0.125), (0, 0, 0, math.nan))) == "int8"
+    assert str(decided((1, 0.5, 0.25, 0.125), (0, math.inf, math.nan, math.inf))) == "none"
+
+
+@generated(80)
+@given(
+    st.lists(st.floats(1e-4, 10), min_size=4, max_size=4),
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    st.floats(1e-3, 1),
+)
+def test_the_choice_is_inside_the_budget_and_no_slower_than_nothing(
+    seconds: list[float], errors: list[float], budget: float
+) -> None:
+    chosen, why = auto.decide([*seconds, *errors], budget)
+    i = CANDIDATES.index(chosen)
+    assert i == 0 or (errors[i] <= budget and seconds[i] < (1 - GAIN) * seconds[0])
+    better = [k for k in range(4) if k > 0 and errors[k] <= budget and seconds[k] < (1 - GAIN) ** 3 * seconds[i]]
+    assert not better, "nothing allowed is much faster"
+    assert why.startswith("no compression; " if i == 0 else f"{chosen}; ")
+    assert why.count("over the budget") >= sum(error > budget for error in errors[1:])
+
+
+def test_the_reason_names_every_candidate_its_time_and_its_error() -> None:
+    _, why = auto.decide([0.1, 0.05, 0.02, 0.01, 0, 0.002, 0.006, 0.31], 0.15)
+    for part in (
+        "int8; ",
+        "uncompressed 100 ms",
+        "bf16 50 ms",
+        "int8 20 ms",
+        "lloyd4 10 ms (error 0.31 over the budget)",
+        "0.15",
+    ):
+        assert part in why, why
+
+
+def test_a_race_gives_every_candidate_its_turns() -> None:
+    race, turns, measured = Race(0.15), [], []
+    while not race.over:
+        turns.append(race.turn)
+        measured.append(race.measures_error)
+        race.ended(1.0 + race.turn + 100 * race.measures_error, 0.01 * race.turn)
+    count = len(CANDIDATES)
+    assert turns == [0] * SETTLE_STEPS + list(range(count)) * ROUNDS
+    assert measured == [False] * SETTLE_STEPS + [True] * count + [False] * (ROUNDS - 1) * count
+    assert all(len(times) == ROUNDS - 1 for times in race.times.values()), "a measured step takes longer"
+    assert race.result() == [1, 2, 3, 4, 0, 0.01, 0.02, 0.03]
+
+
+def test_a_race_takes_the_median_and_only_measured_errors() -> None:
+    race, step = Race(0.15), 0
+    while not race.over:
+        race.ended(50.0 if step % 9 == 5 else 1.0, 0.5 if race.turn == 1 and race.measures_error else None)
+        step += 1
+    assert race.result() == [1, 1, 1, 1, 0, 0.5, math.inf, math.inf]
+
+
+# --- codec="auto:2.5" -------------------------------------------------------------------------------------------------
+
+LOSS = dict(WIDTHS)
+
+
+def layer(name: str, numel: int, energy: float, measured: Codec = WIDTHS[1][0]) -> Layer:
+    """A layer of Gaussians with a sum of squares `energy`."""
+    return Layer(name, numel, measured, energy * LOSS[measured])
+
+
+def bytes_of(layers: Sequence[Layer], chosen: Mapping[str, Codec]) -> int:
+    return sum(chosen[one.name].wire_bytes(one.numel) for one in layers)
+
+
+def lost_by(layers: Sequence[Layer], chosen: Mapping[str, Codec]) -> float:
+    return sum(one.lost / LOSS[one.codec] * LOSS[chosen[one.name]] for one in layers)
+
+
+layers_of = st.lists(
+    st.tuples(st.integers(1024, 60_000), st.floats(1e-6, 1e6), st.sampled_from([w for w, _ in WIDTHS])),
+    min_size=1,
+    max_size=8,
+).map(lambda rows: [layer(f"p{i}", *row) for i, row in enumerate(rows)])
+
+
+def test_widths_lose_less_the_more_bits_they_have() -> None:
+    sizes = [width.wire_bytes(1 << 20) for width, _ in WIDTHS]
+    losses = [loss for _, loss in WIDTHS]
+    assert sizes == sorted(sizes)
+    assert losses == sorted(losses, reverse=True)
+    drops = [
+        (a - b) / (m - n) for (a, b), (n, m) in zip(itertools.pairwise(losses), itertools.pairwise(sizes), strict=True)
+    ]
+    assert drops == sorted(drops, reverse=True), "each byte buys less than the one before"
+
+
+@pytest.mark.parametrize(("width", "loss"), WIDTHS, ids=str)
+def test_the_losses_of_the_widths_are_those_of_gaussians(width: Codec, loss: float) -> None:
+    x = torch.randn(1 << 16, generator=seeded(3))
+    y = cases.decoded(width, cases.wire_of(width, x), x.numel())
+    assert float((x - y).square().sum() / x.square().sum()) == pytest.approx(loss, rel=0.03)
+
+
+@generated(60)
+@given(layers_of, st.floats(1.1, 8.2), st.integers(0, 5000))
+def test_bits_stay_inside_the_budget_and_leave_little_of_it(layers: list[Layer], bits: float, fixed: int) -> None:
+    numel = fixed + sum(one.numel for one in layers)
+    budget = bits / 8 * numel
+    try:
+        chosen = deal_bits(layers, 2 * fixed, fixed, bits)
+    except CodecError:
+        least = sum(Lloyd(1).wire_bytes(one.numel) for one in layers) + 2 * fixed
+        assert least > budget
+        return
+    assert set(chosen) == {one.name for one in layers}
+    spent = 2 * fixed + bytes_of(layers, chosen)
+    assert spent <= budget
+    wider = [(one, w) for one in layers for (v, _), (w, _) in itertools.pairwise(WIDTHS) if v == chosen[one.name]]
+    assert all(spent + w.wire_bytes(one.numel) - chosen[one.name].wire_bytes(one.numel) > budget for one, w in wider)
+
+
+@generated(80)
+@given(layers_of, st.floats(1.5, 8), st.floats(0, 2))
+def test_more_budget_never_loses_more(layers: list[Layer], bits: float, more: float) -> None:
+    less, larger = (deal_bits(layers, 0, 0, each) for each in (bits, bits + more))
+    assert lost_by(layers, larger) <= lost_by(layers, less) * (1 + 1e-9)
+
+
+@generated(80)
+@given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=9), st.integers(1024, 30_000), st.floats(1.5, 8))
+def test_of_equal_layers_the_one_with_more_error_gets_no_fewer_bits(
+    energies: list[float], numel: int, bits: float
+) -> None:
+    layers = [layer(f"p{i}", numel, energy) for i, energy in enumerate(energies)]
+    chosen = deal_bits(layers, 0, 0, bits)
+    ranks = [[w for w, _ in WIDTHS].index(chosen[one.name]) for one in sorted(layers, key=lambda one: one.lost)]
+    distinct = sorted(set(energies))
+    if len(distinct) == len(energies):
+        assert ranks == sorted(ranks)
+
+
+def best(layers: Sequence[Layer], budget: float) -> float:
+    """The least loss of all assignments inside a budget."""
+    found = math.inf
+    for widths in itertools.product([w for w, _ in WIDTHS], repeat=len(layers)):
+        chosen = {one.name: width for one, width in zip(layers, widths, strict=True)}
+        if bytes_of(layers, chosen) <= budget:
+            found = min(found, lost_by(layers, chosen))
+    return found
+
+
+@generated(25)
+@given(
+    st.lists(st.tuples(st.integers(1024, 20_000), st.floats(1e-2, 1e2)), min_size=1, max_size=4),
+    st.floats(1.5, 7),
+)
+def test_dealt_bits_are_the_best_up_to_one_upgrade(rows: list[tuple[int, float]], bits: float) -> None:
+    layers = [layer(f"p{i}", *row) for i, row in enumerate(rows)]
+    chosen = deal_bits(layers, 0, 0, bits)
+    optimum = best(layers, bits / 8 * sum(one.numel for one in layers))
+    order = [w for w, _ in WIDTHS]
+    upgrades = [
+        one.lost / LOSS[one.codec] * (LOSS[chosen[one.name]] - LOSS[order[order.index(chosen[one.name]) + 1]])
+        for one in layers
+        if chosen[one.name] != order[-1]
+    ]
+    assert optimum <= lost_by(layers, chosen) * (1 + 1e-9)
+    assert lost_by(layers, chosen) <= optimum + max(upgrades, default=0.0) + 1e-9
+
+
+def test_many_layers_come_close_to_the_best() -> None:
+    """One upgrade among many is little: compared with what a whole number of layers of one width would lose."""
+    g = random.Random(0)
+    layers = [layer(f"p{i}", g.randrange(2000, 50_000), 10 ** g.uniform(-3, 3)) for i in range(60)]
+    even = lost_by(layers, dict.fromkeys((one.name for one in layers), Lloyd(3)))
+    dealt = lost_by(layers, deal_bits(layers, 0, 0, 3.1))
+    assert dealt < 0.5 * even
+
+
+def test_the_codec_in_which_an_error_was_measured_is_taken_into_account() -> None:
+    """The same layer, measured at 1 bit or at 8, gets the same."""
+    rows = [(4096, 1.0), (8192, 50.0), (2048, 3.0)]
+    found = []
+    for measured in (Lloyd(1), Lloyd(4), BlockInt(8)):
+        found.append(deal_bits([layer(f"p{i}", *row, measured) for i, row in enumerate(rows)], 0, 0, 2.7))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_budget_that_is_impossible_says_what_is_needed() -> None:
+    with pytest.raises(
+        CodecError, match=r"a budget of 1.2 bits an element is not enough: this model needs (\S+)"
+    ) as raised:
+        deal_bits([layer("p", 4096, 1.0)], 4000, 2000, 1.2)
+    least = float(str(raised.value).rsplit(" ", 1)[1])
+    assert deal_bits([layer("p", 4096, 1.0)], 4000, 2000, least + 0.01) == {"p": Lloyd(1)}
+
+
+def test_nothing_to_choose_is_no_error_inside_the_budget() -> None:
+    assert deal_bits([], 100, 800, 1.1) == {}
+    assert deal_bits([], 0, 0, 2) == {}
+    with pytest.raises(CodecError, match="this model needs 16"):
+        deal_bits([], 1600, 800, 2.5)
+
+
+def test_layers_without_error_still_get_a_width() -> None:
+    layers = [Layer("a", 5000, Lloyd(2), 0.0), Layer("b", 5000, Lloyd(2), 1.0)]
+    chosen = deal_bits(layers, 0, 0, 2.5)
+    assert bytes_of(layers, chosen) <= 2.5 / 8 * 10_000
+    assert chosen["b"] != Lloyd(1)
+
+
+@generated(40)
+@given(st.floats(1.1, 8.2))
+def test_the_width_to_start_with_is_the_widest_inside(bits: float) -> None:
+    inside = [width for width, _ in WIDTHS if 8 * width.wire_bytes(1 << 20) / (1 << 20) <= bits]
+    assert auto.start_width(bits) == inside[-1]
+
+
+def test_widths_are_told_by_count() -> None:
+    assert auto.told({"a": Lloyd(2), "b": BlockInt(8), "c": Lloyd(2)}) == "1 x int8, 2 x lloyd2"
+    assert auto.told({}) == ""
+
+
+# --- decisions from step to step --------------------------------------------------------------------------------------
+
+
+def decisions(
+    codec: Any = "lloyd2", *, optimizer: Any = "linear", owns: Any = lambda p: False, **options: Any
+) -> Decisions:
+    known: dict[str, Any] = {
+        "feedback": "auto", "exempt": "auto", "policy_rules": None, "warmup_steps": 0, "residual_dtype": FP32,
+        "error_budget": 0.15, "replan_every": 100, "measure_every": 100,
+    }  # fmt: skip
+    made = Decisions(codec, **(known | options))
+    made.set_optimizer(optimizer, owns)
+    return made
+
+
+def alone(values: Sequence[float], op: object) -> list[float]:
+    """The sum or maximum over one rank."""
+    return list(values)
+
+
+def begin(
+    made: Decisions, step: int, seconds: float = 1.0, errors: Mapping[str, float] | None = None, error: Any = None
+) -> str:
+    return made.begin(step, seconds, errors or {}, error, alone)
+
+
+WIDE = Size(torch.Size((64, 64)), 4096, FP32)
+THIN = Size(torch.Size((64,)), 64, FP32)
+
+
+def travels(made: Decisions, size: Size = WIDE, name: str = "p") -> tuple[str, str]:
+    slot = made.slot(name, size)
+    assert slot.first == policy.first_phase(slot.codec, slot.feedback)
+    return str(slot.codec), slot.feedback
+
+
+def test_a_slot_has_the_codec_and_the_feedback_of_its_parameter() -> None:
+    made = decisions("lloyd2", policy_rules={"head*": "int8", "tail*": "lloyd1"})
+    begin(made, 0)
+    assert travels(made) == ("lloyd2", "classic")
+    assert travels(made, THIN) == ("bf16", "")
+    assert travels(made, WIDE, "head.weight") == ("int8", "")
+    assert travels(made, THIN, "tail.bias") == ("lloyd1", "classic")
+
+
+@pytest.mark.parametrize(
+    ("codec", "optimizer", "want"),
+    [
+        ("lloyd1", "linear", "classic"),
+        ("lloyd1", "adaptive", "ef21"),
+        ("lloyd3", "adaptive", ""),
+        ("lloyd3", "linear", "classic"),
+        ("lloyd4", "linear", ""),
+        ("auto:2.5", "linear", "classic"),
+        ("auto:2.5", "adaptive", "ef21"),
+        ("auto:3.9", "adaptive", "ef21"),
+        ("auto:4", "adaptive", ""),
+        ("auto:1.1", "adaptive", "ef21"),
+    ],
+)
+def test_feedback_by_codec_and_optimiser(codec: str, optimizer: str, want: str) -> None:
+    made = decisions(codec, optimizer=optimizer)
+    begin(made, 0)
+    assert travels(made)[1] == want
+
+
+def test_all_widths_of_a_budget_share_one_feedback() -> None:
+    made = decisions("auto:2.5", optimizer="adaptive")
+    begin(made, 0)
+    made._widths = {f"p{i}": width for i, (width, _) in enumerate(WIDTHS)}
+    assert {travels(made, WIDE, name)[1] for name in made._widths} == {"ef21"}
+    assert travels(made, THIN, "b") == ("bf16", "")
+
+
+def test_int8_travels_until_the_optimiser_is_known() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    made = decisions("lloyd2", optimizer=None, owns=lambda p: p is parameter)
+    begin(made, 0)
+    assert travels(made) == ("int8", "")
+    assert travels(made, THIN) == ("bf16", "")
+    stranger = nn.Parameter(torch.ones(3))
+    stranger.grad, parameter.grad = torch.ones(3), torch.ones(3)
+    torch.optim.SGD([stranger]).step()
+    begin(made, 1)
+    assert travels(made) == ("int8", "")
+    torch.optim.Adam([stranger, parameter]).step()
+    torch.optim.SGD([parameter]).step()
+    begin(made, 2)
+    assert travels(made) == ("lloyd2", "ef21"), "the first that steps a parameter decides"
+
+
+def test_nobody_waits_for_an_optimiser_for_ever() -> None:
+    made = decisions("lloyd2", optimizer=None)
+    for step in range(3):
+        begin(made, step)
+        assert travels(made) == ("int8", "")
+    begin(made, 3)
+    assert travels(made) == ("lloyd2", "ef21")
+
+
+def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
+    made = decisions("lloyd2", optimizer=None)
+    begin(made, 0)
+    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear")])
+    assert travels(made) == ("lloyd2", "classic")
+
+
+def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
+    wanted: list[tuple[Any, dict[str, Any], bool]] = [
+        ("lloyd2", {}, True),
+        ("int8", {}, False),
+        ("lloyd4", {}, False),
+        ("auto", {}, False),
+        ("auto:2.5", {}, True),
+        ("auto:5", {}, False),
+        ("lloyd2", {"feedback": "none"}, False),
+        ("lloyd2", {"feedback": "ef21"}, False),
+        ({0: "int8", 9: "lloyd1"}, {}, True),
+        ("bysize(small=bf16; large=lloyd2)", {}, True),
+        ("int8", {"policy_rules": {"a*": "lloyd3"}}, True),
+    ]
+    gc.collect()
+    hooks, made = _global_optimizer_pre_hooks, []
+    begun = len(hooks)
+    for codec, options, looks in wanted:
+        before = len(hooks)
+        made.append(decisions(codec, optimizer=None, **options))
+        assert len(hooks) - before == looks, f"{codec} {options}"
+    made.clear()
+    gc.collect()
+    assert len(hooks) == begun, "what looked goes with the decisions"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", 3, nn.Linear(1, 1), torch.optim.SGD])
+def test_optimisers_that_are_none_are_refused(optimizer: Any) -> None:
+    with pytest.raises(CodecError, match="optimizer must be"):
+        decisions(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("error_budget", 0, "error_budget must be"),
+        ("error_budget", -1.0, "error_budget must be"),
+        ("error_budget", math.nan, "error_budget must be"),
+        ("error_budget", "0.1", "error_budget must be"),
+        ("replan_every", 0, "replan_every must be a number of steps, got 0"),
+        ("replan_every", 2.0, "replan_every must be a number of steps"),
+        ("measure_every", -1, "measure_every must be a number of steps, got -1"),
+        ("feedback", "both", "feedback must be one of"),
+        ("exempt", "bias", "exempt must be"),
+        ("warmup_steps", -1, "warmup_steps must be"),
+    ],
+)
+def test_options_out_of_range_are_refused(option: str, value: Any, says: str) -> None:
+    with pytest.raises(CodecError, match=says):
+        decisions(**{option: value})
+
+
+def test_measure_every_and_never() -> None:
+    made = decisions("lloyd2", measure_every=4)
+    measured = []
+    for step in range(9):
+        begin(made, step)
+        measured.append(made.measuring)
+    assert measured == [step % 4 == 0 for step in range(9)]
+    never = decisions("lloyd2", measure_every=0)
+    begin(never, 0)
+    assert not never.measuring
+
+
+def test_a_trial_races_decides_and_stays() -> None:
+    made = decisions("auto")
+    seconds, codecs, news = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "lloyd4": 0.5}, [], ""
+    last = 1.0
+    for step in range(SETTLE_STEPS + ROUNDS * len(CANDIDATES) + 3):
+        told = begin(made, step, last, error=0.2 if made._race and made._race.turn == 3 else 0.01)
+        news = news or told
+        codecs.append(travels(made)[0])
+        last = seconds[codecs[-1]]
+    count = len(CANDIDATES)
+    assert codecs[: SETTLE_STEPS + ROUNDS * count] == ["none"] * SETTLE_STEPS + list(seconds) * ROUNDS
+    assert codecs[-3:] == ["int8"] * 3, "4 bits were over the budget"
+    assert news.startswith("codec='auto' chose int8; ")
+    assert made.why in news
+
+
+def test_a_trial_waits_for_the_end_of_a_warm_up() -> None:
+    """While OneBitAdam warms up everything travels exactly: there is nothing to race."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([parameter], warmup_steps=30)
+    made = decisions("auto", optimizer=optimizer)
+    for step in range(30):
+        begin(made, step)
+        assert travels(made) == ("none", "")
+        assert made.why == ""
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    seen = []
+    for step in range(30, 60):
+        begin(made, step)
+        seen.append(travels(made)[0])
+    assert {"bf16", "int8", "lloyd4"} <= set(seen)
+
+
+def test_one_bit_adam_is_exact_while_it_warms_up_and_has_classic_feedback_after() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = OneBitAdam([parameter], warmup_steps=2)
+    made = decisions("lloyd1", optimizer=optimizer)
+    seen = []
+    for step in range(4):
+        begin(made, step)
+        seen.append(travels(made))
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    assert seen == [("none", "")] * 2 + [("lloyd1", "classic")] * 2
+
+
+def test_a_budget_is_dealt_after_the_first_step_and_again_by_plan() -> None:
+    made = decisions("auto:2.5", optimizer="linear", replan_every=5, measure_every=0)
+    names = ["a", "b", "c", "bias"]
+    measured, seen = [], []
+    for step in range(12):
+        errors = {"a": 1.0 + 1e4 * (step > 5), "b": 5.0, "c": 1e-3, "bias": 9e9}
+        begin(made, step, errors=errors if measured and measured[-1] else {})
+        measured.append(made.measuring)
+        seen.append({name: travels(made, THIN if name == "bias" else WIDE, name)[0] for name in names})
+    assert [step for step, m in enumerate(measured) if m] == [0, 5, 10]
+    assert all(one["bias"] == "bf16" for one in seen)
+    assert {seen[0][name] for name in "abc"} == {str(auto.start_width(2.5))}
+    bits = [{name: policy.bits_of(make(one[name])) for name in "abc"} for one in seen]
+    assert bits[1]["b"] > bits[1]["c"]
+    assert seen[1] == seen[5]
+    assert bits[6]["a"] > bits[1]["a"]
+    for one in seen[1:]:
+        assert sum(make(one[name]).wire_bytes(4096) for name in "abc") + Cast("bf16").wire_bytes(64) <= 2.5 / 8 * (
+            3 * 4096 + 64
+        )
+    assert made.why == auto.told({name: make(seen[-1][name]) for name in "abc"})
+
+
+def test_a_step_that_was_not_finite_deals_no_bits() -> None:
+    made = decisions("auto:2.5")
+    begin(made, 0)
+    travels(made, WIDE, "a")
+    for value in (math.nan, math.inf):
+        begin(made, 1, errors={"a": value})
+        assert travels(made, WIDE, "a")[0] == "lloyd2"
+        assert made.measuring, "looks again"
+
+
+def test_a_budget_with_nothing_to_choose_is_measured_once() -> None:
+    made = decisions("auto:2.5", policy_rules={"*": "int2"}, replan_every=50, measure_every=0)
+    begin(made, 0)
+    travels(made, WIDE, "a")
+    begin(made, 1, errors={"a": 1.0})
+    assert not made.measuring
+
+
+@pytest.mark.parametrize("before", ["bf16", "int4", "int8:block=64", "e4m3"])
+def test_errors_of_another_codec_deal_no_bits(before: str) -> None:
+    """A schedule that comes to a budget: what was measured before says nothing about its widths."""
+    made = decisions({0: before, 1: "auto:2.5"})
+    begin(made, 0)
+    travels(made, WIDE, "a")
+    begin(made, 1, errors={"a": 1.0})
+    assert travels(made, WIDE, "a")[0] == "lloyd2"
+    assert made.measuring
+
+
+def test_decisions_change_their_setting_when_any_codec_changes() -> None:
+    made = decisions({0: "none", 2: "lloyd2", 4: "lloyd1"})
+    settings_seen = []
+    for step in range(6):
+        begin(made, step)
+        settings_seen.append(made.setting)
+    assert [a == b for a, b in itertools.pairwise(settings_seen)] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("codec", ["lloyd2", "auto", "auto:2.5"])
+def test_decisions_go_on_from_a_checkpoint(codec: str) -> None:
+    first = decisions(codec, optimizer="adaptive")
+    names = ["a", "b"]
+    for step in range(SETTLE_STEPS + ROUNDS * 4 + 2):
+        errors = {"a": 1.0, "b": 50.0} if step else {}
+        begin(first, step, 1.0 + (travels(first)[0] == "none"), errors, 0.01)
+        for name in names:
+            travels(first, WIDE, name)
+    second = decisions(codec, optimizer=None)
+    step = SETTLE_STEPS + ROUNDS * 4 + 2
+    second.load_state_dict(first.state_dict(), step)
+    for made in (first, second):
+        begin(made, step)
+    assert [travels(second, WIDE, name) for name in names] == [travels(first, WIDE, name) for name in names]
+    assert second.why == first.why
+    assert second.measuring == first.measuring
+    assert second.state_dict() == first.state_dict()
+
+
+def test_what_will_be_remembered_is_known_before_it_begins() -> None:
+    made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="adaptive")
+    made.sizes.update({"w": WIDE, "b": THIN})
+    assert made.remembered() == {"w": (4096, "ef21")}
+    assert decisions("int8").remembered() == {}
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def stats(**values: Any) -> Stats:
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+    return Stats(**(fields | values))
+
+
+def test_ratio_and_bytes_saved() -> None:
+    assert stats(bytes_sent=25, bytes_plain=100).ratio == 4
+    assert stats(bytes_sent=25, bytes_plain=100).bytes_saved == 75
+    assert stats().ratio == 1
+    assert stats(bytes_sent=30, bytes_plain=10).bytes_saved == -20
+
+
+def test_a_tally_counts_what_was_sent_and_what_was_not_finite() -> None:
+    tally = Tally()
+    tally.sent(10, 80)
+    tally.sent(5, 20)
+    assert (tally.bytes_sent, tally.bytes_plain) == (15, 100)
+    for fine in (True, False, torch.tensor(True), torch.tensor(False), False, torch.tensor(True), True):
+        tally.checked(fine)
+    assert int(tally.nonfinite) == 3
+
+
+Stage = tuple[int, float, float]
+
+
+def wire_seconds(stages: Sequence[Stage]) -> Tally:
+    tally = Tally()
+    meter = BucketMeter(tally)
+    for stage in sorted(stages, key=lambda stage: stage[1]):
+        meter.stage(*stage)
+    meter.close()
+    return tally
+
+
+def test_times_of_one_chunk() -> None:
+    tally = wire_seconds([(0, 0.0, 1.0), (1, 4.0, 4.5), (-1, 10.0, 12.0)])
+    assert (tally.encode_s, tally.reduce_s, tally.decode_s) == (1.0, 0.5, 2.0)
+    assert tally.wire_s == 10.0 - 1.0 - 0.5
+
+
+def test_the_wire_takes_no_time_that_was_work() -> None:
+    """Two chunks under way: between the first message and the last lies a second encoding and a first decoding."""
+    tally = wire_seconds([(0, 0.0, 1.0), (0, 1.0, 2.0), (-1, 3.0, 4.0), (-1, 5.0, 6.0)])
+    assert (tally.encode_s, tally.decode_s) == (2.0, 2.0)
+    assert tally.wire_s == (5.0 - 1.0) - 1.0 - 1.0
+
+
+def test_times_of_buckets_add_up() -> None:
+    tally = Tally()
+    for _ in range(3):
+        meter = BucketMeter(tally)
+        for stage in ((0, 0.0, 1.0), (-1, 3.0, 4.0)):
+            meter.stage(*stage)
+        meter.close()
+    assert (tally.encode_s, tally.decode_s, tally.wire_s) == (3.0, 3.0, 6.0)
+    BucketMeter(tally).close()  # a bucket that never began
+    assert tally.wire_s == 6.0
+
+
+@generated(40)
+@given(
+    chunks=st.integers(1, 5),
+    two=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_times_are_never_negative_nor_longer_than_the_whole(chunks: int, two: bool, seed: int) -> None:
+    """One thread: stages follow each other, chunks' stages in order."""
+    g, clock = random.Random(seed), 0.0
+    todo = [[0, 1, -1] if two else [0, -1] for _ in range(chunks)]
+    stages = []
+    while any(todo):
+        chunk = g.choice([c for c in todo if c])
+        clock += g.random()
+        stages.append((chunk.pop(0), clock, clock + 0.25))
+        clock += 0.25
+    tally = wire_seconds(stages)
+    work = tally.encode_s + tally.reduce_s + tally.decode_s
+    assert work == pytest.approx(0.25 * len(stages))
+    assert 0 <= tally.wire_s <= stages[-1][1] - stages[0][2] + 1e-9
+
+
+def test_a_watch_sums_squares_by_parameter() -> None:
+    pieces = [Piece("a", 3), Piece(None, 2), Piece("b", 5), Piece("nothing", 0), Piece("c", 1)]
+    watch = ErrorWatch(pieces, CPU)
+    message, decoded = torch.randn(11, generator=seeded(1)), torch.randn(11, generator=seeded(2))
+    for begin_, end in ((0, 4), (4, 7), (7, 11)):  # spans that cut parameters
+        wire = cases.wire_of(BlockInt(8), message[begin_:end])
+        watch.lost((begin_, end), message[begin_:end], decoded[begin_:end], BlockInt(8), wire)
+    squares = (message.double() - decoded.double()).square().split([piece.numel for piece in pieces])
+    sent = message.double().square().split([piece.numel for piece in pieces])
+    assert torch.allclose(watch.lost_P, torch.stack([part.sum() for part in squares]), rtol=1e-12)
+    assert torch.allclose(watch.sent_P, torch.stack([part.sum() for part in sent]), rtol=1e-12)
+    assert list(watch.lost_by_name()) == ["a", "b", "nothing", "c"]
+    assert watch.lost_by_name()["b"] == pytest.approx(float(squares[2].sum()))
+    assert watch.total_sent == pytest.approx(float(message.double().square().sum()))
+    assert watch.total_lost == pytest.approx(float((message.double() - decoded.double()).square().sum()))
+    assert watch.codes == 0
+
+
+def watched(codec: Codec, x: Tensor) -> ErrorWatch:
+    watch = ErrorWatch([Piece("p", x.numel())], CPU)
+    wire = cases.wire_of(codec, x)
+    watch.lost((0, x.numel()), x, cases.decoded(codec, wire, x.numel()), codec, wire)
+    return watch
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, 9, 33, 600, 5000])
+def test_the_share_of_clipped_codes_is_a_share(bits: int, n: int) -> None:
+    for kind in ("gaussian", "spike", "zeros"):
+        watch = watched(Lloyd(bits), cases.content(kind, n))
+        assert 0 <= int(watch.outermost) <= watch.codes
+    assert watched(Lloyd(1), torch.ones(n)).codes == 0
+    assert watched(BlockInt(bits), torch.ones(n)).codes == 0
+
+
+def test_numbers_that_are_not_finite_are_not_clipped() -> None:
+    x = torch.randn(1024, generator=seeded(4))
+    want = int(watched(Lloyd(2), x[512:]).outermost)
+    x[7] = math.nan
+    assert abs(int(watched(Lloyd(2), x).outermost) - want) < 200, "the first block has no codes to speak of"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_that_was_not_finite_is_not_called_exact(value: float) -> None:
+    """An error of 0 would let codec="auto" take a codec that nobody has measured."""
+    x = torch.randn(2000, generator=seeded(6))
+    engine = Engine(decisions("lloyd2"), FP32, "auto")
+    engine._note_errors([watched(Lloyd(2), x)])
+    assert engine.error == pytest.approx(math.sqrt(0.1175), rel=0.1)
+    x[3] = value
+    engine._note_errors([watched(Lloyd(2), x)])
+    assert engine.error != 0.0
+
+
+def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
+    engine = Engine(decisions("lloyd2"), FP32, "auto")
+    lanes = [watched(Lloyd(2), torch.randn(4000, generator=seeded(7))), watched(BlockInt(8), torch.randn(400) * 3)]
+    engine._note_errors(lanes)
+    lost, sent = (sum(getattr(lane, which) for lane in lanes) for which in ("total_lost", "total_sent"))
+    assert engine.error == pytest.approx(math.sqrt(lost / sent))
+    assert engine.clipped == pytest.approx(int(lanes[0].outermost) / lanes[0].codes), "int8 clips nothing"
+    engine._note_errors([watched(Lloyd(2), torch.zeros(100))])
+    assert engine.error == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(2000, generator=seeded(5)).to(dtype)
+    watch = watched(Lloyd(4), x)
+    assert watch.total_lost / watch.total_sent == pytest.approx(0.0095, rel=0.2)
+
+
+def test_squares_of_small_numbers_are_not_lost() -> None:
+    """Gradients of 1e-30: their squares are zero in fp32."""
+    watch = watched(Lloyd(4), torch.randn(2000, generator=seeded(5)) * 1e-30)
+    assert watch.total_lost / watch.total_sent == pytest.approx(0.0095, rel=0.2)
