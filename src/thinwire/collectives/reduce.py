@@ -258,7 +258,14 @@ class Message:
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
         lanes = [
-            Lane(Flat(load.tensors), cut, kind.codec, kind.first, load.carry, load.watch, load.checked)
+            Lane(
+                Flat(load.tensors),
+                cut,
+                kind.codec,
+                kind.first,
+                *load[1:],
+                exact_own=not isinstance(kind.codec, Identity),
+            )
             for kind, cut, load in zip(self._kinds, self._cuts, loads, strict=True)
         ]
         known = self._sizes is not None

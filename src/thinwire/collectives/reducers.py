@@ -82,6 +82,7 @@ class Lane:
     carry: Carry | None = None
     watch: Watch | None = None
     checked: Callable[[Fine], None] | None = None  # is told of every chunk whether all of it was finite
+    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
 
     @property
     def dtype(self) -> torch.dtype:
@@ -292,13 +293,17 @@ class _Split:
         order = [(self.rank + 1 + i) % self.world for i in range(self.world)]
         return [(shard, self.cut[shard]) for shard in order if self.cut[shard].numel]
 
+    @property
+    def _exact_own(self) -> bool:
+        return self.part.lane.carry is not None or self.part.lane.exact_own
+
     def encode(self) -> None:
-        """Write the wires of all shards; with feedback the own one stays as it is."""
+        """Write the wires of all shards; the own one may stay as it is."""
         part, lane = self.part, self.part.lane
         part.load()
         for shard, span in self._others_first():
             x = part.message(span)
-            if shard == self.rank and lane.carry is not None:
+            if shard == self.rank and self._exact_own:
                 continue
             wire, step = self.own_WN[shard] if shard == self.rank else self.wires[shard], part.key.of(shard)
             lane.first.encode(x, wire, step=step)
@@ -311,14 +316,17 @@ class _Split:
             return
         lane, x, step = self.part.lane, self.part.x, self.part.key.of(self.rank)
         wire = self.wires[self.rank]
-        if lane.carry is None:
+        if not self._exact_own:
             trusted = x.device.type != "cpu"
             lane.codec.recode(
                 self.own_WN, wire, self.numel, scale=abs(scale), step=step, dtype=x.dtype, trusted=trusted
             )
             return
-        total = self._sum_of_others(scale)
-        lane.carry.reduced(self._shard(self.rank), total, scale)
+        total, own = self._sum_of_others(scale), self._shard(self.rank)
+        if lane.carry is None:
+            total.add_(own, alpha=scale)
+        else:
+            lane.carry.reduced(own, total, scale)
         lane.codec.encode(total, wire, step=step)
 
     def _sum_of_others(self, scale: float) -> Tensor:
