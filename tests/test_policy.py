@@ -686,10 +686,10 @@ def test_int8_travels_until_the_optimiser_is_known() -> None:
 
 def test_nobody_waits_for_an_optimiser_for_ever() -> None:
     made = decisions("lloyd2", optimizer=None)
-    for step in range(3):
+    for step in range(30):
         begin(made, step)
         assert travels(made) == ("int8", "")
-    begin(made, 3)
+    begin(made, 30)
     assert travels(made) == ("lloyd2", "ef21")
 
 

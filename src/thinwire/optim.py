@@ -68,6 +68,11 @@ class OneBitAdam(Optimizer):
             group = owners.get(id(parameter))
             if group is None:
                 raise ValueError("OneBitAdam has to own every parameter of the model that DDP averages gradients of")
+            if id(parameter) in self._arrived:
+                raise ValueError(
+                    "OneBitAdam: gradients were averaged twice before step(), and the first time they became momentum: "
+                    "accumulate them inside DDP's no_sync()"
+                )
             beta = group["betas"][0]
             gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)
             self._arrived.add(id(parameter))

@@ -26,7 +26,7 @@ from thinwire.optim import OneBitAdam
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
-_PATIENCE = 3  # steps to wait for it
+_PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
 class Size(NamedTuple):

@@ -100,6 +100,9 @@ class Engine:
         errors, self._errors = self.errors(watches), {}
         agree = functools.partial(_agree, group, device)
         news = self.decisions.begin(step, seconds, errors, error, agree)
+        if news:  # what the losers of a race remember is owed to nobody
+            self.residuals.load({})
+            self.means.load({})
         if self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self.buckets.clear()
