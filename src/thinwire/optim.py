@@ -77,6 +77,11 @@ class OneBitAdam(Optimizer):
             gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)
             self._arrived.add(id(parameter))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and that they were momentum: a step may be skipped."""
+        super().zero_grad(set_to_none)
+        self._arrived.clear()
+
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:

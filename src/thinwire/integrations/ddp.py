@@ -120,7 +120,7 @@ class DDPState:
             return plain.average(buffer, group)
         parameters, onebit = bucket.parameters(), self._decisions.onebit
         if onebit is not None and onebit.frozen:
-            onebit.put_momentum(parameters, bucket.gradients())
+            onebit.put_momentum(parameters, _gradients(parameters, buffer))
         names, shapes = self._names_of(parameters)
         return self._engine.average(names, shapes, buffer, self.step)
 
@@ -421,6 +421,15 @@ def compress_ddp(
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """The bucket's parts as DDP lays them out: in the order of memory of dense parameters, which may be permuted."""
+    found = []
+    for parameter, row in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        found.append(row.as_strided(parameter.shape, parameter.stride()) if dense else row.view(parameter.shape))
+    return found
 
 
 def _complete(

@@ -103,6 +103,7 @@ class Engine:
         if news:  # what the losers of a race remember is owed to nobody
             self.residuals.load({})
             self.means.load({})
+            self.buckets.clear()
         if self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self.buckets.clear()

@@ -1,0 +1,554 @@
+"""Checkpoints of compressed DDP: a resumed run has the bits of one that was not interrupted, on any number of ranks."""
+
+import contextlib
+import copy
+import io
+import math
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.optim import Optimizer
+
+import thinwire
+from cases import ROUND, assert_same, digest
+from ranks import RankPool
+from replicas import (
+    OPTIMIZERS,
+    READY,
+    SHAPES,
+    Dtypes,
+    Given,
+    Group,
+    Shapes,
+    backward,
+    draw,
+    flat,
+    learn,
+    mean_of,
+    network,
+    residuals,
+    same_everywhere,
+    wrap,
+)
+from thinwire import compress_ddp
+from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.integrations import auto
+from thinwire.optim import OneBitAdam
+
+State = dict[str, Any]
+MORE = 3  # steps after a checkpoint
+
+
+class Run(NamedTuple):
+    """A training run that is interrupted after `split` steps."""
+
+    options: Mapping[str, Any]
+    split: int = 4
+    optimizer: str = "sgd"
+    ddp: Mapping[str, Any] = {}
+    shapes: Shapes = SHAPES
+    dtypes: Dtypes = torch.float32
+    cap: float = 8.0
+
+
+class Training:
+    """A model on given gradients, its optimiser and its compression."""
+
+    def __init__(self, group: Group, run: Run) -> None:
+        self.group, self.run = group, run
+        ready = READY if run.shapes is SHAPES else tuple(run.shapes)
+        self.model = wrap(Given(run.shapes, run.dtypes, ready), group, run.cap, **run.ddp)
+        self.optimizer: Optimizer = OPTIMIZERS[run.optimizer](self.model.parameters())
+        named = {**run.options, "optimizer": self.optimizer} if "optimizer" in run.options else run.options
+        self.handle = compress_ddp(self.model, **named)
+
+    def go(self, steps: range) -> Tensor:
+        """Train; the parameters."""
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.model(*draw(self.group.rank(), step, self.run.shapes, self.run.dtypes)).backward()
+            self.optimizer.step()
+        return flat([p.double() if not p.is_complex() else p.abs().double() for p in self.model.parameters()])
+
+    def save(self) -> State:
+        """Model and optimiser copied, as saving would; the handle's state as it is, to show if it still changes."""
+        rest = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**copy.deepcopy(rest), "thinwire": self.handle.state_dict()}
+
+    def load(self, state: State) -> None:
+        """Go on from `state`."""
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.handle.load_state_dict(state["thinwire"])
+
+
+def through_files(state: State) -> State:
+    """Saved and loaded, with nothing but plain data in the file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: State = torch.load(file, weights_only=True)
+    return loaded
+
+
+def interrupted(group: Group, runs: Sequence[Run], how: str) -> list[tuple[str, str, bool]]:
+    """Digests of parameters with and without an interruption, and whether ranks are alike."""
+    found = []
+    for run in runs:
+        steps = range(run.split, run.split + MORE)
+        first = Training(group, run)
+        first.go(range(run.split))
+        state = first.save()
+        if how == "files":
+            state = through_files(state)
+        want = first.go(steps)
+        if how == "rolled back":
+            first.load(state)
+            got = first.go(steps)
+        else:
+            second = Training(group, run)
+            second.load(state)
+            if how == "twice":
+                state, second = {**state, "thinwire": second.handle.state_dict()}, Training(group, run)
+                second.load(state)
+            got = second.go(steps)
+        found.append((digest(want), digest(got), same_everywhere(group, got)))
+    return found
+
+
+def check_interrupted(ranks: RankPool, world: int, runs: Sequence[Run], how: str) -> None:
+    for answers in ranks(world).run(interrupted, runs, how):
+        for run, (want, got, alike) in zip(runs, answers, strict=True):
+            assert alike, run
+            assert want == got, run
+
+
+CLASSIC = {"codec": "lloyd2", "feedback": "classic"}
+RUNS: dict[str, list[Run]] = {
+    "no feedback": [Run({"codec": name}) for name in ("none", "bf16", "int8", "lloyd4")],
+    "classic": [
+        *(Run({**CLASSIC, "residual_dtype": dtype}) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
+        Run({"codec": "lloyd1:block=64", "feedback": "classic", "exempt": "none"}, 2),
+    ],
+    "ef21": [Run({"codec": "lloyd2", "feedback": "ef21"}), Run({"codec": "lloyd1", "feedback": "ef21"}, 2)],
+    "by an optimiser that is seen": [Run({"codec": "lloyd2"}), Run({"codec": "lloyd2"}, 3, "adam")],
+    "by an optimiser that is passed": [
+        Run({"codec": "lloyd1", "optimizer": True}, 3, name) for name in ("sgd", "adam")
+    ],
+    "bits by layer": [
+        Run({"codec": "auto:2.5", "replan_every": 3}, split, name)
+        for split, name in ((3, "sgd"), (4, "sgd"), (5, "adam"))
+    ],
+    "a schedule": [Run({"codec": {0: "none", 2: "int8", 5: "lloyd2"}}, split) for split in (2, 4, 5)]
+    + [Run({"codec": {0: "lloyd2", 5: "int8"}, "feedback": "classic"}, split) for split in (4, 6)]
+    + [Run({"codec": "lloyd2", "warmup_steps": 5, "feedback": "ef21"}, split) for split in (3, 6)],
+    "rules": [Run({**CLASSIC, "policy": {"a": "int8", "b": "lloyd1"}, "exempt": ["d"]})],
+    "unused parameters": [Run(CLASSIC, ddp={"find_unused_parameters": True})],
+    "views": [Run(CLASSIC, ddp={"gradient_as_bucket_view": True}), Run(CLASSIC, ddp={"static_graph": True})],
+    "dtypes": [
+        Run({**CLASSIC, "exempt": "none"}, dtypes={"a": torch.bfloat16, "c": torch.float64, "d": torch.float16}),
+        Run({**CLASSIC, "exempt": "none"}, dtypes=torch.complex64),
+    ],
+    "parameters without elements": [
+        Run(CLASSIC, shapes={"z": (0, 3), "w": (40, 50), "v": (30, 40), "y": (0,)}, cap=cap) for cap in (4.0, 0.01)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, world: int, kind: str) -> None:
+    """A new DDP begins with one bucket of everything, where the old one had rebuilt its own."""
+    check_interrupted(ranks, world, RUNS[kind], "files")
+
+
+SHORT = [Run(CLASSIC), Run({"codec": "lloyd2", "feedback": "ef21"}), Run({"codec": "auto:2.5", "optimizer": True})]
+
+
+@pytest.mark.parametrize("how", ["in memory", "twice", "rolled back"])
+def test_a_state_may_be_saved_again_or_loaded_by_who_saved_it(ranks: RankPool, how: str) -> None:
+    """A saved state does not change when training goes on; one that was loaded and saved at once is the same."""
+    check_interrupted(ranks, 2, SHORT, how)
+
+
+def roll_back_to_the_start(group: Group) -> list[bool]:
+    """A state of the first step, with DDP's first bucket, loaded when there are others."""
+    found = []
+    for options in (CLASSIC, {"codec": "int8"}):
+        first = Training(group, Run(options))
+        first.go(range(1))
+        state = first.save()
+        first.go(range(1, 4))
+        first.load(state)
+        one = first.go(range(1, 4))
+        second = Training(group, Run(options))
+        second.load(state)
+        found.append(torch.allclose(one, second.go(range(1, 4)), atol=0.5) and same_everywhere(group, one))
+    return found
+
+
+def test_a_state_of_other_buckets_may_be_loaded(ranks: RankPool) -> None:
+    assert all(all(found) for found in ranks(2).run(roll_back_to_the_start))
+
+
+def race_once(group: Group) -> tuple[str, str, str]:
+    """What is printed before and after a resume, and what was chosen."""
+    printed, state, steps = [], {}, auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 1
+    for round_ in range(2):
+        training, out = Training(group, Run({"codec": "auto"}, cap=1024.0)), io.StringIO()
+        with contextlib.redirect_stdout(out):
+            if round_:
+                training.load(state)
+            training.go(range(steps * round_, steps * round_ + steps))
+        state = through_files(training.save())
+        printed.append(out.getvalue())
+    return printed[0], printed[1], training.handle.stats().chosen
+
+
+def test_what_auto_chose_is_not_measured_again(ranks: RankPool) -> None:
+    answers = ranks(2).run(race_once)
+    first, second, chosen = answers[0]
+    assert second == ""
+    assert chosen in first
+    assert [answer[2] for answer in answers] == [chosen] * 2
+
+
+# --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shared_folder(group: Group) -> Iterator[str]:
+    """One for all ranks."""
+    with tempfile.TemporaryDirectory() as own, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about its own storage
+        told = [own]
+        dist.broadcast_object_list(told, 0, group=group)
+        yield told[0]
+        dist.barrier(group)
+
+
+def through_dcp(group: Group, runs: Sequence[Run]) -> list[tuple[str, str]]:
+    found = []
+    for run in runs:
+        steps = range(run.split, run.split + MORE)
+        first = Training(group, run)
+        first.go(range(run.split))
+        state = first.save()
+        with shared_folder(group) as folder:
+            dcp.save({"thinwire": state["thinwire"]}, checkpoint_id=folder)
+            want = first.go(steps)
+            second = Training(group, run)
+            blank = {"thinwire": second.handle.blank_state_dict()}
+            dcp.load(blank, checkpoint_id=folder)
+            second.load({**state, **blank})
+        found.append((digest(want), digest(second.go(steps))))
+    return found
+
+
+DCP_RUNS = [
+    *(Run({**CLASSIC, "residual_dtype": dtype}) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
+    *(Run({"codec": "lloyd2", "optimizer": True}, 4, name) for name in ("sgd", "adam")),
+    Run({"codec": "lloyd2", "feedback": "ef21"}),
+    Run({"codec": "auto:2.5", "replan_every": 3, "optimizer": True}, 5),
+    Run({"codec": "int8"}),
+    Run({"codec": {0: "none", 6: "lloyd2"}, "feedback": "classic"}),
+    Run({"codec": {0: "lloyd2", 5: "int8"}, "feedback": "classic"}),
+    Run({"codec": {0: "lloyd2", 2: "int8", 6: "lloyd1"}, "feedback": "classic"}),
+]
+
+
+def test_distributed_checkpoints_fill_a_blank_state(ranks: RankPool) -> None:
+    for answers in ranks(2).run(through_dcp, DCP_RUNS, timeout=50.0):
+        for run, (want, got) in zip(DCP_RUNS, answers, strict=True):
+            assert want == got, run
+
+
+def blank_too_early(group: Group) -> str:
+    """Nothing says yet whether EF21 or classic residuals are to be loaded."""
+    handle = compress_ddp(wrap(Given(), group), "lloyd2")
+    try:
+        blank = handle.blank_state_dict()
+    except CollectiveError as error:
+        return str(error)
+    return f"{len(blank['ranks'])}"
+
+
+def test_a_blank_state_that_would_miss_something_is_refused(ranks: RankPool) -> None:
+    for told in ranks(2).run(blank_too_early):
+        assert "optimizer=" in told
+
+
+def resize_by_dcp(group: Group, folder: str, saving: bool) -> tuple[Tensor, Tensor]:
+    """Four ranks save, two load: results, and residuals."""
+    training = Training(group, Run(CLASSIC))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if saving:
+            training.go(range(3))
+            dcp.save(training.handle.state_dict(), checkpoint_id=folder)
+        else:
+            blank = training.handle.blank_state_dict(world=4)
+            dcp.load(blank, checkpoint_id=folder)
+            training.handle.load_state_dict(blank)
+    return residuals(training.handle), training.go(range(3, 4))
+
+
+def test_distributed_checkpoints_are_dealt_to_fewer_ranks(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        old = ranks(4).run(resize_by_dcp, folder, True)
+        new = ranks(2).run(resize_by_dcp, folder, False)
+    owed = [torch.stack([kept for kept, _ in answers]).sum(0) for answers in (old, new)]
+    assert owed[0].abs().max() > 0.1
+    assert (owed[0] - owed[1]).abs().max() <= 4 * ROUND * 4
+    assert_same(new[0][1], new[1][1])
+
+
+# --- other worlds -----------------------------------------------------------------------------------------------------
+
+
+def go_on(
+    group: Group, options: Mapping[str, Any], states: list[State] | None, steps: range
+) -> tuple[State, Tensor, Tensor]:
+    """(state at the end, residuals right after loading, sum of the results)."""
+    model = wrap(Given(ready=READY), group)
+    handle = compress_ddp(model, exempt="none", **options)
+    if states is not None:
+        handle.load_state_dict(states)
+    held, total = residuals(handle), torch.zeros(0)
+    for step in steps:
+        result = flat(backward(model, draw(group.rank(), step))).double()
+        assert same_everywhere(group, result)
+        total = result if not total.numel() else total + result
+    return handle.state_dict(), held, total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_what_is_owed_survives_a_change_of_world(ranks: RankPool, dtype: torch.dtype) -> None:
+    """4 ranks, then 2, one, 3: the sum over ranks stays, and what is sent later comes out of it."""
+    options = {"codec": "lloyd2:block=64", "feedback": "classic", "residual_dtype": dtype}
+    share = {torch.float32: 8 * ROUND, torch.bfloat16: 2.0**-8, torch.int8: 0.0}[dtype]  # of what is dealt
+    lossy = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.int8: 0.5 / 127 * 1.01}[dtype]  # of what is kept
+    answers = ranks(4).run(go_on, options, None, range(4))
+    states, owed = [a[0] for a in answers], sum_of(answers)
+    for world, steps in ((2, range(4, 7)), (1, range(7, 8)), (3, range(8, 11))):
+        answers = ranks(world).run(go_on, options, states, steps)
+        held = torch.stack([a[1] for a in answers]).sum(0)
+        assert owed.abs().max() > 0.1
+        assert (held - owed).abs().max() <= share * 4 * 4
+        states, left = [a[0] for a in answers], sum_of(answers)
+        true = torch.stack([mean_of(world, step) for step in steps]).sum(0)
+        message = 6.0 + world * float(left.abs().max())
+        slack = 3 * message * (16 * ROUND * 8 + world * lossy) + share * 16
+        assert (answers[0][2] + left - true - held).abs().max() <= slack
+        assert slack < owed.abs().max()
+        owed = left
+
+
+def sum_of(answers: list[tuple[State, Tensor, Tensor]]) -> Tensor:
+    """What all ranks remember at the end, in a row."""
+    kept = [part for state, _, _ in answers for part in state["ranks"].values()]
+    return torch.stack([flat([part[name].double() for name in SHAPES]) for part in kept]).sum(0)
+
+
+def test_ef21_survives_a_change_of_world(ranks: RankPool) -> None:
+    """The mean that all keep is the sum of what all sent, whoever sent it, and comes closer and closer."""
+    options = {"codec": "lloyd2:block=64", "feedback": "ef21"}
+    answers = ranks(4).run(go_on, options, None, range(4))
+    states = [a[0] for a in answers]
+    for world in (2, 3):
+        answers = ranks(world).run(go_on, options, states, range(0))
+        mean = flat([answers[0][0]["mean"][name].double() for name in SHAPES])
+        assert mean.abs().max() > 1
+        assert (sum_of(answers) - mean).abs().max() <= 40 * ROUND * 16
+        answers = ranks(world).run(converge, options, states, 12)
+        assert max(error for error, _ in answers) < 1e-4
+        states = [state for _, state in answers]
+
+
+def converge(group: Group, options: Mapping[str, Any], states: list[State], steps: int) -> tuple[float, State]:
+    model = wrap(Given(ready=READY), group)
+    handle = compress_ddp(model, exempt="none", **options)
+    handle.load_state_dict(states)
+    for _ in range(steps):
+        result = flat(backward(model, draw(group.rank())))
+    true = mean_of(group.size())
+    return float((result - true).norm() / true.norm()), handle.state_dict()
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def told_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ThinwireError as error:
+        return str(error)
+    return "accepted"
+
+
+def misfits(group: Group, others: list[State]) -> dict[str, str]:
+    """What is said of states that do not fit; `others` are four ranks'."""
+    model = wrap(Given(), group)
+    handle = compress_ddp(model, **CLASSIC)
+    for step in range(2):
+        backward(model, draw(group.rank(), step))
+    state = handle.state_dict()
+    before = digest(residuals(handle))
+
+    def loading(saved: Any, shapes: Shapes = SHAPES) -> str:
+        if shapes is not SHAPES:
+            return told_by(lambda: compress_ddp(wrap(Given(shapes), group), **CLASSIC).load_state_dict(saved))
+        return told_by(lambda: handle.load_state_dict(saved))
+
+    found = {
+        "one of four": loading(others[0]),
+        "three of four": loading(others[:1] + others[2:] if group.rank() else others[1:]),
+        "nothing": loading([]),
+        "an optimiser's": loading({"state": {}, "param_groups": []}),
+        "another version": loading({**state, "version": 99}),
+        "mixed steps": loading([others[0], {**others[1], "step": 77}, *others[2:]]),
+        "other sizes": loading(state, {**SHAPES, "a": (40, 51)}),
+        "other names": loading(state, {"x": (40, 50), "y": (33, 61)}),
+    }
+    found["untouched"] = str(digest(residuals(handle)) == before and handle.state.step == 2)
+    backward(model, draw(group.rank(), 2))
+    return found
+
+
+def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+    others = [a[0] for a in ranks(4).run(go_on, {"codec": "lloyd2", "feedback": "classic"}, None, range(2))]
+    words = {"one of four": "ranks", "three of four": "ranks", "nothing": "empty", "an optimiser's": "state_dict()"}
+    words |= {"another version": "version", "mixed steps": "different steps", "other sizes": "another model"}
+    for found in ranks(2).run(misfits, others):
+        assert found.pop("untouched") == "True"
+        assert "another model" in found.pop("other names")
+        assert {name for name, word in words.items() if word not in found[name]} == set(), found
+
+
+def change_feedback(group: Group) -> tuple[float, float]:
+    """A state of classic feedback goes on with EF21: its distance to a constant mean, and the sums' to the mean."""
+    first = wrap(Given(), group)
+    handle = compress_ddp(first, **CLASSIC)
+    for step in range(3):
+        backward(first, draw(group.rank(), step))
+    second = wrap(Given(), group)
+    other = compress_ddp(second, "lloyd2", feedback="ef21")
+    other.load_state_dict(handle.state_dict())
+    for _ in range(12):
+        result = flat(
+            [g for g, s in zip(backward(second, draw(group.rank())), SHAPES.values(), strict=True) if len(s) > 1]
+        )
+    sent, true = (
+        residuals(other),
+        flat([x for x, s in zip(means(group.size()), SHAPES.values(), strict=True) if len(s) > 1]),
+    )
+    dist.all_reduce(sent, group=group)
+    mean = flat([other.state_dict()["mean"].get(n, torch.zeros(s)).double() for n, s in SHAPES.items()])
+    return float((result - true).norm() / true.norm()), float((sent - mean).abs().max())
+
+
+def means(world: int) -> Sequence[Tensor]:
+    """The exact means, by parameter."""
+    return mean_of(world).split([math.prod(shape) for shape in SHAPES.values()])
+
+
+def test_one_kind_of_feedback_is_not_taken_for_another(ranks: RankPool) -> None:
+    for distance, gap in ranks(2).run(change_feedback):
+        assert distance < 1e-3
+        assert gap < 1e-5
+
+
+# --- pickles ----------------------------------------------------------------------------------------------------------
+
+
+def by_pickle(group: Group, options: Mapping[str, Any], named: bool, how: str) -> tuple[str, str]:
+    """A state that goes on in a new DDP, against the old one."""
+
+    def hooked(state: Any = None, module: Given | None = None) -> Any:
+        model = wrap(module or Given(ready=READY), group)
+        names = {"model": model.module} if named else {}
+        state = state or thinwire.DDPState(group, **options, **names)
+        model.register_comm_hook(state, thinwire.ddp_hook)
+        return model, state
+
+    def go(model: Any, steps: range) -> Tensor:
+        return flat([g for step in steps for g in backward(model, draw(group.rank(), step))])
+
+    model, state = hooked()
+    go(model, range(3))
+    again = pickle.loads(pickle.dumps(state)) if how == "pickle" else copy.deepcopy(state)
+    want = go(model, range(3, 6))
+    other, _ = hooked(again)
+    return digest(want), digest(go(other, range(3, 6)))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None:
+    cases: list[dict[str, Any]] = [
+        CLASSIC,
+        {"codec": "lloyd1", "feedback": "ef21"},
+        {"codec": {0: "int8", 4: thinwire.Lloyd(2)}, "feedback": "classic", "residual_dtype": torch.int8},
+        {"codec": "lloyd2", "optimizer": "linear"},
+    ]
+    cases += [{**CLASSIC, "policy": {"a": "int8", "d": "lloyd1"}, "exempt": ["b"]}] if named else []
+    for options in cases:
+        for want, got in ranks(2).run(by_pickle, options, named, how):
+            assert want == got, options
+
+
+def pickle_misuse(group: Group) -> str:
+    """A pickled state on a model of other shapes."""
+    model = wrap(Given(), group)
+    state = thinwire.DDPState(group, **CLASSIC, model=model.module)
+    model.register_comm_hook(state, thinwire.ddp_hook)
+    backward(model, draw(group.rank()))
+    other = wrap(Given({"x": (10, 10)}), group)
+    other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
+    return told_by(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
+
+
+def test_a_pickled_state_of_another_model_is_refused(ranks: RankPool) -> None:
+    for told in ranks(2).run(pickle_misuse):
+        assert "other parameters" in told
+
+
+# --- OneBitAdam -------------------------------------------------------------------------------------------------------
+
+
+def resume_onebit(group: Group, split: int) -> tuple[str, str, bool]:
+    def begin() -> tuple[Any, OneBitAdam, Any]:
+        model = wrap(network(), group)
+        stepper = OneBitAdam(model.parameters(), lr=3e-3, warmup_steps=3)
+        return model, stepper, compress_ddp(model, "lloyd1", optimizer=stepper)
+
+    model, stepper, handle = begin()
+    learn(model, stepper, group.rank(), range(split))
+    state = {"model": model.module.state_dict(), "stepper": stepper.state_dict(), "thinwire": handle.state_dict()}
+    state = through_files(state)
+    learn(model, stepper, group.rank(), range(split, split + 4))
+    want = flat(list(model.parameters()))
+    model, stepper, handle = begin()
+    model.module.load_state_dict(state["model"])
+    stepper.load_state_dict(state["stepper"])
+    handle.load_state_dict(state["thinwire"])
+    learn(model, stepper, group.rank(), range(split, split + 4))
+    got = flat(list(model.parameters()))
+    return digest(want), digest(got), same_everywhere(group, got)
+
+
+@pytest.mark.parametrize("split", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_bit_adam_is_resumed(ranks: RankPool, world: int, split: int) -> None:
+    """In its warm-up, at its end, and after it."""
+    for want, got, alike in ranks(world).run(resume_onebit, split):
+        assert want == got
+        assert alike
