@@ -225,12 +225,12 @@ def test_report_reads_standard_input() -> None:
 
 
 def test_report_prints_every_column_of_other_kinds(tmp_path: Path) -> None:
-    path = str(tmp_path / "train.json")
-    row: record.Row = dict.fromkeys(record.COLUMNS["train"], 0.25)
-    record.write(record.Record("train", record.conditions(torch.device("cpu")), [{**row, "codec": "int8"}]), path)
+    path = str(tmp_path / "qat.json")
+    row: record.Row = dict.fromkeys(record.COLUMNS["qat"], 0.25)
+    record.write(record.Record("qat", record.conditions(torch.device("cpu")), [{**row, "method": "lsq"}]), path)
     header, cells = call("report", path).stdout.splitlines()[1:3]
-    assert header.split() == list(record.COLUMNS["train"])
-    assert cells.split().count("0.250") == len(record.COLUMNS["train"]) - 1
+    assert header.split() == list(record.COLUMNS["qat"])
+    assert cells.split().count("0.250") == len(record.COLUMNS["qat"]) - 1
 
 
 def test_report_prints_a_record_without_rows(tmp_path: Path) -> None:

@@ -1503,9 +1503,9 @@ def test_a_state_by_hand_does_the_same(ranks: RankPool, name: str) -> None:
 
 
 class Hurdle(torch.autograd.Function):
-    """In backward, waits until some message was exchanged."""
+    """In backward, waits until a message is being sent, which waits until backward has come here."""
 
-    exchanged = threading.Event()
+    sending, reached = threading.Event(), threading.Event()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -1513,13 +1513,20 @@ class Hurdle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        if not Hurdle.exchanged.wait(10.0):
+        if not Hurdle.sending.wait(10.0):
             raise RuntimeError("no bucket travels before backward ends")
+        Hurdle.reached.set()
         return grad
+
+    @staticmethod
+    def jump(*events: threading.Event) -> None:
+        """Set these events and no others."""
+        for event in (Hurdle.sending, Hurdle.reached):
+            event.set() if event in events else event.clear()
 
 
 class Late(nn.Module):
-    """Its first layer's gradient is ready when another bucket has arrived."""
+    """Its first layer's gradient is ready when another bucket is under way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1534,19 +1541,20 @@ class Late(nn.Module):
 def overlap(group: Group, options: Mapping[str, Any]) -> bool:
     model = wrap(Late(), group)
     compress_ddp(model, **options)
-    x, write = torch.randn(8, 40), primitives.PairTransport._exchange
-    Hurdle.exchanged.set()
-    model(x).backward()  # one bucket; rebuilt after it
-    model(x).backward()
+    x, send = torch.randn(8, 40), primitives.PairTransport._exchange
+    Hurdle.jump(Hurdle.sending, Hurdle.reached)
     for _ in range(2):
-        Hurdle.exchanged.clear()
+        model(x).backward()  # one bucket; rebuilt after it
 
-        def noted(*args: Any) -> Any:
-            works = write(*args)
-            Hurdle.exchanged.set()
-            return works
+    def wait_and_send(*args: Any) -> Any:
+        Hurdle.sending.set()
+        if not Hurdle.reached.wait(10.0):
+            raise RuntimeError("backward waits for its buckets")
+        return send(*args)
 
-        with patch.object(primitives.PairTransport, "_exchange", noted):
+    with patch.object(primitives.PairTransport, "_exchange", wait_and_send):
+        for _ in range(2):
+            Hurdle.jump()
             model(x).backward()
     return same_everywhere(group, flat(grads_of(model)))
 

@@ -179,6 +179,27 @@ def test_a_state_may_be_saved_again_or_loaded_by_who_saved_it(ranks: RankPool, h
     check_interrupted(ranks, 2, SHORT, how)
 
 
+def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, str]]:
+    """The next gradients of a run, and of one that is resumed by a DDP with other buckets, smaller and larger ones."""
+    run, found = Run({**CLASSIC, "exempt": ["d"]}, 3), []
+    first = Training(group, run)
+    first.go(range(3))
+    state, gradients = through_files(first.save()), draw(group.rank(), 3)
+    want = flat(backward(first.model, gradients))
+    for cap in caps:
+        for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+            second = Training(group, run._replace(cap=cap, ddp=options))
+            second.load(state)
+            found.append((digest(want), digest(flat(backward(second.model, gradients)))))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_gathered_from_whatever_buckets_ddp_has(ranks: RankPool, world: int) -> None:
+    for found in ranks(world).run(into_other_buckets, (0.01, 9.0, 20.0, 1024.0)):
+        assert all(want == got for want, got in found)
+
+
 def roll_back_to_the_start(group: Group) -> list[bool]:
     """A state of the first step, with DDP's first bucket, loaded when there are others."""
     found = []

@@ -406,7 +406,7 @@ def test_a_race_gives_every_candidate_its_turns() -> None:
         race.ended(1.0 + race.turn + 100 * race.measures_error, 0.01 * race.turn)
     count = len(CANDIDATES)
     assert turns == [0] * SETTLE_STEPS + list(range(count)) * ROUNDS
-    assert measured == [False] * SETTLE_STEPS + [True] * count + [False] * (ROUNDS - 1) * count
+    assert measured == [False] * SETTLE_STEPS + [False] + [True] * (count - 1) + [False] * (ROUNDS - 1) * count
     assert all(len(times) == ROUNDS - 1 for times in race.times.values()), "a measured step takes longer"
     assert race.result() == [1, 2, 3, 4, 0, 0.01, 0.02, 0.03, 0, 5, 5, 5]
 
@@ -597,14 +597,14 @@ def test_widths_are_told_by_count() -> None:
 
 
 def decisions(
-    codec: Any = "lloyd2", *, optimizer: Any = "linear", owns: Any = lambda p: False, **options: Any
+    codec: Any = "lloyd2", *, optimizer: Any = "linear", name_of: Any = lambda p: None, **options: Any
 ) -> Decisions:
     known: dict[str, Any] = {
         "feedback": "auto", "exempt": "auto", "policy_rules": None, "warmup_steps": 0, "residual_dtype": FP32,
         "error_budget": 0.15, "replan_every": 100, "measure_every": 100,
     }  # fmt: skip
     made = Decisions(codec, **(known | options))
-    made.set_optimizer(optimizer, owns)
+    made.set_optimizer(optimizer, name_of)
     return made
 
 
@@ -669,10 +669,10 @@ def test_all_widths_of_a_budget_share_one_feedback() -> None:
 
 def test_int8_travels_until_the_optimiser_is_known() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    made = decisions("lloyd2", optimizer=None, owns=lambda p: p is parameter)
+    made = decisions("lloyd2", optimizer=None, name_of=lambda p: "p" if p is parameter else None)
     begin(made, 0)
-    assert travels(made) == ("int8", "")
     assert travels(made, THIN) == ("bf16", "")
+    assert travels(made) == ("int8", "")
     stranger = nn.Parameter(torch.ones(3))
     stranger.grad, parameter.grad = torch.ones(3), torch.ones(3)
     torch.optim.SGD([stranger]).step()
@@ -681,7 +681,54 @@ def test_int8_travels_until_the_optimiser_is_known() -> None:
     torch.optim.Adam([stranger, parameter]).step()
     torch.optim.SGD([parameter]).step()
     begin(made, 2)
-    assert travels(made) == ("lloyd2", "ef21"), "the first that steps a parameter decides"
+    assert travels(made) == ("lloyd2", "ef21"), "of several the most careful"
+
+
+def test_every_parameter_waits_for_its_optimiser() -> None:
+    """Muon steps matrices, AdamW the rest, perhaps later: what is right for one may hurt the other."""
+    matrix, rest = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    matrix.grad, rest.grad = torch.ones(3), torch.ones(3)
+    names = {id(matrix): "m", id(rest): "r"}
+    made = decisions("lloyd2", optimizer=None, name_of=lambda p: names.get(id(p)))
+    begin(made, 0)
+    assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
+    torch.optim.SGD([matrix]).step()
+    begin(made, 1)
+    assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
+    torch.optim.AdamW([rest]).step()
+    begin(made, 2)
+    assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "ef21")] * 2
+    both = [torch.optim.SGD([matrix]), torch.optim.AdamW([rest])]
+    assert decisions("lloyd2", optimizer=both).family == "adaptive"
+    assert decisions("lloyd2", optimizer=both[:1]).family == "linear"
+
+
+def test_what_a_race_cannot_measure_it_measures_later() -> None:
+    """A GradScaler's first steps are not finite."""
+    race = Race(0.15)
+    while not race.over:
+        race.ended(1.0 - 0.1 * race.turn, None if race.steps < SETTLE_STEPS + 6 else 0.01)
+    assert race.result()[4:8] == [0, 0.01, 0.01, 0.01]
+    assert [len(times) for times in race.times.values()] == [ROUNDS - 1] * len(CANDIDATES)
+
+
+def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
+    made = decisions({0: "auto:2.5", 30: "auto:6"}, replan_every=20, measure_every=5)
+    seen = []
+    for step in range(35):
+        begin(made, step, errors={"a": 1.0 + step, "b": 40.0 - step} if made.measuring and step else {})
+        seen.append([travels(made, WIDE, name)[0] for name in "ab"])
+    assert len({tuple(pair) for pair in seen[1:21]}) == 1
+    assert policy.bits_of(make(seen[31][0])) >= 5, "another budget starts anew"
+
+
+def test_a_race_that_a_schedule_leaves_is_over() -> None:
+    made = decisions({0: "auto", 5: "lloyd4"}, measure_every=10)
+    for step in range(12):
+        begin(made, step)
+        travels(made)
+        assert made.racing == (step < 5)
+        assert made.measuring == (step == 10 if step >= 5 else made.measuring)
 
 
 def test_nobody_waits_for_an_optimiser_for_ever() -> None:
@@ -696,7 +743,7 @@ def test_nobody_waits_for_an_optimiser_for_ever() -> None:
 def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
     made = decisions("lloyd2", optimizer=None)
     begin(made, 0)
-    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear")])
+    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear"), 0.0])
     assert travels(made) == ("lloyd2", "classic")
 
 

@@ -302,21 +302,25 @@ class Ledger:
         for name in wanted:
             if name in self._at:
                 memory, begin, end = self._at[name]
-                values = whole.setdefault(id(memory), memory.read())
-                found[name] = values[begin:end].clone()
+                if id(memory) not in whole:
+                    whole[id(memory)] = memory.read()
+                found[name] = whole[id(memory)][begin:end].clone()
             elif name in self._loose:
                 found[name] = self._loose[name]
         return found
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these."""
+        touched: dict[int, tuple[Memory, Tensor]] = {}
         for name in names:
             self._loose.pop(name, None)
             if name in self._at:
                 memory, begin, end = self._at.pop(name)
-                values = memory.read().clone()
-                values[begin:end] = 0
-                memory.fill(values)
+                if id(memory) not in touched:
+                    touched[id(memory)] = memory, memory.read().clone()
+                touched[id(memory)][1][begin:end] = 0
+        for memory, values in touched.values():
+            memory.fill(values)
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:

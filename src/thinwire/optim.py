@@ -71,7 +71,7 @@ class OneBitAdam(Optimizer):
             if id(parameter) in self._arrived:
                 raise ValueError(
                     "OneBitAdam: gradients were averaged twice before step(), and the first time they became momentum: "
-                    "accumulate them inside DDP's no_sync()"
+                    "accumulate them inside DDP's no_sync(); after a skipped step call the optimiser's zero_grad()"
                 )
             beta = group["betas"][0]
             gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)

@@ -73,7 +73,7 @@ def sparse(numel: int, generator: Generator) -> Tensor:
 
 def gradient(numel: int, generator: Generator) -> Tensor:
     """Of all weights of a ReLU network on scikit-learn's digits after 40 steps of SGD. Its length is its own."""
-    images, labels = _digits()
+    images, labels = digits()
     sizes = (images.shape[1], WIDTH, WIDTH, 10)
     weights = [_layer(fan_in, fan_out, generator) for fan_in, fan_out in pairwise(sizes)]
     for _ in range(STEPS):
@@ -86,7 +86,7 @@ def _exponential(numel: int, generator: Generator) -> Tensor:
     return torch.empty(numel).exponential_(generator=generator)
 
 
-def _digits() -> tuple[Tensor, Tensor]:
+def digits() -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits  # an optional dependency, see check
 
     images, labels = load_digits(return_X_y=True)

@@ -236,7 +236,7 @@ def train_command(
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs of each codec; default 5, gpt 3, mlp 1, quick 2.")
+        int | None, typer.Option(min=1, metavar="N", help="Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")
     ] = None,
     link: Annotated[
         str | None,
@@ -250,7 +250,7 @@ def train_command(
     """What compressed gradients do to the loss, and to the time of a step.
 
     Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run. log
-    ratio is ln(loss / fp32's), the mean over seeds; the floor beside it is what another seed does to fp32. gap is the
+    ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
     validation loss less fp32's, in nats. Controls ought to fail; peers are torch's own hooks.
 
     \b

@@ -19,7 +19,6 @@ from thinwire.errors import CollectiveError, DisagreementError
 
 _LOOK_S = 1.0
 _JOIN = "\x1e"  # between the answers of several ranks
-_PATIENCE_S = 1800.0  # torch's own limit
 
 
 class BrokenError(DisagreementError):
@@ -33,6 +32,7 @@ class Handshake:
         self.rank, self.world = group.rank(), group.size()
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
         self._store, self._name = primitives.store(group), f"thinwire/{name}"
+        self._patience_s = primitives.timeout_s(group)
 
     def compare(self, number: int, call: str) -> list[str]:
         """The calls of all ranks at operation `number` of the group; raises where one waits in another call."""
@@ -56,7 +56,7 @@ class Handshake:
         """What a rank wrote, polled for: the store's own wait would log a warning at every look."""
         start, pause = time.monotonic(), 1e-4
         looked = start
-        while (now := time.monotonic()) - start < _PATIENCE_S:
+        while (now := time.monotonic()) - start < self._patience_s:
             answer = self._read(f"{key}/{rank}")
             if answer is not None:
                 return answer
@@ -65,7 +65,10 @@ class Handshake:
                 looked = now
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        raise CollectiveError(f"rank {rank} did not come to operation {number} of this group ({_first(call)}) in time")
+        raise CollectiveError(
+            f"rank {rank} did not come to operation {number} of this group ({_first(call)}) within its timeout of "
+            f"{self._patience_s:g} s: see whether that rank still runs"
+        )
 
     def _look_where(self, rank: int, number: int, call: str) -> None:
         """A rank that takes the call for an old one does not shake hands: it waits for messages, and says where."""

@@ -137,6 +137,16 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """How long the ranks of a group wait for each other: what init_process_group or new_group was given."""
+    limits = [
+        options._timeout.total_seconds()
+        for device in group._device_types
+        if (options := getattr(group._get_backend(device), "options", None)) is not None
+    ]
+    return min(limits, default=dist.default_pg_timeout.total_seconds())
+
+
 def is_mesh(group: Group) -> bool:
     """Whether `group` is a DeviceMesh, told without importing the module that defines it."""
     return hasattr(group, "get_group") and hasattr(group, "mesh_dim_names")

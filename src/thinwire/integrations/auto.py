@@ -32,9 +32,14 @@ class Race:
         return max(0, self.steps - SETTLE_STEPS) % len(CANDIDATES)
 
     @property
+    def _first_round(self) -> bool:
+        """It is not timed: the first message of a kind shakes hands, and looking at errors takes time."""
+        return self.steps < SETTLE_STEPS + len(CANDIDATES)
+
+    @property
     def measures_error(self) -> bool:
-        """Whether the present step is a candidate's first."""
-        return SETTLE_STEPS <= self.steps < SETTLE_STEPS + len(CANDIDATES)
+        """Whether the error of the present step's codec is to be looked at: until a step was finite."""
+        return self.steps >= SETTLE_STEPS and self.turn > 0 and self.turn not in self.errors
 
     @property
     def over(self) -> bool:
@@ -43,11 +48,10 @@ class Race:
 
     def ended(self, seconds: float, error: float | None) -> None:
         """The present step took so long, and lost that share of what it sent."""
-        if self.steps >= SETTLE_STEPS:
-            if not self.measures_error:  # looking takes time; and the first step of a kind shakes hands
-                self.times[self.turn].append(seconds)
-            elif error is not None:
-                self.errors[self.turn] = error
+        if self.measures_error and error is not None:
+            self.errors[self.turn] = error
+        if not self._first_round:
+            self.times[self.turn].append(seconds)
         self.steps += 1
 
     def result(self) -> list[float]:
@@ -70,12 +74,16 @@ def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
             best = i
     told = ", ".join(
         f"{'uncompressed' if i == 0 else c} {1e3 * seconds[i]:.3g} ms"
-        + (f" (error {errors[i]:.2g} over the budget)" if errors[i] > error_budget else "")
+        + (f" (error {_figure(errors[i])} over the budget)" if not errors[i] <= error_budget else "")
         + (f" (slower in {lost[i]:.0f} of {ROUNDS - 1} rounds)" if lost[i] > MAY_LOSE else "")
         for i, c in enumerate(CANDIDATES)
     )
     name = "no compression" if best == 0 else str(CANDIDATES[best])
     return CANDIDATES[best], f"{name}; a step took: {told} (relative error at most {error_budget:g})"
+
+
+def _figure(error: float) -> str:
+    return f"{error:.2g}" if math.isfinite(error) else "unknown, so"
 
 
 # --- bits by layer ----------------------------------------------------------------------------------------------------

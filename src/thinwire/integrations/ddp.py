@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire import feedback as feedbacks
@@ -20,7 +19,7 @@ from thinwire.collectives import plain, primitives
 from thinwire.collectives.reduce import MESSAGE_ALGORITHMS
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
-from thinwire.integrations.decisions import CodecChoice, Decisions, Size
+from thinwire.integrations.decisions import CodecChoice, Decisions, Optimizers, Size
 from thinwire.integrations.engine import Engine, Future, Names, new_future
 from thinwire.integrations.policy import CodecLike, Exempt
 from thinwire.integrations.stats import Stats, now
@@ -45,7 +44,7 @@ class DDPState:
         exempt: Exempt = "auto",
         policy: Mapping[str, CodecLike] | None = None,
         warmup_steps: int = 0,
-        optimizer: Optimizer | str | None = None,
+        optimizer: Optimizers = None,
         residual_dtype: torch.dtype = torch.float32,
         error_budget: float = 0.15,
         replan_every: int = 100,
@@ -82,7 +81,7 @@ class DDPState:
             self.name_parameters(model)
         elif self._decisions.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
-        self._decisions.set_optimizer(optimizer, self._names.__contains__)
+        self._decisions.set_optimizer(optimizer, self._names.get)
         self.step = 0
         self.closed = False
         self._ended = True  # whether the next bucket is the first of a step
@@ -126,6 +125,8 @@ class DDPState:
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._ended = False
+        if self._decisions.racing and device.type == "cuda":
+            torch.cuda.synchronize(device)  # the host is ahead of the steps that are timed
         seconds, self._began = now() - self._began, now()
         if group.size() == 1 or self.closed:
             return
@@ -196,7 +197,7 @@ class DDPState:
     def stats(self) -> Stats:
         """What compression did so far on this rank."""
         engine, tally = self._engine, self._engine.tally
-        timed = all(device.type == "cpu" for _, _, device, _ in engine.buckets)
+        timed = all(device.type == "cpu" for _, _, device, _ in list(engine.buckets))
         return Stats(
             steps=self.step,
             codec=str(self._decisions.schedule),
@@ -313,6 +314,11 @@ class DDPState:
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """A communication hook of DDP: the mean of the bucket over ranks, compressed as `state` says."""
+    if not isinstance(state, DDPState | _Switch):
+        raise CollectiveError(
+            f"ddp_hook needs a thinwire.DDPState as its state, got {type(state).__name__}: "
+            "register_comm_hook(thinwire.DDPState(process_group, 'lloyd4'), thinwire.ddp_hook)"
+        )
     return state.reduce(bucket)
 
 
@@ -365,7 +371,7 @@ def compress_ddp(
     exempt: Exempt = "auto",
     policy: Mapping[str, CodecLike] | None = None,
     warmup_steps: int = 0,
-    optimizer: Optimizer | str | None = None,
+    optimizer: Optimizers = None,
     residual_dtype: torch.dtype = torch.float32,
     error_budget: float = 0.15,
     replan_every: int = 100,
@@ -384,8 +390,8 @@ def compress_ddp(
     policy: codecs by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions. A last "*" stands
         for `codec`.
     warmup_steps: so many steps travel uncompressed.
-    optimizer: for feedback="auto" below 4 bits; without it the first optimiser that steps a parameter of the model
-        decides, and int8 travels until then. A thinwire.optim.OneBitAdam sends its momentum.
+    optimizer: one or several, for feedback="auto" below 4 bits; without it those that step the model's parameters
+        decide, and int8 travels until they were seen. A thinwire.optim.OneBitAdam sends its momentum.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
@@ -393,6 +399,10 @@ def compress_ddp(
     if not isinstance(ddp_model, DistributedDataParallel):
         raise CollectiveError(
             f"expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}: wrap the model"
+        )
+    if ddp_model.mixed_precision is not None:
+        raise CollectiveError(
+            "DDP(mixed_precision=...) has a communication hook of its own: use torch.autocast or bfloat16 parameters"
         )
     state = DDPState(
         ddp_model.process_group,
@@ -437,7 +447,7 @@ def _complete(
 ) -> dict[str, Tensor]:
     """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
-    return {**zeros, **{name: value.to(dtype) for name, value in values.items()}}
+    return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
 def _check_states(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

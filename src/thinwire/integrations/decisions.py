@@ -24,6 +24,7 @@ from thinwire.integrations.policy import Budget, CodecLike, Exempt, Trial
 from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]
+Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
@@ -63,7 +64,7 @@ class Decisions:
         self._replan_every, self._measure_every = replan_every, measure_every
         self.sizes: dict[str, Size] = {}
         self.family: str | None = None  # of the optimiser, once all ranks know it
-        self._seen: str | None = None  # what this one saw of it
+        self._seen: dict[str, str] = {}  # what this one saw of it, by parameter
         self.onebit: OneBitAdam | None = None
         self._scout: _Scout | None = None
         self._base: Codec = Identity()
@@ -77,20 +78,20 @@ class Decisions:
 
     # --- the optimiser ------------------------------------------------------------------------------------------------
 
-    def set_optimizer(self, optimizer: Optimizer | str | None, owns: Callable[[Tensor], bool]) -> None:
-        """Take the optimiser, or look out for the first that steps a parameter that `owns` knows."""
-        if isinstance(optimizer, str):
-            if optimizer not in policy.FAMILIES:
-                raise CodecError(f"optimizer must be an optimiser, 'linear' or 'adaptive', got {optimizer!r}")
-            self.family = optimizer
-        elif isinstance(optimizer, OneBitAdam):
-            self.family, self.onebit = "linear", optimizer  # momentum travels, and is linear in the gradients
-        elif isinstance(optimizer, Optimizer):
-            self.family = policy.family(optimizer)
-        elif optimizer is not None:
-            raise CodecError(f"optimizer must be a torch optimiser, 'linear' or 'adaptive', got {optimizer!r}")
-        elif self.needs_family:
-            self._scout = _Scout(self, owns)
+    def set_optimizer(self, optimizer: Optimizers, name_of: Callable[[Tensor], str | None]) -> None:
+        """Take the optimisers, or look out for those that step parameters which have a name."""
+        if optimizer is None:
+            if self.needs_family:
+                self._scout = _Scout(self, name_of)
+            return
+        given = [optimizer] if isinstance(optimizer, str | Optimizer) else optimizer
+        if not isinstance(given, Sequence) or not all(_is_optimizer(one) for one in given) or not given:
+            kinds = [type(one).__name__ for one in given] if isinstance(given, Sequence) else type(given).__name__
+            raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
+        if isinstance(given[0], OneBitAdam):
+            self.family, self.onebit = "linear", given[0]  # momentum travels, and is linear in the gradients
+            return
+        self.family = policy.most_careful([one if isinstance(one, str) else policy.family(one) for one in given])
 
     @property
     def needs_family(self) -> bool:
@@ -118,20 +119,32 @@ class Decisions:
         """
         if self._race is not None:
             self._race.ended(seconds, error)
-        if errors and isinstance(self._choice, Budget):
+        due = not self._dealt or (step - 1) % self._replan_every == 0
+        if errors and isinstance(self._choice, Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
-        self.step, self._choice = step, self.schedule.at(step)
+        self._change_choice(self.schedule.at(step))
+        self.step = step
         news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
         self._base = self._present_base()
         return news
 
+    def _change_choice(self, choice: policy.Choice) -> None:
+        """What was found out under another entry of the schedule does not count."""
+        if choice != self._choice:
+            self._race, self._widths, self._dealt = None, {}, False
+        self._choice = choice
+
     def _share_family(self, step: int, agree: Agree) -> None:
-        """What any rank saw of the optimiser holds for all; nobody waits for ever."""
-        known = 0 if self._seen is None else 1 + policy.FAMILIES.index(self._seen)
-        (shared,) = agree([float(known)], dist.ReduceOp.MAX)
-        if shared or step >= _PATIENCE:
+        """What any rank saw of the optimisers holds for all; nobody waits for ever.
+
+        Several optimisers (Muon beside AdamW) get the feedback that hurts none of them.
+        """
+        known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
+        waiting = any(name not in self._seen for name in self.sizes)
+        shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
+        if (shared and not someone_waits) or step >= _PATIENCE:
             self.family = policy.FAMILIES[int(shared) - 1] if shared else "adaptive"
             self.end_scout()
 
@@ -148,7 +161,6 @@ class Decisions:
             return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
         if isinstance(choice, Budget):
             return auto.start_width(choice.bits)
-        self._widths = {}
         return choice
 
     def _settle_race(self, agree: Agree) -> str:
@@ -164,6 +176,11 @@ class Decisions:
     def setting(self) -> tuple[object, ...]:
         """Changes when any parameter's codec or feedback does."""
         return self._base, tuple(self._widths.items()), self.family, self.onebit is not None and self.onebit.frozen
+
+    @property
+    def racing(self) -> bool:
+        """Whether steps are being timed."""
+        return self._race is not None
 
     @property
     def measuring(self) -> bool:
@@ -267,19 +284,30 @@ class Decisions:
 class _Scout:
     """Sees which optimiser steps certain parameters; removed later, as torch goes through its hooks meanwhile."""
 
-    def __init__(self, decisions: Decisions, owns: Callable[[Tensor], bool]) -> None:
-        handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), owns))
+    def __init__(self, decisions: Decisions, name_of: Callable[[Tensor], str | None]) -> None:
+        handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), name_of))
         self.remove = weakref.finalize(decisions, handle.remove)
 
 
 def _saw(
-    found: "weakref.ref[Decisions]", owns: Callable[[Tensor], bool], optimizer: Optimizer, args: object, kwargs: object
+    found: "weakref.ref[Decisions]",
+    name_of: Callable[[Tensor], str | None],
+    optimizer: Optimizer,
+    args: object,
+    kwargs: object,
 ) -> None:
     decisions = found()
-    if decisions is None or decisions._seen is not None:
+    if decisions is None or decisions.family is not None:
         return
-    if any(owns(p) for group in optimizer.param_groups for p in group["params"]):
-        decisions._seen = policy.family(optimizer)
+    family = policy.family(optimizer)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        name = name_of(p)
+        if name is not None:
+            decisions._seen[name] = policy.most_careful([family, decisions._seen.get(name, family)])
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(thing, Optimizer) or thing in policy.FAMILIES
 
 
 def _check_counts(**counts: int) -> None:

@@ -72,6 +72,7 @@ class Engine:
         self.decisions, self.algorithm = decisions, algorithm
         self.residuals, self.means = Ledger(residual_dtype), Ledger(torch.float32)
         self.tally = Tally()
+        self.group: dist.ProcessGroup = None  # type: ignore[assignment]  # of the present step
         self.buckets: dict[tuple[Names, torch.dtype, torch.device, bool], _Bucket] = {}
         self.layout: list[Names] = []  # of the last whole step
         self.restored: list[Names] | None = None  # of a checkpoint, until a step was made with it
@@ -88,13 +89,14 @@ class Engine:
         self.error: float | None = None  # at the last measured step
         self.clipped: float | None = None
 
-    group: dist.ProcessGroup
-
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
         """Decide for `step`; all collectives of the last one are done. Gives what is to be told, if anything."""
-        self.group = group
+        if group is not self.group:
+            self.group = group
+            self._messages.clear()
+            self.buckets.clear()
         watches, self._watches = self._watches, []
         error = self._note_errors(watches) if watches else None
         errors, self._errors = self.errors(watches), {}
@@ -251,20 +253,24 @@ class Engine:
     @property
     def bits_per_element(self) -> float | None:
         """Of the wires of all buckets; None before there are any."""
-        messages = [(bucket.message, bucket.numel) for bucket in self.buckets.values() if bucket.message is not None]
+        messages = [
+            (bucket.message, bucket.numel) for bucket in list(self.buckets.values()) if bucket.message is not None
+        ]
         numel = sum(count for _, count in messages)
         return 8 * sum(message.wire_bytes for message, _ in messages) / numel if numel else None
 
     @property
     def scratch_bytes(self) -> int:
         """Memory of wires under way."""
-        channels = {id(b.message.channel): b.message.channel for b in self.buckets.values() if b.message is not None}
+        channels = {
+            id(b.message.channel): b.message.channel for b in list(self.buckets.values()) if b.message is not None
+        }
         return sum(channel.scratch.nbytes for channel in channels.values())
 
     @property
     def feedback(self) -> str:
         """What is in use."""
-        used = {kind.feedback for bucket in self.buckets.values() for kind in bucket.kinds if kind.feedback}
+        used = {kind.feedback for bucket in list(self.buckets.values()) for kind in bucket.kinds if kind.feedback}
         return "+".join(sorted(used)) or "none"
 
     def forget(

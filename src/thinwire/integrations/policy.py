@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
+from torch.optim import Optimizer
 
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.codecs.checks import is_int
@@ -180,8 +181,15 @@ LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an e
 
 def family(optimizer: object) -> str:
     """ "linear" for SGD, Muon and their like; "adaptive" for Adam's kin and for what is not known."""
+    while isinstance(getattr(optimizer, "optim", None), Optimizer):  # ZeroRedundancyOptimizer and others wrap one
+        optimizer = optimizer.optim  # type: ignore[attr-defined]
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     return "linear" if any(name in LINEAR for name in names) else "adaptive"
+
+
+def most_careful(families: Sequence[str]) -> str:
+    """The family whose feedback hurts none of these: EF21 serves linear optimisers too, classic does not serve Adam."""
+    return max(families, key=FAMILIES.index)
 
 
 def leaves(chosen: Codec) -> list[Codec]:

@@ -158,8 +158,9 @@ def _train_title(record: Record) -> str:
         "limit: compute plus bytes over the link's rate",
     ]
     shaped = any(row.get("over_limit") is not None for row in record.rows)
-    head = f"{task} with {optimizer}, {world} ranks, {link}, {seeds} seeds of {steps} steps"
-    return f"{head}. {'; '.join(parts if shaped else parts[:-1])}"
+    runs = f"{seeds} {'seed' if seeds == '1' else 'seeds'} of {steps} steps"
+    told = "; ".join(parts if shaped else parts[:-1])
+    return f"{task} with {optimizer}, {world} ranks, {link}, {runs}. {told}"
 
 
 def _floors(row: Row) -> list[str]:

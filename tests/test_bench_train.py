@@ -1,0 +1,339 @@
+"""The training benchmark: tasks and their shards, schemes by name, the formulas, and whole runs of two ranks."""
+
+import math
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from test_bench_collectives import shapes_links
+from thinwire.bench import launch, link as links, record, schemes, tasks, train as bench
+from thinwire.bench.schemes import Scheme
+from thinwire.bench.tasks import Task, Total
+from thinwire.bench.train import Outcome, Plan, Sample
+from thinwire.cli import bench as cli
+from thinwire.cli.app import app
+from thinwire.errors import CodecError
+from thinwire.report import tables
+
+MBIT = links.parse("100mbit")
+
+
+def invoke(*flags: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "train", *flags])
+
+
+def a_plan(*names: str, task: str = "digits", seeds: int = 2, link: links.Link | None = None) -> Plan:
+    return Plan(tasks.find(task, quick=True), 2, link, "adam", bench.lineup(task, names), seeds, 3, bench.QUICK, 1)
+
+
+def number(row: record.Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, float | int), (name, value)
+    return value
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_shards_cover_all_digits_once_and_are_sorted_by_label(world: int) -> None:
+    shards = [tasks.shard(rank, world) for rank in range(world)]
+    labels = torch.cat([labels for _, labels in shards])
+    images, whole = tasks.shard(0, 1)
+    assert torch.equal(labels, whole)
+    assert torch.equal(torch.cat([images for images, _ in shards]), images)
+    assert torch.equal(labels, labels.sort().values)
+    assert labels.bincount().min() > 100
+    assert max(len(part) for _, part in shards) - min(len(part) for _, part in shards) <= 1
+
+
+def test_the_text_is_cut_into_shards_and_a_tenth_is_held_out() -> None:
+    text, rest = tasks.training_text(), tasks.held_out_text()
+    assert torch.equal(torch.cat([tasks._part(text, rank, 3) for rank in range(3)]), text)
+    assert len(rest) == pytest.approx((len(text) + len(rest)) / 10, abs=1)
+    assert torch.cat([text, rest]).unique().tolist() == list(range(len(tasks.vocabulary())))
+
+
+@pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
+def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
+    before = torch.random.get_rng_state()
+    networks = [bench.digest(task.model(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert networks[0] == networks[1] != networks[2]
+    same, again = task.batch(5, 1, 0, 2), task.batch(5, 1, 0, 2)
+    assert all(torch.equal(a, b) for a, b in zip(same, again, strict=True))
+    for other in (task.batch(6, 1, 0, 2), task.batch(5, 2, 0, 2), task.batch(5, 1, 1, 2)):
+        assert not torch.equal(same[0], other[0])
+
+
+@pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
+def test_batches_fit_the_network(task: Task) -> None:
+    loss = task.loss(task.model(0), task.batch(0, 0, 0, 2))
+    choices = len(tasks.vocabulary()) if task.name == "gpt" else 10
+    assert loss.item() == pytest.approx(math.log(choices), rel=0.2)  # it knows nothing yet
+
+
+def test_a_window_is_followed_by_its_targets() -> None:
+    inputs, targets = tasks.TASKS["gpt"].batch(0, 0, 0, 2)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    text = "".join(tasks.vocabulary()[code] for code in inputs[0])
+    assert text in "".join(tasks.vocabulary()[code] for code in tasks.training_text())
+
+
+def test_attention_does_not_look_ahead() -> None:
+    network = tasks.TASKS["gpt"].model(0)
+    codes = torch.randint(0, 50, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = codes.clone()
+    changed[0, 9:] += 1
+    with torch.no_grad():
+        assert torch.equal(network(codes)[0, :9], network(changed)[0, :9])
+        assert not torch.equal(network(codes)[0, 9:], network(changed)[0, 9:])
+
+
+def test_losses_of_parts_are_the_loss_of_the_whole() -> None:
+    task = tasks.TASKS["digits"]
+    network = task.model(0)
+    with torch.no_grad():
+        parts = [task.train_loss(network, rank, 3) for rank in range(3)]
+        whole = task.loss(network, tasks.shard(0, 1)).item()
+    assert tasks.mean(parts) == pytest.approx(whole, rel=1e-5)
+    assert sum(part.count for part in parts) == 1797
+
+
+def test_the_validation_loss_is_over_all_that_is_held_out() -> None:
+    task, counts = tasks.TASKS["gpt"], []
+    with torch.no_grad():
+        for rank in range(2):
+            found = task.val_loss(task.model(0), rank, 2)
+            assert found is not None
+            counts.append(found.count)
+    assert 0 <= len(tasks.held_out_text()) - sum(counts) <= 2 * (64 + 1)  # windows are whole
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [tasks.TASKS["digits"].rate("adam", step, 600) for step in range(600)]
+    top = rates.index(max(rates))
+    assert 10 < top < 30
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert 0.99e-3 < max(rates) < 1e-3
+    assert 0 < rates[-1] < 1e-6
+
+
+def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    result = invoke("--quick")
+    assert result.exit_code == 1
+    assert "task 'digits' needs scikit-learn, which is not installed: pip install 'thinwire[bench]'" in result.stderr
+    assert tasks.find("gpt") is tasks.TASKS["gpt"]
+    with pytest.raises(ValueError, match="unknown task 'cifar'; known: digits, gpt, mlp"):
+        tasks.find("cifar")
+
+
+# --- schemes ----------------------------------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    assert schemes.parse("int8") == Scheme("int8", "int8", "auto")
+    assert schemes.parse(" lloyd4:block=256@ef21 ") == Scheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
+    assert schemes.parse("lloyd2", "classic").feedback == "classic"
+    assert schemes.parse("lloyd2@none", "classic").label == "lloyd2"
+    assert schemes.parse("auto:2.5").codec == "auto:2.5"
+    assert schemes.parse("none") == Scheme("none", None, "none")
+    assert schemes.parse("bf16", "ef21") == Scheme("bf16", None, "none", peer=True)
+    assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
+    assert schemes.parse("powersgd2").peer
+    assert schemes.parse("sign", "ef21") == Scheme("sign", schemes.CONTROLS["sign"], "none", "none", control=True)
+    assert not schemes.parse("int2@ef21").control
+
+
+@pytest.mark.parametrize("name", ["int9", "powersgd3", "powersgd1@none", "lloyd2@maybe", "auto:x", ""])
+def test_what_is_no_scheme(name: str) -> None:
+    with pytest.raises(CodecError):
+        schemes.parse(name)
+
+
+def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
+    assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8", "lloyd2@none"])] == [
+        "none", "int8", "lloyd2@none",
+    ]  # fmt: skip
+    assert "onebit" in {s.name for s in bench.lineup("digits")}
+    assert "onebit" not in {s.name for s in bench.lineup("digits", optimizer="sgd")}
+    with pytest.raises(CodecError, match="onebit is an Adam and is compared with Adam: use --optimizer adam"):
+        bench.lineup("mlp", ["onebit"])
+
+
+def test_flags_know_what_there_is() -> None:
+    assert [task.value for task in cli.Task] == list(tasks.TASKS) == list(bench.CODECS)
+    assert [optimizer.value for optimizer in cli.Optimizer] == list(schemes.OPTIMIZERS)
+    assert [feedback.value for feedback in cli.Feedback] == list(schemes.FEEDBACKS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--task", "cifar"], "'cifar' is not one of"),
+        (["--codecs", "int8,int9"], "besides codecs there are auto, onebit, sign"),
+        (["--codecs", "lloyd2@maybe"], "feedback must be one of auto, none, classic, ef21, got 'maybe'"),
+        (["--codecs", "onebit", "--optimizer", "sgd"], "onebit is an Adam"),
+        (["--world", "1"], "Input should be greater than or equal to 2"),
+        (["--seeds", "0"], "Input should be greater than or equal to 1"),
+        (["--link", "fast"], "expected a rate such as 100mbit"),
+        (["--json", "no/such/folder/x.json"], "cannot be written"),
+    ],
+)
+def test_bad_flags(flags: list[str], complaint: str) -> None:
+    result = invoke("--quick", *flags)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.replace("│", "").split())
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_paired_by_seed() -> None:
+    assert bench.log_ratios([2.0, 3.0], [1.0, 3.0]) == [math.log(2), 0]
+    assert all(map(math.isnan, bench.log_ratios([math.inf, math.nan, 0.0, 1.0], [1.0, 1.0, 1.0, math.nan])))
+    assert bench.noise_floor([1.0, math.e, math.e**3]) == pytest.approx((1 + 3 + 2) / 3)
+    assert bench.noise_floor([1.0]) is None
+
+
+def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Outcome]]:
+    """By seed, then by rank: the second rank has three times as much to judge."""
+    return [
+        [
+            Outcome(
+                Total(count * loss, count), None if val is None else Total(count * val * loss, count), digest, "ef21", 9
+            )
+            for count, digest in zip((1, 3), digests, strict=True)
+        ]
+        for loss in losses
+    ]
+
+
+def samples(plan: Plan, **ms: float) -> list[dict[str, Sample]]:
+    part = {scheme.name: Sample([1.0, 3.0, 2.0], [1100] * 3, [900] * 3, 5) for scheme in plan.timed}
+    part |= {bench.COMPUTE: Sample([1.0] * 3, [100] * 3), bench.NOTHING: Sample([0.0] * 3, [100] * 3)}
+    part |= {name: Sample([value] * 3, [2100] * 3) for name, value in ms.items()}
+    return [part, {**part, "int8": Sample([5.0, 1.0, 1.0], [600] * 3, [400] * 3, 7)}]
+
+
+def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
+    plan = a_plan("int8", "powersgd1")
+    none, int8, power = plan.schemes
+    trained = {none: outcomes(1.0, 2.0), int8: outcomes(1.1, 1.8), power: []}
+    row = bench.row_of(plan, int8, trained, samples(plan, none=12.0, bf16=6.0, powersgd1=9.0))
+    assert set(row) >= set(record.COLUMNS["train"])
+    assert number(row, "loss_log_ratio") == pytest.approx((math.log(1.1) + math.log(0.9)) / 2)
+    assert number(row, "loss_log_ratio_error") == pytest.approx(math.log(1.1 / 0.9) / 2)
+    assert number(row, "noise_floor") == pytest.approx(math.log(2))
+    assert (row["step_ms"], row["compute_ms"]) == (3, 1)  # rounds take 5, 3 and 2
+    assert (row["speedup_plain"], row["speedup_bf16"], row["speedup_powersgd"]) == (4, 2, 3)
+    assert (row["bytes_per_step"], row["extra_bytes"], row["over_limit"]) == (900, 7, None)
+    assert (row["identical"], row["feedback"], row["diverged"]) == (True, "ef21", False)
+    assert row["val_gap_nats"] is None
+
+
+def test_on_a_shaped_link_the_interface_counts_and_there_is_a_limit() -> None:
+    plan = a_plan("int8", link=MBIT)
+    none, int8 = plan.schemes
+    trained = {none: outcomes(1.0, 2.0), int8: outcomes(1.0, 2.0)}
+    row = bench.row_of(plan, int8, trained, samples(plan))
+    assert row["bytes_per_step"] == 1100 - 100  # what the barrier sends is not the step's
+    assert number(row, "limit_ms") == pytest.approx(1 + 1e3 * 8 * 1000 / 1e8)
+    assert number(row, "over_limit") == pytest.approx(3 / 1.08 - 1)
+
+
+def test_validation_gaps_divergence_and_ranks_that_differ() -> None:
+    plan = a_plan("int8", task="gpt")
+    none, int8 = plan.schemes
+    trained = {none: outcomes(1.0, 2.0, val=2.0), int8: outcomes(1.0, 2.5, val=2.0, digests="ab")}
+    row = bench.row_of(plan, int8, trained, samples(plan))
+    assert (row["val_gap_nats"], row["val_noise_floor"], row["identical"]) == (0.5, 2.0, False)
+    trained[int8] = outcomes(math.nan, 2.0, val=1.0)
+    row = bench.row_of(plan, int8, trained, samples(plan))
+    assert row["diverged"] is True
+    found = record.Record("train", record.conditions(torch.device("cpu")), [row])
+    assert tables.grid(found).rows[0][2] == "diverged"
+    assert '"loss_log_ratio": null' in record.dumps(found)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
+def test_a_quick_run_on_digits(tmp_path: Path) -> None:
+    path = str(tmp_path / "train.json")
+    names = "bf16,int8,lloyd2,lloyd2@none,onebit,powersgd1,auto:2.5,sign,int2"
+    result = invoke("--quick", "--world", "2", "--codecs", names, "--steps", "6", "--seeds", "1", "--json", path)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert multiprocessing.active_children() == []
+    found = record.read(path)
+    assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in names.split(","))]
+    feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
+    assert {("lloyd2", "ef21"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
+    assert [row["codec"] for row in found.rows if row["control"]] == ["sign", "int2"]
+    assert [row["codec"] for row in found.rows if row["peer"]] == ["bf16", "powersgd1"]
+    for row in found.rows:
+        assert row["identical"] is True, row
+        assert row["diverged"] is False
+        assert (row["seeds"], row["steps"], row["world"], row["link"]) == (1, 6, 2, "loopback")
+        assert number(row, "step_ms") > 0 < number(row, "compute_ms")
+        assert (row["bytes_per_step"] is None) == (row["codec"] in schemes.PEERS)
+        assert abs(number(row, "loss_log_ratio")) < 0.1  # six steps do not take it far
+    by_codec = {row["codec"]: row for row in found.rows}
+    assert by_codec["none"]["loss_log_ratio"] == 0
+    assert number(by_codec["lloyd2"], "bytes_per_step") < number(by_codec["int8"], "bytes_per_step") / 3
+    table = tables.markdown(found)
+    assert "digits with adam, 2 ranks, loopback, 1 seed of 6 steps" in table
+    assert "| sign (control) | none |" in table
+    assert "| powersgd1 (peer) | classic |" in table
+    assert "over limit" not in table
+    assert "val. gap" not in table
+
+
+@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
+def test_a_quick_run_on_text_and_the_same_losses_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "train.json")
+    result = invoke("--task", "gpt", "--quick", "--world", "2", "--codecs", "lloyd2", "--steps", "3", "--json", path)
+    assert result.exit_code == 0, result.output
+    found = record.read(path)
+    none, lloyd2 = found.rows
+    assert (none["val_gap_nats"], none["identical"], lloyd2["identical"]) == (0, True, True)
+    assert 0 < abs(number(lloyd2, "val_gap_nats")) < 0.5
+    assert number(lloyd2, "noise_floor") > 0 < number(lloyd2, "val_noise_floor")
+    assert "val. gap" in tables.grid(found).header
+    plan = a_plan("lloyd2", task="gpt")
+    with launch.ranks(2) as world:
+        trained = [world.run(bench.learn, plan, plan.schemes[1], seed) for seed in range(2)]
+    assert fmean(bench._losses(trained)) == lloyd2["loss"]
+    assert fmean(bench._val_losses(trained)) == lloyd2["val_loss"]
+
+
+@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
+def test_a_shaped_link_counts_bytes_and_ctrl_c_keeps_finished_rows() -> None:
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+
+    def interrupted(jobs: Any) -> Iterator[Any]:
+        yield from jobs[:3]  # times, none, int8
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(record.Interrupted) as stop:
+        bench.run("mlp", 2, ["int8", "lloyd2"], link=MBIT, seeds=1, steps=2, quick=True, progress=interrupted)
+    none, int8 = stop.value.record.rows
+    assert (none["codec"], int8["codec"]) == ("none", "int8")
+    least = number(int8, "params")  # a byte each, and two ranks exchange all of them
+    assert least < number(int8, "bytes_per_step") < 1.2 * least
+    assert 3.5 * least < number(none, "bytes_per_step") < 4.4 * least
+    assert number(int8, "limit_ms") > number(int8, "compute_ms") + 8e3 * least / MBIT.rate
+    assert number(int8, "speedup_plain") > 1
+    assert multiprocessing.active_children() == []
