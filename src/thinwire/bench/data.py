@@ -87,6 +87,7 @@ def _exponential(numel: int, generator: Generator) -> Tensor:
 
 
 def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's digits: images from 0 to 1, and labels."""
     from sklearn.datasets import load_digits  # an optional dependency, see check
 
     images, labels = load_digits(return_X_y=True)
