@@ -399,7 +399,7 @@ def test_the_reason_names_every_candidate_its_time_and_its_error() -> None:
 
 
 def test_a_race_gives_every_candidate_its_turns() -> None:
-    race, turns, measured = Race(0.15), [], []
+    race, turns, measured = Race(), [], []
     while not race.over:
         turns.append(race.turn)
         measured.append(race.measures_error)
@@ -412,7 +412,7 @@ def test_a_race_gives_every_candidate_its_turns() -> None:
 
 
 def test_a_race_takes_the_median_and_only_measured_errors() -> None:
-    race, step = Race(0.15), 0
+    race, step = Race(), 0
     while not race.over:
         race.ended(50.0 if step % 9 == 5 else 1.0, 0.5 if race.turn == 1 and race.measures_error else None)
         step += 1
@@ -423,7 +423,7 @@ def test_a_codec_that_is_faster_by_chance_is_not_chosen() -> None:
     """A machine whose steps take 1 or 2 s as it likes: the median says nothing, the rounds do."""
     assert str(auto.decide([2, 2, 1, 2, 0, 0, 0, 0, 0, 3, 2, 2], 0.15)[0]) == "none"
     assert str(auto.decide([2, 2, 1, 2, 0, 0, 0, 0, 0, 3, auto.MAY_LOSE, 2], 0.15)[0]) == "int8"
-    race = Race(0.15)
+    race = Race()
     for plain, eight in ((9, 9), (9, 9), (1, 2), (2, 1), (1, 2), (2, 1), (2, 1), (1, 2)):
         for seconds in (plain,) if race.steps < SETTLE_STEPS else (plain, 3, eight, 3):
             race.ended(seconds, 0.0)
@@ -705,7 +705,7 @@ def test_every_parameter_waits_for_its_optimiser() -> None:
 
 def test_what_a_race_cannot_measure_it_measures_later() -> None:
     """A GradScaler's first steps are not finite."""
-    race = Race(0.15)
+    race = Race()
     while not race.over:
         race.ended(1.0 - 0.1 * race.turn, None if race.steps < SETTLE_STEPS + 6 else 0.01)
     assert race.result()[4:8] == [0, 0.01, 0.01, 0.01]

@@ -160,6 +160,11 @@ class Layout:
         return _aligned(at + self.num_codes * width // 8)
 
     @cached_property
+    def plain_dtype(self) -> torch.dtype:
+        """Of the numbers themselves, where there are no scales."""
+        return torch.bfloat16 if self.format.kind == Kind.CAST else IDENTITY_DTYPES[self.format.variant]
+
+    @cached_property
     def plain_header(self) -> bytes:
         """The header of a wire that is not rotated."""
         return self.header()
@@ -246,9 +251,7 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
     if layout.format.block:
         at, end, dtype = layout.scales_at, layout.scales_at + 2 * layout.num_blocks, torch.bfloat16
     else:
-        at = layout.planes[0][1]
-        cast = layout.format.kind == Kind.CAST
-        dtype = torch.bfloat16 if cast else IDENTITY_DTYPES[layout.format.variant]
+        at, dtype = layout.planes[0][1], layout.plain_dtype
         end = at + layout.numel * dtype.itemsize
     values = wires_WN[:, at:end].clone(memory_format=torch.contiguous_format).view(dtype)
     return values.isfinite().all()

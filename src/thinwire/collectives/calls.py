@@ -120,6 +120,15 @@ def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
     return listed
 
 
+def check_gradient(grad: Tensor) -> None:
+    """Raise unless DDP's gradients are dense."""
+    if grad.layout != torch.strided:
+        raise CollectiveError(
+            f"thinwire's hooks take dense gradients, got {grad.layout}: "
+            "make the layer's gradients dense (Embedding(sparse=False)), or leave this model without a hook"
+        )
+
+
 def check_outputs(tensors: Sequence[Tensor], what: str) -> None:
     """Raise if an output cannot be written element by element."""
     for tensor in tensors:

@@ -95,6 +95,16 @@ def shards(span: Span, count: int) -> list[Span]:
     return [Span(begin, end) for begin, end in itertools.pairwise(edges)]
 
 
+def others_first(rank: int, world: int) -> list[int]:
+    """Ranks in the order in which each meets another first, the own one last."""
+    return [(rank + 1 + i) % world for i in range(world)]
+
+
+def aligned(nbytes: int) -> int:
+    """What a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
+    return -(-nbytes // 16) * 16
+
+
 class Desk:
     """Cuts a chunk's scratch into named parts."""
 
@@ -104,7 +114,7 @@ class Desk:
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes`."""
         part = self._scratch[self._at : self._at + nbytes]
-        self._at += -(-nbytes // 16) * 16
+        self._at += aligned(nbytes)
         return part
 
     def rows(self, sizes: Sequence[int]) -> list[Tensor]:

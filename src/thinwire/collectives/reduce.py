@@ -13,7 +13,7 @@ from thinwire.collectives import calls, chunks, cost, plain, primitives, reducer
 from thinwire.collectives.calls import Call, Plan, Reduction
 from thinwire.collectives.chunks import Flat, Span
 from thinwire.collectives.primitives import Group
-from thinwire.collectives.reducers import Hierarchical, Lane, OneShot, Reducer, Size, TwoPhase
+from thinwire.collectives.reducers import Hierarchical, Lane, Reducer, Size
 from thinwire.collectives.schedule import Channel, Work, settle
 from thinwire.errors import CollectiveError
 
@@ -149,11 +149,7 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
     if algorithm == "plain":
         return _Plan(text)
     world = channel.transport.world
-    return _sized(text, chosen, _reducer(channel, algorithm), Flat(parts), world, world)
-
-
-def _reducer(channel: Channel, algorithm: str) -> Reducer:
-    return (OneShot if algorithm == "one_shot" else TwoPhase)(channel.transport)
+    return _sized(text, chosen, reducers.reducer(channel.transport, algorithm), Flat(parts), world, world)
 
 
 def _choose(
@@ -235,9 +231,9 @@ class Message:
             raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
         self.channel = calls.channel_of(group, like.device)
         world = self.channel.transport.world
-        self.algorithm = ("one_shot" if world == 2 else "two_phase") if algorithm == "auto" else algorithm
+        self.algorithm = reducers.fewest_roundings(world) if algorithm == "auto" else algorithm
         self._kinds, self._dtype, self._world = tuple(kinds), like.dtype, world
-        self._reducer = _reducer(self.channel, self.algorithm)
+        self._reducer = reducers.reducer(self.channel.transport, self.algorithm)
         self._cuts = [self._cut(kind) for kind in kinds]
         self._sizes: Plan | None = None
         named = "; ".join(f"{kind.numel} {kind.codec} {kind.feedback}".strip() for kind in kinds)
@@ -298,7 +294,7 @@ class Message:
 
     def _encoded(self, kind: LaneKind) -> torch.dtype:
         """The dtype that a lane's numbers have when they are encoded."""
-        return torch.float32 if kind.feedback or self._dtype not in kind.codec.inputs else self._dtype
+        return reducers.encoded_dtype(kind.codec, self._dtype, fed_back=bool(kind.feedback))
 
 
 MESSAGE_ALGORITHMS = ("auto", "one_shot", "two_phase")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards, wires_bytes
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wires_bytes
 from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.schedule import Steps
 from thinwire.kernels import hashing
@@ -71,6 +71,16 @@ class Watch(Protocol):
         """`message` was encoded as `wire`, which says `decoded`."""
 
 
+def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
+    """In which numbers of `dtype` are encoded: with feedback, and where the codec takes nothing wider, fp32."""
+    return torch.float32 if fed_back or dtype not in codec.inputs else dtype
+
+
+def fewest_roundings(world: int) -> str:
+    """Two ranks that exchange everything send as many bytes as in two phases, and round once."""
+    return "one_shot" if world <= 2 else "two_phase"
+
+
 @dataclass(frozen=True)
 class Lane:
     """Numbers of a message that share a codec."""
@@ -86,13 +96,13 @@ class Lane:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are encoded: with feedback, and where the codec takes nothing wider, fp32."""
-        return torch.float32 if self.carry or self.flat.dtype not in self.codec.inputs else self.flat.dtype
+        """Of the numbers that are encoded."""
+        return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
 
     def room_bytes(self, numel: int) -> int:
         """Scratch of `numel` numbers that cannot be worked on where they are."""
-        copied = -(-numel * self.flat.dtype.itemsize // 16) * 16 if self.flat.scattered else 0
-        return copied + (-(-numel * self.dtype.itemsize // 16) * 16 if self.dtype != self.flat.dtype else 0)
+        copied = aligned(numel * self.flat.dtype.itemsize) if self.flat.scattered else 0
+        return copied + (aligned(numel * self.dtype.itemsize) if self.dtype != self.flat.dtype else 0)
 
 
 @dataclass(frozen=True)
@@ -289,8 +299,8 @@ class _Split:
         self.numel = cut[self.rank].numel  # of the own shard
 
     def _others_first(self) -> list[tuple[int, Span]]:
-        """Shards that hold anything, in the order in which each rank meets another first, the own one last."""
-        order = [(self.rank + 1 + i) % self.world for i in range(self.world)]
+        """Shards that hold anything, the own one last."""
+        order = others_first(self.rank, self.world)
         return [(shard, self.cut[shard]) for shard in order if self.cut[shard].numel]
 
     @property
@@ -392,11 +402,15 @@ def _send_shards(
     ]
     for split in splits:
         split.encode()
-    peers = [peer for peer in range(world) if peer != rank]
-    sends = [((rank + 1 + i) % world) for i in range(world - 1)]
-    receives = [(peer, own_WN[peer]) for peer in peers if wires[rank].numel()]
-    moving = link.exchange([(peer, wires[peer]) for peer in sends if wires[peer].numel()], receives, tag)
-    return splits, wires, moving
+    peers = others_first(rank, world)[:-1]
+    sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
+    receives = [(peer, own_WN[peer]) for peer in sorted(peers) if wires[rank].numel()]
+    return splits, wires, link.exchange(sends, receives, tag)
+
+
+def reducer(transport: Transport, algorithm: str) -> OneShot | TwoPhase:
+    """What sums over one group."""
+    return (OneShot if algorithm == "one_shot" else TwoPhase)(transport)
 
 
 # --- hierarchy --------------------------------------------------------------------------------------------------------
@@ -419,11 +433,11 @@ class Hierarchical:
         shard, total = shards(Span(0, size.numel), self.inside.world)[0].numel, _total_dtype(size.dtype)
         inner = _shards_bytes(size, self.inside.world)
         outer = self._outer.scratch_bytes([Size(self.across_codec, shard, total)])
-        return inner + -(-shard * total.itemsize // 16) * 16 + outer
+        return inner + aligned(shard * total.itemsize) + outer
 
     @property
     def _outer(self) -> OneShot | TwoPhase:
-        return (OneShot if self.across.world == 2 else TwoPhase)(self.across)
+        return reducer(self.across, fewest_roundings(self.across.world))
 
     def steps(self, parts: Sequence[Part], scale: float, tags: tuple[int, ...], desk: Desk) -> Steps:
         """Reduce-scatter inside, sum across, all-gather inside."""

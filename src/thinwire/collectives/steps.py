@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, others_first, shards
 from thinwire.collectives.primitives import Transport
 from thinwire.collectives.reducers import Hierarchical, Key, Lane, Part, Reducer, known
 from thinwire.collectives.schedule import Operation, Steps
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
-
-
-def _others_first(rank: int, world: int) -> list[int]:
-    """Ranks in the order in which each meets another first, the own one last."""
-    return [(rank + 1 + i) % world for i in range(world)]
 
 
 def _sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[int]:
@@ -131,7 +126,7 @@ class ReduceScatter(_Base):
         desk, key, shard = Desk(scratch), Key(self._step, index), self._cut.numel
         nbytes = codec.wire_bytes(span.numel, self._input.dtype)
         sent_WN, own_WN = desk.matrix(link.world, nbytes), desk.matrix(link.world, nbytes)
-        for rank in _others_first(link.rank, link.world):
+        for rank in others_first(link.rank, link.world):
             part = Span(rank * shard + span.begin, rank * shard + span.end)
             wire = (own_WN if rank == link.rank else sent_WN)[rank]
             codec.encode(self._input.read(part, desk), wire, step=key.of(rank))
@@ -188,7 +183,7 @@ class Exchange(_Base):
     def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
         """(other rank, wire, span) of every message of a chunk."""
         spans = [Cut(flat.numel, self._chunk).span(index) for flat in flats]
-        peers = [r for r in _others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel]
+        peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel]
         return [(r, desk.take(self._codec.wire_bytes(spans[r].numel, flats[r].dtype)), spans[r]) for r in peers]
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import collectives, functional
-from thinwire.collectives import primitives
-from thinwire.errors import CollectiveError
+from thinwire.collectives import calls, primitives
+from thinwire.collectives.reducers import fewest_roundings
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -27,7 +27,7 @@ def mean(
     group, numbers = primitives.resolve(state), numbers_of(bucket)
     alone = group.size() == 1  # nothing travels, nothing is rounded
     carried = numbers.float() if numbers.dtype == torch.float64 and not alone else numbers  # codecs take no doubles
-    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or _fewest_roundings(group))
+    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()))
 
 
 def sum_of_shares(state: primitives.Group, bucket: Any, codec: str) -> torch.futures.Future[Tensor]:
@@ -37,7 +37,7 @@ def sum_of_shares(state: primitives.Group, bucket: Any, codec: str) -> torch.fut
     """
     group, numbers = primitives.resolve(state), numbers_of(bucket)
     numbers.mul_(1 / group.size())
-    algorithm = "plain" if codec == "none" else _fewest_roundings(group)
+    algorithm = "plain" if codec == "none" else fewest_roundings(group.size())
     return _reduce(group, bucket, numbers, numbers, "sum", codec, algorithm)
 
 
@@ -49,19 +49,10 @@ def is_pair(bucket: object) -> bool:
 def numbers_of(bucket: Any) -> Tensor:
     """What DDP hands over, as real numbers that can be changed in place."""
     grad: Tensor = bucket[0] if is_pair(bucket) else bucket.buffer()
-    if grad.layout != torch.strided:
-        raise CollectiveError(
-            f"thinwire's hooks take dense gradients, got {grad.layout}: "
-            "make the layer's gradients dense (Embedding(sparse=False)), or leave this model without a hook"
-        )
+    calls.check_gradient(grad)
     if grad.is_complex():
         return torch.view_as_real(grad.conj() if grad.is_conj() else grad)  # a mean of conjugates is one of the numbers
     return grad
-
-
-def _fewest_roundings(group: dist.ProcessGroup) -> str:
-    """Two ranks that exchange everything send as many bytes as in two phases, and round once."""
-    return "one_shot" if group.size() <= 2 else "two_phase"
 
 
 def _reduce(

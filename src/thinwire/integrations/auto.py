@@ -21,7 +21,6 @@ GAIN = 0.03  # of a step; a less exact codec has to be so much faster: what nois
 class Race:
     """Times of real steps: SETTLE_STEPS uncompressed, then the candidates by turns, ROUNDS times."""
 
-    error_budget: float
     times: dict[int, list[float]] = field(default_factory=lambda: {i: [] for i in range(len(CANDIDATES))})
     errors: dict[int, float] = field(default_factory=dict)
     steps: int = 0

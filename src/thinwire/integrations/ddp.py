@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire import feedback as feedbacks
-from thinwire.collectives import plain, primitives
+from thinwire.collectives import calls, plain, primitives
 from thinwire.collectives.reduce import MESSAGE_ALGORITHMS
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
@@ -97,10 +97,7 @@ class DDPState:
                 "use the hooks of thinwire.hooks there, or another optimize_ddp mode"
             )
         buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            raise CollectiveError(
-                f"gradients must be dense, got {buffer.layout}: use dense gradients, e.g. nn.Embedding(sparse=False)"
-            )
+        calls.check_gradient(buffer)
         group = primitives.resolve(self.process_group)
         if self._ended:
             self._begin_step(group, buffer.device)

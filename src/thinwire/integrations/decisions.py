@@ -165,7 +165,7 @@ class Decisions:
 
     def _settle_race(self, agree: Agree) -> str:
         if self._chosen is None and self._race is None:
-            self._race = auto.Race(self._error_budget)
+            self._race = auto.Race()
         if self._race is None or not self._race.over:
             return ""
         self._chosen, self.why = auto.decide(agree(self._race.result(), dist.ReduceOp.MAX), self._error_budget)
@@ -202,7 +202,7 @@ class Decisions:
             shape, numel, dtype = self.sizes[name]
             rule = self.rules.fixed(name, shape, dtype)
             if rule is None:
-                layers.append(auto.Layer(name, numel, self._codec_in_use(name), lost))
+                layers.append(auto.Layer(name, numel, self._travels(name)[0], lost))
             else:
                 fixed_bytes += rule.pick(name, shape).wire_bytes(numel)
                 fixed_numel += numel
@@ -215,19 +215,14 @@ class Decisions:
     def slot(self, name: str, size: Size) -> Slot:
         """How one parameter travels."""
         self.sizes[name] = size
-        chosen = self._codec_of(name)
-        feedback = self._feedback_of(chosen, self._choice)
-        if feedback is None:
-            chosen, feedback = _MEANWHILE, ""
+        chosen, feedback = self._travels(name)
         return Slot(name, size.numel, chosen, policy.first_phase(chosen, feedback), feedback)
 
-    def _codec_of(self, name: str) -> Codec:
+    def _travels(self, name: str) -> tuple[Codec, str]:
         shape, _, dtype = self.sizes[name]
-        return self.rules.codec_of(name, shape, dtype, self._widths.get(name, self._base))
-
-    def _codec_in_use(self, name: str) -> Codec:
-        chosen = self._codec_of(name)
-        return _MEANWHILE if self._feedback_of(chosen, self._choice) is None else chosen
+        chosen = self.rules.codec_of(name, shape, dtype, self._widths.get(name, self._base))
+        feedback = self._feedback_of(chosen, self._choice)
+        return (_MEANWHILE, "") if feedback is None else (chosen, feedback)
 
     def _feedback_of(self, chosen: Codec, choice: policy.Choice) -> str | None:
         bits = policy.bits_of(chosen)

@@ -21,7 +21,7 @@ from thinwire.kernels.schema import (
     TINY_PEAK,
     Encoding,
 )
-from thinwire.wire import HEADER_BYTES, IDENTITY_DTYPES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant
+from thinwire.wire import HEADER_BYTES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
@@ -172,7 +172,7 @@ def _write_header(layout: Layout, wire: Tensor, rotation: int) -> None:
 
 def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> None:
     """A wire without scales: the numbers themselves."""
-    values = x.to(_plain_dtype(layout))
+    values = x.to(layout.plain_dtype)
     if computed or layout.format.kind == Kind.CAST:
         values = torch.where(values.isnan(), torch.nan, values)  # one NaN, whatever the hardware makes of its payload
     _write_header(layout, wire, 0)
@@ -181,13 +181,9 @@ def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> 
 
 
 def _read_plain(layout: Layout, wire: Tensor) -> Tensor:
-    dtype, at = _plain_dtype(layout), layout.planes[0][1]
+    dtype, at = layout.plain_dtype, layout.planes[0][1]
     values = wire[at : at + layout.numel * dtype.itemsize].clone().view(dtype)
     return values if dtype == torch.float64 else values.float()
-
-
-def _plain_dtype(layout: Layout) -> torch.dtype:
-    return torch.bfloat16 if layout.format.kind == Kind.CAST else IDENTITY_DTYPES[layout.format.variant]
 
 
 def _write(layout: Layout, parts: list[tuple[Tensor, Tensor, Tensor]], wire: Tensor, rotation: int) -> None:
