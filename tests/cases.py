@@ -5,11 +5,14 @@ Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,9 +21,37 @@ from thinwire.collectives import chunks, exchange
 from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+needs_cuda = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=needs_cuda)]
+each_device = pytest.mark.parametrize("device", DEVICES)
 SERVING = [name for name, b in BACKENDS.items() if b.serves(CPU) and b.unavailable() is None]  # fastest first
 OTHERS = [name for name in SERVING if name != "reference"]
+
+
+class Place(NamedTuple):
+    """A backend, and the device its tensors are on."""
+
+    backend: str
+    device: torch.device
+
+
+ON_CPU = [pytest.param(Place(name, CPU), id=name) for name in OTHERS]
+ON_CUDA = [pytest.param(Place("triton", CUDA), id="triton-cuda", marks=needs_cuda)]
+each_place = pytest.mark.parametrize("place", [*ON_CPU, *ON_CUDA])
+
+
+def placed(on_cpu: Sequence[Codec], on_cuda: Sequence[Codec]) -> pytest.MarkDecorator:
+    """Codecs with every backend but the reference, on the device it serves."""
+    pairs = [(c, p) for c in on_cpu for p in ON_CPU] + [(c, p) for c in on_cuda for p in ON_CUDA]
+    return pytest.mark.parametrize(
+        ("codec", "place"), [pytest.param(c, *p.values, id=f"{c}-{p.id}", marks=p.marks) for c, p in pairs]
+    )
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000, 5003)
 FLOAT_MAX, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149
@@ -153,7 +184,7 @@ def mixed(n: int, block: int, dtype: torch.dtype, rank: int, seed: int) -> Tenso
 
 def wire_of(codec: Codec, x: Tensor, *, step: int = 0, residual: Tensor | None = None) -> Tensor:
     """The wire of x, in a buffer that held something else."""
-    wire = torch.full((codec.wire_bytes(x.numel(), x.dtype),), GARBAGE, dtype=torch.uint8)
+    wire = torch.full((codec.wire_bytes(x.numel(), x.dtype),), GARBAGE, dtype=torch.uint8, device=x.device)
     codec.encode(x, wire, step=step, residual=residual)
     return wire
 
@@ -165,14 +196,14 @@ def wires_of(codec: Codec, xs: Iterable[Tensor], *, step: int = 0) -> Tensor:
 
 def decoded(codec: Codec, wire: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers of a wire, in a buffer that held NaN."""
-    out = torch.full((n,), math.nan, dtype=dtype)
+    out = torch.full((n,), math.nan, dtype=dtype, device=wire.device)
     codec.decode(wire, out)
     return out
 
 
 def summed(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """The sum of wires."""
-    out = torch.full((n,), math.nan, dtype=dtype)
+    out = torch.full((n,), math.nan, dtype=dtype, device=wires_WN.device)
     codec.decode_sum(wires_WN, out, scale=scale)
     return out
 
@@ -186,9 +217,35 @@ def recoded(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The wire of the sum of wires."""
-    wire = torch.full((codec.wire_bytes(n, dtype),), GARBAGE, dtype=torch.uint8)
+    wire = torch.full((codec.wire_bytes(n, dtype),), GARBAGE, dtype=torch.uint8, device=wires_WN.device)
     codec.recode(wires_WN, wire, n, scale=scale, step=step, dtype=dtype)
     return wire
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or a list of them, on a device; anything else as it is."""
+    if isinstance(value, list):
+        return [moved(each, device) for each in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def shifted(x: Tensor, by: int = 1) -> Tensor:
+    """The same numbers, `by` elements off the start of their memory."""
+    room = x.new_zeros(x.numel() + by)
+    room[by:] = x
+    return room[by:]
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Whatever makes the host wait for a GPU raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -327,9 +384,9 @@ def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool
 
 
 def digest(*tensors: Tensor) -> str:
-    """One string for the bytes of tensors."""
-    parts = (t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
-    return hashlib.sha256(b"/".join(parts)).hexdigest()
+    """One string for the bytes of tensors, wherever they are."""
+    rows = (t.detach().cpu().resolve_conj().contiguous().reshape(-1) for t in tensors)
+    return hashlib.sha256(b"/".join(row.view(torch.uint8).numpy().tobytes() for row in rows)).hexdigest()
 
 
 @contextmanager

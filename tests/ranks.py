@@ -35,6 +35,7 @@ from typing import Any
 
 MAX_WORLD = 4
 START_S = 50.0  # four cold imports of torch on a busy machine
+LIMIT_S, GPU_LIMIT_S = 30.0, 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -67,8 +68,13 @@ class World:
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-        """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung."""
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung.
+
+        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S.
+        """
+        if timeout is None:
+            timeout = GPU_LIMIT_S if any(getattr(arg, "type", None) == "cuda" for arg in args) else LIMIT_S
         call = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         try:
             if not self._ranks:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import digest, seeded
+from cases import CPU, digest, seeded
 
 Group = dist.ProcessGroup
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,7 +39,8 @@ class Given(nn.Module):
         total = torch.zeros(())
         for name in self._order:
             if (gradient := given[name]) is not None:
-                product = self.get_parameter(name) * gradient.conj()
+                parameter = self.get_parameter(name)
+                product = parameter * gradient.to(parameter.device).conj()
                 total = total + (product.real if product.is_complex() else product).sum()
         return total
 
@@ -49,9 +50,11 @@ def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype:
     return dtypes if isinstance(dtypes, torch.dtype) else dtypes.get(name, torch.float32)
 
 
-def wrap(module: nn.Module, group: Group | None = None, cap: float = CAP, **options: Any) -> DistributedDataParallel:
-    """DDP with buckets of `cap` kilobytes, of 1024 bytes."""
-    return DistributedDataParallel(module, process_group=group, bucket_cap_mb=cap / 1024, **options)
+def wrap(
+    module: nn.Module, group: Group | None = None, cap: float = CAP, *, device: torch.device = CPU, **options: Any
+) -> DistributedDataParallel:
+    """DDP with buckets of `cap` kilobytes, of 1024 bytes, and parameters on `device`."""
+    return DistributedDataParallel(module.to(device), process_group=group, bucket_cap_mb=cap / 1024, **options)
 
 
 def draw(
@@ -84,14 +87,14 @@ def backward(model: DistributedDataParallel, gradients: Sequence[Tensor | None])
 
 
 def grads_of(model: nn.Module) -> list[Tensor | None]:
-    """Copies of the gradients."""
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    """Copies of the gradients, on the CPU."""
+    return [None if p.grad is None else p.grad.to(CPU, copy=True) for p in model.parameters()]
 
 
 def residuals(handle: "thinwire.DDPHandle", shapes: Shapes = SHAPES) -> Tensor:
     """What this rank remembers, in a row; zero where nothing is."""
     (kept,) = handle.state_dict()["ranks"].values()
-    return flat([kept.get(name, torch.zeros(shape)).double() for name, shape in shapes.items()])
+    return flat([kept.get(name, torch.zeros(shape)).cpu().double() for name, shape in shapes.items()])
 
 
 def same_everywhere(group: Group, *tensors: Tensor) -> bool:
@@ -128,7 +131,7 @@ def learn(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank
     """Train; the losses of this rank."""
     losses = []
     for step in steps:
-        x, y = batch(rank, step)
+        x, y = (t.to(model.device) for t in batch(rank, step))
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
         loss.backward()

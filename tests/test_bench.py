@@ -1,19 +1,37 @@
 """The benchmarks and their records: the schema, the inputs, the formulas, and what a run hands back."""
 
+import contextlib
 import json
 import math
+import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from thinwire.bench import codec as codec_bench, data, kernels as kernels_bench, record, selftest, timing
-from thinwire.codecs import codec
+from thinwire import kernels
+from thinwire.bench import (
+    codec as codec_bench,
+    copies,
+    data,
+    kernels as kernels_bench,
+    record,
+    replay,
+    rivals,
+    selftest,
+    timing,
+)
+from thinwire.cli.app import app
+from thinwire.codecs import Codec, codec
 from thinwire.kernels import BACKENDS, reference, use_backend
+from thinwire.report import tables
 
 CPU = torch.device("cpu")
 CODEC_ROW: record.Row = {
@@ -233,9 +251,16 @@ def test_progress_sees_every_case_and_can_stop_the_run() -> None:
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
+CUDA = torch.device("cuda")
+FEW = copies.Effort(rounds=2, launches=2, footprint=1 << 16, eager_rounds=1, eager_numel=1 << 10, replays=4)
+
 
 def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> kernels_bench.Case:
     return kernels_bench.Case(op, codec(spec), dtype, numel, 1, CPU)
+
+
+def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
+    return kernels_bench.Plan(device, usual, **asked).jobs()
 
 
 @pytest.mark.parametrize(
@@ -254,11 +279,139 @@ def test_minimal_bytes(op: str, expected: int) -> None:
     assert a_case(op).minimal_bytes == expected
 
 
-def test_copy_share() -> None:
-    case = a_case("encode", dtype=torch.bfloat16)
-    moved, copied = 2 * 1280 + 1344, 2 * 2 * 1280
-    assert kernels_bench.copy_share(case, ms=moved, copy_ms=copied) == pytest.approx(1)  # the same bytes a second
-    assert kernels_bench.copy_share(case, ms=2 * moved, copy_ms=copied) == pytest.approx(0.5)
+def test_minimal_bytes_of_eight_ranks() -> None:
+    assert replace(a_case("decode_sum"), ranks=8).minimal_bytes == 8 * 1344 + 4 * 1280
+    assert replace(a_case("recode"), ranks=8).minimal_bytes == 8 * 1344 + 1344
+    assert replace(a_case("encode"), ranks=8).minimal_bytes == 4 * 1280 + 1344
+
+
+def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def interleave(calls: Any, rounds: int, device: Any, launches: int) -> dict[str, list[float]]:
+        assert (rounds, launches, list(calls)) == (2, 2, ["copy", "same", "ours"])
+        for call in calls.values():
+            call()
+        return {"copy": [5.0, 5.0], "same": [3.0, 3.0], "ours": [4.0, 4.0]}
+
+    real = copies._copy
+
+    def copy(source: torch.Tensor) -> timing.Call:
+        copied.append(source.numel() * source.itemsize)
+        return real(source)
+
+    monkeypatch.setattr(timing, "interleave", interleave)
+    monkeypatch.setattr(copies, "_copy", copy)
+    row = copies.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
+    assert copied == [4000, 6176]  # a copy of n bytes moves twice as many; 16 bytes at a time
+    assert (row["times_copy"], row["copy_share"], row["copy_same_ms"]) == (4 / 5, 3 / 4, 3)
+    assert (row["minimal_bytes"], row["cold"], row["rounds"]) == (12_345, False, 2)
+    assert set(row) == set(copies.COLUMNS)
+
+
+def test_the_copy_of_the_same_bytes_reads_memory_that_was_written() -> None:
+    x = torch.randn(5)
+    assert copies._bytes(x, 47).tolist() == (3 * x.view(torch.uint8).tolist())[:47]
+    assert copies._bytes(x, 7).tolist() == x.view(torch.uint8).tolist()[:7]
+
+
+def test_small_tensors_go_round_many_buffers() -> None:
+    assert copies.sets_for(1 << 20, footprint=1 << 28) == 256
+    assert copies.sets_for(3 << 26, footprint=1 << 28) == 2
+    assert copies.sets_for(1 << 30, footprint=1 << 28) == 1
+    assert copies.sets_for(1, footprint=1 << 28) == copies.MOST_SETS
+    assert copies.sets_for(1000, footprint=0) == 1
+    made: list[str] = []
+    call = timing.rotate([lambda: made.append("a"), lambda: made.append("b"), lambda: made.append("c")])
+    for _ in range(5):
+        call()
+    assert made == ["a", "b", "c", "a", "b"]
+
+
+def test_a_ring_has_buffers_of_its_own_for_every_set() -> None:
+    seen: list[int] = []
+
+    def make(x: torch.Tensor) -> timing.Call:
+        return lambda: seen.append(x.data_ptr())
+
+    source = torch.arange(4)
+    ring = copies._ring(source, make, lambda call: call, 3)
+    for _ in range(6):
+        ring()
+    assert seen[:3] == seen[3:]
+    assert len(set(seen)) == 3
+    assert source.data_ptr() in seen
+
+
+def test_what_a_run_on_a_gpu_measures() -> None:
+    jobs = planned()
+    parts = {part: [job for job in jobs if job.part == part] for part in kernels_bench.PARTS}
+    assert [len(found) for found in parts.values()] == [12 * 9, 6 * 9 * 4, 3 * 3, 2 * 2 + 3 * 2]
+    assert {job.numel for job in parts["codecs"]} == {1 << 27}
+    assert {job.name for job in parts["codecs"]} == {str(codec(spec)) for spec in kernels_bench.CODECS}
+    assert {job.dtype for job in parts["codecs"]} == {torch.float32, torch.bfloat16}
+    assert [job.dtype for job in jobs if job.op == "recode"].count(torch.bfloat16) == 0
+    assert {job.world for job in jobs if job.op in ("decode_sum", "recode", "codec_path")} == {8}
+    sizes = [1 << 20, 1 << 24, 1 << 28, 1 << 30]
+    assert sorted({job.numel * job.dtype.itemsize for job in parts["sizes"]}) == sizes
+    assert {job.numel for job in parts["sizes"] if job.dtype == torch.bfloat16} == {size // 2 for size in sizes}
+    assert {job.rivals for job in parts["sizes"]} == {()}
+    assert {job.numel for job in parts["replay"]} == {4096, 65536, 262144}
+    assert {job.name for job in parts["rivals"]} == {
+        *("torch:per_tensor", "torch:per_channel", "int8", "int4", "lloyd4")
+    }
+    assert {job.numel for job in parts["rivals"]} == {1 << 24}
+    assert all(kernels_bench.COMPILE in job.rivals for job in parts["rivals"] if job.name == "int4")
+    assert [kernels_bench.COMPILE in job.rivals for job in parts["codecs"]].count(True) == 0
+    assert len({(*(getattr(job, name) for name in ("part", "op", "name", "dtype", "numel")),) for job in jobs}) == len(
+        jobs
+    )
+
+
+def test_what_is_asked_for_narrows_a_run() -> None:
+    def parts(**asked: Any) -> list[str]:
+        return list(dict.fromkeys(job.part for job in planned(**asked)))
+
+    assert parts(numels=(77, 99)) == ["codecs"]
+    assert [job.numel for job in planned(numels=(77, 99), ops=("encode",), codecs=(codec("int8"),))] == [77, 77, 99, 99]
+    assert parts(codecs=(codec("int3"),)) == parts(ops=("decode",)) == ["codecs", "sizes"]
+    assert {job.name for job in planned(codecs=(codec("int3"),))} == {"int3"}
+    assert parts(parts=("rivals", "replay"), codecs=(codec("int3"),)) == ["rivals", "replay"]
+    assert {job.world for job in planned(ranks=3, ops=("recode",))} == {3}
+    assert {job.dtype for job in planned(dtypes=("float16",), ops=("recode",))} == {torch.float16}
+    everywhere = planned(compile=True, parts=("codecs",))
+    assert all(job.rivals == (kernels_bench.EAGER, kernels_bench.COMPILE) for job in everywhere)
+
+
+def test_what_a_run_on_the_cpu_measures() -> None:
+    every = torch.get_num_threads()
+    jobs = planned(CPU, kernels_bench.CPU)
+    assert {job.part for job in jobs} == {"codecs"}
+    assert {job.numel for job in jobs} == {25_000_000}
+    assert {job.world for job in jobs} == {1, 4}
+    assert {job.name for job in jobs if job.dtype == torch.bfloat16} == {"int8", "lloyd4"}
+    assert {job.threads for job in jobs} == {1, every}
+    assert len(jobs) == len({1, every}) * (12 * 5 + 2 * 4)
+
+
+def test_quick_and_the_reference_get_few_elements() -> None:
+    ours: Any = SimpleNamespace()
+    for device in (CPU, CUDA):
+        full, quick, slow = (
+            kernels_bench.defaults(device, *how) for how in ((ours, False), (ours, True), (reference, False))
+        )
+        assert quick == slow != full
+        assert quick.parts == full.parts
+        most = max(job.numel for job in planned(device, quick))
+        assert most == kernels_bench.QUICK_NUMEL < max(job.numel for job in planned(device, full))
+    assert not any(
+        kernels_bench.COMPILE in getattr(job, "rivals", ()) for job in planned(CUDA, kernels_bench.CUDA_QUICK)
+    )
+
+
+def test_graphs_are_refused_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="replay measures CUDA graphs, which cpu tensors have not: use --device cuda"):
+        planned(CPU, kernels_bench.CPU, parts=("replay",))
 
 
 @pytest.mark.parametrize("op", kernels_bench.OPS)
@@ -283,13 +436,21 @@ def test_a_kernels_run() -> None:
     per_count = len(kernels_bench.OPS) * 2 + len(kernels_bench.OPS) - 1  # int8 on bfloat16 too, but for the recode
     assert len(found.rows) == 2 * per_count
     for row in found.rows:
-        numbers = [float(str(row[name])) for name in ("ms_p20", "ms_p50", "ms_p80", "copy_ms")]
+        numbers = [float(str(row[name])) for name in ("ms_p20", "ms_p50", "ms_p80", "copy_ms", "copy_same_ms")]
         assert numbers[:3] == sorted(numbers[:3])
         assert min(numbers) > 0
         assert row["times_copy"] == pytest.approx(numbers[1] / numbers[3])
+        assert row["copy_share"] == pytest.approx(numbers[4] / numbers[1])
         assert row["world"] == (4 if row["op"] in ("decode_sum", "recode") else 1)
-        assert row["times_compile"] is None
+        assert (row["part"], row["note"], row["cold"], row["times_compile"]) == ("codecs", None, False, None)
         assert (row["times_eager"] is None) == (row["backend"] == "reference")
+
+
+def test_a_world_and_several_sizes() -> None:
+    found = kernels_bench.run("cpu", ["int4"], [500, 700], ["recode"], threads=[1], quick=True, ranks=3)
+    assert [(row["numel"], row["world"], row["minimal_bytes"]) for row in found.rows] == [
+        (numel, 3, 4 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
+    ]
 
 
 def test_the_reference_is_not_compared_with_itself() -> None:
@@ -300,6 +461,99 @@ def test_the_reference_is_not_compared_with_itself() -> None:
     ]
 
 
+def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **keys: Any) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    broken: Any = SimpleNamespace(encode=BACKENDS["reference"].encode, decode_sum=reference.decode_sum, recode=fails)
+    monkeypatch.setattr(timing, "name_of", lambda backend: "broken")
+    rows = [
+        kernels_bench.row_of(a_case(op), broken, FEW, kernels_bench._Inputs()) for op in ("recode", "decode", "encode")
+    ]
+    assert [row["note"] for row in rows] == ["RuntimeError: out of memory", None, None]
+    assert [row["ms_p50"] is None for row in rows] == [True, False, False]
+    assert all(set(record.COLUMNS["kernels"]) <= set(row) for row in rows)
+    for form in (tables.markdown, tables.grids):
+        assert form(record.Record("kernels", record.conditions(CPU), rows))
+
+
+def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise TypeError("no")
+
+    monkeypatch.setattr(kernels_bench.rivals, "Compiled", fails)
+    case = replace(a_case("encode"), rivals=(kernels_bench.EAGER, kernels_bench.COMPILE))
+    with use_backend("reference"):
+        row = kernels_bench.row_of(case, BACKENDS["reference"], FEW, kernels_bench._Inputs())
+    assert row["note"] == "torch.compile of the reference: TypeError: no"
+    assert row["times_compile"] is None
+    assert row["ms_p50"] is not None
+
+
+@pytest.mark.parametrize("name", rivals.HOOKS)
+@pytest.mark.parametrize("numel", [1000, 1024])
+def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int) -> None:
+    x = torch.randn(numel)
+    with rivals.quiet():
+        codes, scale, zero = rivals.HOOKS[name].encode(x)
+        decoded = rivals.HOOKS[name].decode(codes, scale, zero)[:numel]
+    assert codes.dtype == torch.uint8
+    assert scale.numel() == rivals.HOOKS[name].scales(numel)
+    half_step = scale.max().item() / 2
+    rounding = 3 * 2.0**-24 * x.abs().max().item()  # quotient, difference, product
+    assert (decoded - x).abs().max().item() <= half_step + rounding
+
+
+@pytest.mark.parametrize("op", rivals.OPS)
+def test_a_row_of_torchs_hooks(op: str) -> None:
+    case = rivals.HookCase("torch:per_channel", op, 1000, 1, CPU)
+    row = kernels_bench.row_of(case, reference, FEW, kernels_bench._Inputs())
+    assert row["note"] is None
+    assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
+    assert row["minimal_bytes"] == 1000 * (4 + 1) + 8 * 2  # two channels of 512
+    assert row["rounds"] == FEW.eager_rounds
+    assert set(record.COLUMNS["kernels"]) <= set(row)
+
+
+@pytest.mark.parametrize("spec", replay.CODECS)
+def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[timing.Call] = []
+
+    def captured(call: timing.Call) -> timing.Call:
+        wrapped.append(call)
+        return call
+
+    monkeypatch.setattr(timing, "captured", captured)
+    case = replay.PathCase(codec(spec), 4096, 8, 1, CPU)
+    row = kernels_bench.row_of(case, kernels.select(CPU), FEW, kernels_bench._Inputs())
+    assert row["note"] is None
+    assert len(wrapped) == 3  # the path and both copies
+    assert (row["op"], row["part"], row["world"], row["numel"]) == ("codec_path", "replay", 8, 4096)
+    message, shard = codec(spec).wire_bytes(4096), codec(spec).wire_bytes(512)
+    assert row["minimal_bytes"] == 2 * (4 * 4096 + message) + 9 * shard
+    assert float(str(row["launched_ms"])) > 0
+
+
+def test_the_path_encodes_recodes_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, Any]] = []
+    real = {name: getattr(Codec, name) for name in ("encode", "recode", "decode")}
+
+    def spy(name: str) -> Any:
+        def spied(self: Codec, *arguments: Any, **keys: Any) -> None:
+            calls.append((name, arguments[0].numel(), keys["step"]))
+            real[name](self, *arguments, **keys)
+
+        return spied
+
+    for name in real:
+        monkeypatch.setattr(Codec, name, spy(name))
+    path = replay.PathCase(codec("lloyd4"), 4096, 8, 1, CPU).prepare(torch.randn(4096))
+    calls.clear()
+    path()
+    shard, message = codec("lloyd4").wire_bytes(512), codec("lloyd4").wire_bytes(4096)
+    assert calls == [("encode", 4096, 0), ("recode", 8 * shard, 0), ("decode", message, 0)]
+
+
 def test_calls_are_interleaved_and_the_first_round_is_not_counted() -> None:
     made: list[str] = []
     times = timing.interleave({"a": lambda: made.append("a"), "b": lambda: made.append("b")}, 3, CPU)
@@ -307,8 +561,184 @@ def test_calls_are_interleaved_and_the_first_round_is_not_counted() -> None:
     assert [len(taken) for taken in times.values()] == [3, 3]
 
 
+class FakeCuda:
+    """torch.cuda as far as the clocks need it; writes down what happens in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *a, **k: self.log.append(name)
+
+    def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802
+        assert enable_timing
+        return SimpleNamespace(record=lambda: self.log.append("event"), elapsed_time=lambda end: 12.0)
+
+    def Stream(self) -> Any:  # noqa: N802
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
+
+    current_stream = Stream
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+    def stream(self, side: Any) -> Any:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any) -> Iterator[None]:
+        self.log.append("capture")
+        yield
+        self.log.append("captured")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake, device=torch.device))
+    return fake
+
+
+@pytest.mark.parametrize(("launches", "before"), [(1, 0), (4, 1)])
+def test_a_gpu_is_timed_by_events_around_several_launches(cuda: FakeCuda, launches: int, before: int) -> None:
+    assert timing.cuda_ms(lambda: cuda.log.append("call"), launches) == 12.0 / launches
+    timed = ["event", *["call"] * launches, "event"]
+    assert cuda.log == ["synchronize", "_sleep", *["call"] * before, *timed, "synchronize"]
+
+
+def test_gpu_rounds_pass_the_launches_on(cuda: FakeCuda) -> None:
+    times = timing.interleave({"a": lambda: cuda.log.append("a")}, 2, CUDA, launches=3)
+    assert times == {"a": [4.0, 4.0]}
+    assert cuda.log.count("a") == 3 * (1 + 3)
+
+
+def test_a_captured_call_is_replayed_and_keeps_its_buffers(cuda: FakeCuda) -> None:
+    buffer = torch.zeros(3)
+    alive = weakref.ref(buffer)
+
+    def call(held: torch.Tensor = buffer) -> None:
+        cuda.log.append("call")
+
+    replayed = timing.captured(call)
+    assert cuda.log == ["wait", "call", "call", "call", "wait", "capture", "call", "captured"]
+    cuda.log.clear()
+    del call, buffer
+    replayed()
+    assert cuda.log == ["replay"]
+    assert alive() is not None
+
+
+def test_launching_is_timed_by_the_host(cuda: FakeCuda) -> None:
+    assert timing.launched_ms(lambda: cuda.log.append("call"), 3, CUDA) > 0
+    assert cuda.log == ["synchronize", "call", "call", "call", "synchronize"]
+
+
 def test_percentiles() -> None:
     assert timing.percentiles([float(i) for i in range(11)]) == (2, 5, 8)
+
+
+def gpu_rows() -> list[record.Row]:
+    """A record's rows as a run on a GPU would leave them: the share tells the place of the case."""
+    rows = []
+    for place, job in enumerate(planned()):
+        row: record.Row = dict.fromkeys((*record.COLUMNS["kernels"], "times_compile", "launched_ms", "note"))
+        row |= {name: getattr(job, name) for name in ("op", "numel", "world", "threads", "part")}
+        row |= {"codec": job.name, "dtype": kernels_bench.dtype_name(job.dtype), "device": "cuda"}
+        row |= {"backend": "torch" if job.name.startswith("torch") else "triton"}
+        row |= {"ms_p50": 0.002 * (place + 1), "copy_share": place / 1000, "times_eager": 12.0, "launched_ms": 0.0456}
+        rows.append(row)
+    return rows
+
+
+def test_the_tables_of_a_gpu() -> None:
+    rows = gpu_rows()
+    found = tables.grids(record.Record("kernels", record.conditions(CPU), rows))
+    fp32, bf16, sizes, paths, peers = found
+    assert "134217728 elements of float32" in fp32.title
+    assert "read 8 wires" in fp32.title
+    assert fp32.header == ["codec", *kernels_bench.OPS]
+    assert bf16.header == ["codec", *kernels_bench.OPS[:-1]]
+    assert [row[0] for row in fp32.rows] == [str(codec(spec)) for spec in kernels_bench.CODECS]
+    at = {(row["part"], row["op"], row["codec"], row["dtype"], row["numel"]): row for row in rows}
+    share = at["codecs", "decode", "int4", "bfloat16", 1 << 27]["copy_share"]
+    cell = next(row for row in bf16.rows if row[0] == "int4")[bf16.header.index("decode")]
+    assert cell == f"{100 * float(str(share)):.1f}%"
+    spans = ["1 MB", "16 MB", "256 MB", "1 GB"]
+    assert sizes.header == ["op", "codec", *(f"fp32 {span}" for span in spans), *(f"bf16 {span}" for span in spans)]
+    assert len(sizes.rows) == 5 * 6
+    last = at["sizes", "encode", "lloyd1", "bfloat16", 1 << 29]["copy_share"]
+    assert next(row for row in sizes.rows if row[:2] == ["encode", "lloyd1"])[-1] == f"{100 * float(str(last)):.0f}%"
+    assert sizes.rows[-1][-4:] == ["–"] * 4  # a recode has one dtype
+    path = at["replay", "codec_path", "int8", "float32", 4096]["ms_p50"]
+    assert paths.rows[0][:3] == ["int8", "4096", f"{1000 * float(str(path)):.0f}"]
+    assert paths.rows[0][-1] == "45.6"
+    hook = next(row for row in peers.rows if row[1] == "torch:per_tensor")
+    ours, theirs = (
+        float(str(at["rivals", "encode", name, "float32", 1 << 24]["ms_p50"])) for name in ("int8", "torch:per_tensor")
+    )
+    assert float(hook[-1]) == pytest.approx(theirs / ours, rel=5e-3)  # three digits
+    assert [row[0] for row in peers.rows] == ["encode"] * 5 + ["decode"] * 5
+
+
+def test_the_tables_of_a_gpu_in_markdown() -> None:
+    found = record.Record("kernels", {**record.conditions(CPU), "device": "H200", "triton": "3.6.0"}, gpu_rows())
+    lines = tables.markdown(found).splitlines()
+    assert sum(line.startswith("| ---") for line in lines) == 5
+    for above, rule in pairwise(lines):
+        if rule.startswith("| ---"):
+            assert above.count("|") == rule.count("|")
+    assert lines[-1].startswith("H200, ")
+    assert "triton 3.6.0" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["kernels_cpu_aarch64.json", "kernels_cpu_x86_64.json"])
+def test_records_of_the_cpu_have_one_table(name: str) -> None:
+    found = record.read(str(Path(__file__).parent.parent / "benchmarks" / name))
+    (table,) = tables.grids(found)
+    assert table.header == ["op", "codec", "dtype", "threads", "ms", "×copy", "share", "×eager"]
+    assert len(table.rows) == len(found.rows)
+
+
+def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(*arguments: Any, **keys: Any) -> record.Record:
+        asked.append((arguments[:8], keys))
+        row = {**dict.fromkeys(record.COLUMNS["kernels"]), "device": "cpu", "note": "RuntimeError: no"}
+        return record.Record("kernels", record.conditions(CPU), [row, row][: len(asked) - 1])
+
+    monkeypatch.setattr(kernels_bench, "run", run)
+    command = ["bench", "kernels", "--device", "cpu"]
+    plain = CliRunner().invoke(app, command)
+    full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--world", "8", "--parts", "sizes,codecs", "--compile"])
+    assert asked == [
+        (("cpu", [], None, kernels_bench.OPS, None, None, False, False), {"parts": None, "ranks": None}),
+        (("cpu", [], [7, 9], kernels_bench.OPS, None, None, False, True), {"parts": ["sizes", "codecs"], "ranks": 8}),
+    ]
+    assert (plain.exit_code, plain.stderr) == (0, "")
+    assert full.exit_code == 1  # a row without a time
+    assert "RuntimeError: no" in full.stderr
+    refused = CliRunner().invoke(app, [*command, "--parts", "replay"])
+    assert refused.exit_code == 2
+    assert "replay measures CUDA graphs" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_quick_run_on_a_gpu() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kernels.select(CUDA) is reference:
+            pytest.skip("CUDA tensors are served by the reference here")
+        found = kernels_bench.run("cuda", quick=True)
+    assert record.loads(record.dumps(found)) == found
+    assert [row["note"] for row in found.rows if row["note"]] == []
+    assert {row["part"] for row in found.rows} == set(kernels_bench.PARTS)
+    for row in found.rows:
+        assert min(float(str(row[name])) for name in ("ms_p20", "copy_ms", "copy_same_ms", "copy_share")) > 0
+        assert row["cold"] is (row["part"] != "replay")
+    assert len(tables.grids(found)) == 4
 
 
 # --- self-test --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The verbs: values within derived bounds, the same bytes on all ranks, torch's signatures, and what is refused.
 
-Rank functions run many cases a call and return (digest of every output, the outputs themselves).
+Rank functions run many cases a call and return (digest of every output, the outputs themselves). Tests that take a
+device run with the tensors there: all ranks on one GPU, over gloo.
 """
 
 import math
@@ -14,12 +15,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import Range, assert_same, block_of, digest, given, half_ulp, seeded, small_chunks, wire_of
+from cases import (
+    CPU,
+    CUDA,
+    DEVICES,
+    Range,
+    assert_same,
+    block_of,
+    digest,
+    each_device,
+    given,
+    half_ulp,
+    needs_cuda,
+    seeded,
+    small_chunks,
+    wire_of,
+)
 from ranks import RankPool
 from thinwire.collectives import Work, traffic
 from thinwire.errors import CodecError, CollectiveError, ThinwireError
 
 Group = dist.ProcessGroup
+Device = torch.device
 Answers = list[list[Tensor]]  # [rank][case]
 CODECS = (
     *("none", "bf16", "fp16", "e4m3:block=64", "e5m2", "int8", "int4:block=32", "int3:block=40,mode=affine"),
@@ -46,6 +63,12 @@ def scale_of(factor: float | str, world: int) -> float:
     return {"sum": 1.0, "avg": 1 / world}.get(factor, factor)  # type: ignore[arg-type, return-value]
 
 
+BY_DEVICE = [  # torch's own verbs are torch's affair on a GPU
+    *(pytest.param(algorithm, CPU, id=f"{algorithm}-cpu") for algorithm in ("compressed", "plain")),
+    pytest.param("compressed", CUDA, id="compressed-cuda", marks=needs_cuda),
+]
+
+
 def is_exact(codec: str) -> bool:
     return codec in ("none", "bf16")
 
@@ -63,15 +86,17 @@ class Case(NamedTuple):
     broken: bool = False
 
 
-def reduce_cases(group: Group, codec: str, cases: Sequence[Case]) -> tuple[list[str], list[Tensor]]:
+def reduce_cases(
+    group: Group, codec: str, cases: Sequence[Case], device: Device = CPU
+) -> tuple[list[str], list[Tensor]]:
     outputs = []
     with small_chunks():
         for case in cases:
-            x = given(case.numel, group.rank(), case.dtype, broken=case.broken)
+            x = given(case.numel, group.rank(), case.dtype, broken=case.broken).to(device)
             place = x.data_ptr()
             assert thinwire.all_reduce(x, op_of(case.factor), codec=codec, algorithm=case.algorithm) is None
             assert x.data_ptr() == place
-            outputs.append(x)
+            outputs.append(x.cpu())
     return [digest(x) for x in outputs], outputs if group.rank() == 0 else []
 
 
@@ -84,38 +109,48 @@ def reduced_range(codec: str, case: Case, world: int) -> Range:
     return (total if case.algorithm == "one_shot" else total.coded(coder)).written(case.dtype)
 
 
-def check_reduce(ranks: RankPool, world: int, codec: str, cases: Sequence[Case]) -> None:
-    answers = ranks(world).run(reduce_cases, codec, cases)
+def check_reduce(ranks: RankPool, world: int, codec: str, cases: Sequence[Case], device: Device) -> None:
+    answers = ranks(world).run(reduce_cases, codec, cases, device)
     for case, got, *digests in zip(cases, answers[0][1], *(answer[0] for answer in answers), strict=True):
         assert len(set(digests)) == 1, f"ranks differ: {case}"
         reduced_range(codec, case, world).assert_holds(got, f"{codec} {case}")
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS)
-def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(ranks: RankPool, world: int, codec: str) -> None:
-    check_reduce(ranks, world, codec, [Case(n, algorithm) for algorithm in SHARED for n in lengths(codec)])
+def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(
+    ranks: RankPool, world: int, codec: str, device: Device
+) -> None:
+    check_reduce(ranks, world, codec, [Case(n, algorithm) for algorithm in SHARED for n in lengths(codec)], device)
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("codec", ["none", "int8", "lloyd4:block=64"])
-def test_all_reduce_averages_and_multiplies(ranks: RankPool, world: int, codec: str) -> None:
+def test_all_reduce_averages_and_multiplies(ranks: RankPool, world: int, codec: str, device: Device) -> None:
     factors = ("avg", 0.5, -3.0, 0.0)
     names = (*SHARED, "plain", "auto")[: 4 if codec == "int8" else 2]
-    check_reduce(ranks, world, codec, [Case(n, a, f) for a in names for f in factors for n in (1, 511)])
+    check_reduce(ranks, world, codec, [Case(n, a, f) for a in names for f in factors for n in (1, 511)], device)
 
 
+@each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4:block=32,mode=affine", "lloyd2:block=64", "e4m3"])
-def test_all_reduce_takes_sixteen_bits(ranks: RankPool, codec: str, dtype: torch.dtype) -> None:
+def test_all_reduce_takes_sixteen_bits(ranks: RankPool, codec: str, dtype: torch.dtype, device: Device) -> None:
     names = (*SHARED, "plain", "auto")[: 4 if codec == "none" else 2]
-    check_reduce(ranks, 3, codec, [Case(n, a, f, dtype) for a in names for f in ("sum", "avg") for n in (7, 700)])
+    cases = [Case(n, a, f, dtype) for a in names for f in ("sum", "avg") for n in (7, 700)]
+    check_reduce(ranks, 3, codec, cases, device)
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int3:block=40,mode=affine", "lloyd4:block=64", "e5m2"])
-def test_a_block_that_is_not_finite_stays_visible_and_alone(ranks: RankPool, world: int, codec: str) -> None:
-    check_reduce(ranks, world, codec, [Case(n, a, broken=True) for a in (*SHARED, "plain") for n in (5, 129, 1777)])
+def test_a_block_that_is_not_finite_stays_visible_and_alone(
+    ranks: RankPool, world: int, codec: str, device: Device
+) -> None:
+    cases = [Case(n, a, broken=True) for a in (*SHARED, "plain") for n in (5, 129, 1777)]
+    check_reduce(ranks, world, codec, cases, device)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -127,10 +162,11 @@ def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
             assert digests[i] in digests[i + 1 : i + 4]
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int) -> None:
+def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int, device: Device) -> None:
     cases = [Case(n, a, dtype=d) for n in (1, 777) for a in SHARED for d in (*DTYPES, torch.float64)]
-    outputs = ranks(world).run(reduce_cases, "none", cases)[0][1]
+    outputs = ranks(world).run(reduce_cases, "none", cases, device)[0][1]
     for case, got in zip(cases, outputs, strict=True):
         wide = torch.float64 if case.dtype == torch.float64 else torch.float32
         total = torch.zeros(case.numel, dtype=wide)
@@ -139,9 +175,10 @@ def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int) ->
         assert_same(got, total.to(case.dtype), str(case))
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 4])
-def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int) -> None:
-    two_phase, one_shot = ranks(world).run(reduce_cases, "bf16", [Case(901, a) for a in SHARED])[0][1]
+def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int, device: Device) -> None:
+    two_phase, one_shot = ranks(world).run(reduce_cases, "bf16", [Case(901, a) for a in SHARED], device)[0][1]
     total = torch.zeros(901)
     for rank in range(world):
         total += given(901, rank).bfloat16()
@@ -170,9 +207,9 @@ def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, codec: 
         assert ranks(world).run(nmse_of, codec, "two_phase", x.numel())[0] <= 2 * once * slack
 
 
-def alone(group: Group) -> list[bool]:
+def alone(group: Group, device: Device) -> list[bool]:
     """Every verb in a world of one rank, with a codec that would show."""
-    x, y = given(300, 0), torch.empty(300)
+    x, y = given(300, 0).to(device), torch.empty(300, device=device)
     how: dict[str, Any] = {"codec": "lloyd1"}
     same = []
     for algorithm in SHARED:
@@ -202,8 +239,9 @@ def alone(group: Group) -> list[bool]:
     return same
 
 
-def test_one_rank_alone_is_exact(ranks: RankPool) -> None:
-    assert all(ranks(1).run(alone)[0])
+@each_device
+def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
+    assert all(ranks(1).run(alone, device)[0])
 
 
 def alone_strided(group: Group) -> list[bool]:
@@ -226,10 +264,10 @@ def test_one_rank_alone_may_be_strided(ranks: RankPool) -> None:
     assert all(ranks(1).run(alone_strided)[0])
 
 
-def strided(group: Group, algorithm: str, codec: str) -> list[tuple[Tensor, Tensor]]:
+def strided(group: Group, algorithm: str, codec: str, device: Device) -> list[tuple[Tensor, Tensor]]:
     """(result, the same of contiguous numbers) for layouts that are no row of numbers."""
     rank, pairs = group.rank(), []
-    base = given(1200, rank)
+    base = given(1200, rank).to(device)
     for view in (
         lambda t: t.view(30, 40).t(),
         lambda t: t[::2],
@@ -241,13 +279,14 @@ def strided(group: Group, algorithm: str, codec: str) -> list[tuple[Tensor, Tens
         with small_chunks():
             thinwire.all_reduce(x, codec=codec, algorithm=algorithm)
             thinwire.all_reduce(y, codec=codec, algorithm=algorithm)
-        pairs.append((x.contiguous(), y))
+        pairs.append((x.contiguous().cpu(), y.cpu()))
     return pairs
 
 
+@each_device
 @pytest.mark.parametrize("algorithm", [*SHARED, "plain"])
-def test_strided_tensors_get_what_contiguous_ones_get(ranks: RankPool, algorithm: str) -> None:
-    for pairs in ranks(3).run(strided, algorithm, "int8"):
+def test_strided_tensors_get_what_contiguous_ones_get(ranks: RankPool, algorithm: str, device: Device) -> None:
+    for pairs in ranks(3).run(strided, algorithm, "int8", device):
         for got, want in pairs:
             assert_same(got, want)
 
@@ -387,13 +426,13 @@ def test_groups_and_meshes_are_served(ranks: RankPool) -> None:
 
 
 def hierarchical(
-    group: Group, shape: tuple[int, int], codec: Any, numel: int, factor: float | str
+    group: Group, shape: tuple[int, int], codec: Any, numel: int, factor: float | str, device: Device
 ) -> tuple[str, Tensor]:
     mesh = meshes.setdefault(shape, init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")))
-    x = given(numel, group.rank())
+    x = given(numel, group.rank()).to(device)
     with small_chunks():
         thinwire.all_reduce(x, op_of(factor), mesh, codec=codec, algorithm="hierarchical")
-    return digest(x), x
+    return digest(x), x.cpu()
 
 
 meshes: dict[tuple[int, int], Any] = {}  # of a rank: a mesh is made once, as in a job
@@ -411,12 +450,15 @@ def hierarchical_range(shape: tuple[int, int], codec: tuple[str, str], numel: in
     return (total.coded(across) if nodes > 2 else total).coded(inside).written(torch.float32)
 
 
+@each_device
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 @pytest.mark.parametrize("codec", [("int8", "lloyd4:block=64"), ("none", "int4"), ("int8", "int8")])
-def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, int], codec: tuple[str, str]) -> None:
+def test_hierarchical_sums_inside_and_across(
+    ranks: RankPool, shape: tuple[int, int], codec: tuple[str, str], device: Device
+) -> None:
     for numel, factor in ((0, "sum"), (1, "sum"), (3, "avg"), (1511, "avg"), (2003, -2.0)):
         spec = codec if codec[0] != codec[1] else codec[0]
-        answers = ranks(4).run(hierarchical, shape, spec, numel, factor)
+        answers = ranks(4).run(hierarchical, shape, spec, numel, factor, device)
         assert len({answer[0] for answer in answers}) == 1
         hierarchical_range(shape, codec, numel, factor).assert_holds(answers[0][1], f"{shape} {codec} {numel} {factor}")
 
@@ -424,9 +466,9 @@ def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, 
 # --- works ------------------------------------------------------------------------------------------------------------
 
 
-def works(group: Group, algorithm: str) -> list[bool]:
+def works(group: Group, algorithm: str, device: Device) -> list[bool]:
     found = []
-    for verb, call in async_calls(group, algorithm).items():
+    for verb, call in async_calls(group, algorithm, device).items():
         work, outputs = call()
         found += [isinstance(work, Work), work.wait() is True, work.is_completed() is True]
         value = work.get_future().wait()
@@ -435,10 +477,11 @@ def works(group: Group, algorithm: str) -> list[bool]:
     return found
 
 
-def async_calls(group: Group, algorithm: str) -> dict[str, Callable[[], tuple[Work, list[Tensor]]]]:
+def async_calls(group: Group, algorithm: str, device: Device) -> dict[str, Callable[[], tuple[Work, list[Tensor]]]]:
     """Every verb, started; each gives its work and its outputs."""
     world = group.size()
-    x, y, parts = torch.ones(40), torch.ones(40 * world), list(torch.ones(world, 40).unbind())
+    x, y, parts = (torch.ones(shape, device=device) for shape in (40, 40 * world, (world, 40)))
+    parts = list(parts.unbind())
     how: Any = {"async_op": True, "codec": "int8", "algorithm": algorithm}
     sums: Any = {**how, "algorithm": {"compressed": "two_phase"}.get(algorithm, algorithm)}
     return {
@@ -454,9 +497,11 @@ def async_calls(group: Group, algorithm: str) -> dict[str, Callable[[], tuple[Wo
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
-def test_async_calls_return_a_work_whose_future_holds_the_outputs(ranks: RankPool, world: int, algorithm: str) -> None:
-    assert all(all(found) for found in ranks(world).run(works, algorithm))
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
+def test_async_calls_return_a_work_whose_future_holds_the_outputs(
+    ranks: RankPool, world: int, algorithm: str, device: Device
+) -> None:
+    assert all(all(found) for found in ranks(world).run(works, algorithm, device))
 
 
 def complex_works(group: Group, algorithm: str) -> list[bool]:
@@ -483,21 +528,26 @@ def test_the_future_of_complex_outputs_holds_the_tensors_that_were_passed(ranks:
 # --- coalesced --------------------------------------------------------------------------------------------------------
 
 
-def coalesced(group: Group, codec: str, algorithm: str, sizes: Sequence[int]) -> tuple[str, list[Tensor], list[Tensor]]:
-    xs = [given(n, group.rank()) for n in sizes]
+def coalesced(
+    group: Group, codec: str, algorithm: str, sizes: Sequence[int], device: Device
+) -> tuple[str, list[Tensor], list[Tensor]]:
+    xs = [given(n, group.rank()).to(device) for n in sizes]
     xs[-1] = xs[-1].view(2, -1).t()
     joined = torch.cat([x.reshape(-1) for x in xs])
     with small_chunks():
         thinwire.all_reduce_coalesced(xs, AVG, codec=codec, algorithm=algorithm)
         thinwire.all_reduce(joined, AVG, codec=codec, algorithm=algorithm)
-    return digest(*xs), [x.contiguous() for x in xs], list(joined.split([x.numel() for x in xs]))
+    return digest(*xs), [x.contiguous().cpu() for x in xs], list(joined.cpu().split([x.numel() for x in xs]))
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("codec", ["none", "int8", "lloyd4:block=64"])
 @pytest.mark.parametrize("algorithm", [*SHARED, "plain"])
-def test_coalesced_tensors_are_reduced_as_one_row(ranks: RankPool, world: int, codec: str, algorithm: str) -> None:
-    answers = ranks(world).run(coalesced, codec, algorithm, (700, 0, 1, 33, 1290))
+def test_coalesced_tensors_are_reduced_as_one_row(
+    ranks: RankPool, world: int, codec: str, algorithm: str, device: Device
+) -> None:
+    answers = ranks(world).run(coalesced, codec, algorithm, (700, 0, 1, 33, 1290), device)
     assert len({answer[0] for answer in answers}) == 1
     for got, want in zip(*answers[0][1:], strict=True):
         if algorithm != "plain":
@@ -519,8 +569,10 @@ def check_each(got: Answers, want: Callable[[int, int], Range | None], what: str
                 expected.assert_holds(output, f"{what}, rank {rank}, case {i}")
 
 
-def algorithms(codec: str, world: int) -> tuple[str, ...]:
+def algorithms(codec: str, world: int, device: Device) -> tuple[str, ...]:
     """plain does not depend on the codec; auto, which takes a while to measure, is one of the two."""
+    if device.type != "cpu":
+        return ("compressed",)
     more = {("none", world): ("plain",), ("int8", 2): ("auto",)}
     return ("compressed", *more.get((codec, world), ()))
 
@@ -528,20 +580,22 @@ def algorithms(codec: str, world: int) -> tuple[str, ...]:
 PARTS = (0, 1, 63, 129, 1511)  # elements of a rank
 
 
-def scatter_cases(group: Group, codec: str, algorithm: str, factor: float | str) -> list[Tensor]:
+def scatter_cases(group: Group, codec: str, algorithm: str, factor: float | str, device: Device) -> list[Tensor]:
     outputs = []
     with small_chunks():
         for n in PARTS:
-            output, input = torch.full((n,), math.nan), given(n * group.size(), group.rank())
+            output = torch.full((n,), math.nan, device=device)
+            input = given(n * group.size(), group.rank()).to(device)
             thinwire.reduce_scatter_tensor(output, input, op_of(factor), codec=codec, algorithm=algorithm)
-            outputs.append(output)
+            outputs.append(output.cpu())
     return outputs
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_reduce_scatter_is_within_one_rounding(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm, factor in [("compressed", -2.0), *((name, "avg") for name in algorithms(codec, world))]:
+def test_reduce_scatter_is_within_one_rounding(ranks: RankPool, world: int, codec: str, device: Device) -> None:
+    for algorithm, factor in [("compressed", -2.0), *((name, "avg") for name in algorithms(codec, world, device))]:
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
 
         def want(rank: int, i: int, coder: Any = coder, factor: Any = factor) -> Range:
@@ -549,25 +603,29 @@ def test_reduce_scatter_is_within_one_rounding(ranks: RankPool, world: int, code
             parts = [given(n * world, r)[rank * n : (rank + 1) * n] for r in range(world)]
             return Range.total([Range.of(part).coded(coder) for part in parts], scale_of(factor, world))
 
-        check_each(ranks(world).run(scatter_cases, codec, algorithm, factor), want, f"{codec} {algorithm} {factor}")
+        answers = ranks(world).run(scatter_cases, codec, algorithm, factor, device)
+        check_each(answers, want, f"{codec} {algorithm} {factor}")
 
 
-def gather_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+def gather_cases(group: Group, codec: str, algorithm: str, device: Device) -> list[Tensor]:
     outputs = []
     with small_chunks():
         for n in PARTS:
-            output = torch.full((n * group.size(),), math.nan)
-            thinwire.all_gather_into_tensor(output, given(n, group.rank()), codec=codec, algorithm=algorithm)
-            outputs.append(output)
+            output, input = torch.full((n * group.size(),), math.nan, device=device), given(n, group.rank()).to(device)
+            thinwire.all_gather_into_tensor(output, input, codec=codec, algorithm=algorithm)
+            outputs.append(output.cpu())
     return outputs
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_all_gather_is_within_one_rounding_and_the_same_on_all_ranks(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in algorithms(codec, world):
+def test_all_gather_is_within_one_rounding_and_the_same_on_all_ranks(
+    ranks: RankPool, world: int, codec: str, device: Device
+) -> None:
+    for algorithm in algorithms(codec, world, device):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
-        answers = ranks(world).run(gather_cases, codec, algorithm)
+        answers = ranks(world).run(gather_cases, codec, algorithm, device)
         assert len({digest(*answer) for answer in answers}) == 1
         for n, got in zip(PARTS, answers[0], strict=True):
             for rank, part in enumerate(got.view(world, -1)):
@@ -577,47 +635,49 @@ def test_all_gather_is_within_one_rounding_and_the_same_on_all_ranks(ranks: Rank
 UNEVEN = ((5, 0, 130, 1), (0, 2000, 1, 7), (0, 0, 0, 0), (64, 64, 64, 64))  # of four ranks
 
 
-def gather_lists(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+def gather_lists(group: Group, codec: str, algorithm: str, device: Device) -> list[Tensor]:
     outputs = []
     with small_chunks():
         for row in UNEVEN:
             sizes = row[: group.size()]
-            parts = [torch.full((n,), math.nan) for n in sizes]
-            input = given(sizes[group.rank()], group.rank())
+            parts = [torch.full((n,), math.nan, device=device) for n in sizes]
+            input = given(sizes[group.rank()], group.rank()).to(device)
             thinwire.all_gather(parts, input, codec=codec, algorithm=algorithm)
-            outputs += parts
+            outputs += [part.cpu() for part in parts]
     return outputs
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_all_gather_takes_uneven_lists(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in algorithms(codec, world):
+def test_all_gather_takes_uneven_lists(ranks: RankPool, world: int, codec: str, device: Device) -> None:
+    for algorithm in algorithms(codec, world, device):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
-        answers = ranks(world).run(gather_lists, codec, algorithm)
+        answers = ranks(world).run(gather_lists, codec, algorithm, device)
         assert len({digest(*answer) for answer in answers}) == 1
         for i, got in enumerate(answers[0]):
             row, rank = divmod(i, world)
             Range.of(given(UNEVEN[row][rank], rank)).coded(coder).assert_holds(got, f"{codec} {algorithm} {i}")
 
 
-def broadcast_cases(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+def broadcast_cases(group: Group, codec: str, algorithm: str, device: Device) -> list[Tensor]:
     outputs, world = [], group.size()
     with small_chunks():
         for n in (0, 1, 2, 63, 1511):
             for source in (0, world - 1):
-                x = given(n, group.rank())
+                x = given(n, group.rank()).to(device)
                 thinwire.broadcast(x, source, codec=codec, algorithm=algorithm)
-                outputs.append(x)
+                outputs.append(x.cpu())
     return outputs
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_broadcast_gives_all_ranks_the_sources_wire(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in algorithms(codec, world):
+def test_broadcast_gives_all_ranks_the_sources_wire(ranks: RankPool, world: int, codec: str, device: Device) -> None:
+    for algorithm in algorithms(codec, world, device):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
-        answers = ranks(world).run(broadcast_cases, codec, algorithm)
+        answers = ranks(world).run(broadcast_cases, codec, algorithm, device)
         assert len({digest(*answer) for answer in answers}) == 1
         for i, got in enumerate(answers[0]):
             want = Range.of(given(got.numel(), (0, world - 1)[i % 2])).coded(coder)
@@ -629,16 +689,17 @@ def rows(source: int, target: int, i: int) -> int:
     return ((source * 7 + target * 3) % 5, 0 if source == target else 700, int(source < target), 64, 0)[i]
 
 
-def exchange_single(group: Group, codec: str, algorithm: str) -> list[Tensor]:
+def exchange_single(group: Group, codec: str, algorithm: str, device: Device) -> list[Tensor]:
     rank, world, outputs = group.rank(), group.size(), []
     with small_chunks():
         for i in range(5):
             sent = [rows(rank, other, i) for other in range(world)]
             came = [rows(other, rank, i) for other in range(world)]
-            output, input = torch.full((sum(came), 3), math.nan), given(3 * sum(sent), rank).view(-1, 3)
+            output = torch.full((sum(came), 3), math.nan, device=device)
+            input = given(3 * sum(sent), rank).view(-1, 3).to(device)
             splits = (None, None) if i > 2 else (came, sent)
             thinwire.all_to_all_single(output, input, *splits, codec=codec, algorithm=algorithm)
-            outputs.append(output)
+            outputs.append(output.cpu())
     return outputs
 
 
@@ -647,12 +708,15 @@ def sent_to(source: int, target: int, world: int, i: int) -> Tensor:
     return given(sum(sizes), source).split(sizes)[target]
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_all_to_all_single_takes_uneven_and_empty_splits(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in algorithms(codec, world):
+def test_all_to_all_single_takes_uneven_and_empty_splits(
+    ranks: RankPool, world: int, codec: str, device: Device
+) -> None:
+    for algorithm in algorithms(codec, world, device):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
-        for rank, outputs in enumerate(ranks(world).run(exchange_single, codec, algorithm)):
+        for rank, outputs in enumerate(ranks(world).run(exchange_single, codec, algorithm, device)):
             for i, output in enumerate(outputs):
                 parts = output.split([rows(source, rank, i) for source in range(world)])
                 for source, part in enumerate(parts):
@@ -660,33 +724,36 @@ def test_all_to_all_single_takes_uneven_and_empty_splits(ranks: RankPool, world:
                     (want if source == rank else want.coded(coder)).assert_holds(part, f"{codec} {algorithm} {i}")
 
 
-def exchange_lists(group: Group, codec: str, algorithm: str) -> list[list[Tensor]]:
+def exchange_lists(group: Group, codec: str, algorithm: str, device: Device) -> list[list[Tensor]]:
     rank, world, outputs = group.rank(), group.size(), []
     with small_chunks():
         for i in range(5):
-            parts = [torch.full((3 * rows(other, rank, i),), math.nan) for other in range(world)]
-            inputs = [sent_to(rank, other, world, i) for other in range(world)]
+            parts = [torch.full((3 * rows(other, rank, i),), math.nan, device=device) for other in range(world)]
+            inputs = [sent_to(rank, other, world, i).to(device) for other in range(world)]
             thinwire.all_to_all(parts, inputs, codec=codec, algorithm=algorithm)
-            outputs.append(parts)
+            outputs.append([part.cpu() for part in parts])
     return outputs
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", VERB_CODECS)
-def test_all_to_all_takes_uneven_lists_and_keeps_its_own_part(ranks: RankPool, world: int, codec: str) -> None:
-    for algorithm in algorithms(codec, world):
+def test_all_to_all_takes_uneven_lists_and_keeps_its_own_part(
+    ranks: RankPool, world: int, codec: str, device: Device
+) -> None:
+    for algorithm in algorithms(codec, world, device):
         coder = thinwire.codec("none" if algorithm == "plain" else codec)
-        for rank, outputs in enumerate(ranks(world).run(exchange_lists, codec, algorithm)):
+        for rank, outputs in enumerate(ranks(world).run(exchange_lists, codec, algorithm, device)):
             for i, parts in enumerate(outputs):
                 for source, part in enumerate(parts):
                     want = Range.of(sent_to(source, rank, world, i))
                     (want if source == rank else want.coded(coder)).assert_holds(part, f"{codec} {algorithm} {i}")
 
 
-def every_dtype(group: Group, algorithm: str, dtype: torch.dtype) -> list[Tensor]:
+def every_dtype(group: Group, algorithm: str, dtype: torch.dtype, device: Device) -> list[Tensor]:
     """All verbs with the identity on small whole numbers: exact in every dtype."""
     world, rank = group.size(), group.rank()
-    whole, part = torch.arange(8 * world).to(dtype) + rank, torch.arange(8).to(dtype) + rank
+    whole, part = (torch.arange(n).to(device, dtype) + rank for n in (8 * world, 8))
     how: Any = {"codec": "none", "algorithm": algorithm}
     summed = whole.clone()
     thinwire.all_reduce(summed, codec="none", algorithm="plain" if algorithm == "plain" else "two_phase")
@@ -698,19 +765,24 @@ def every_dtype(group: Group, algorithm: str, dtype: torch.dtype) -> list[Tensor
     thinwire.all_gather(listed, part, **how)
     thinwire.all_to_all(swapped, list(whole.split(8)), **how)
     thinwire.broadcast(part, 1, **how)
-    return [summed, scattered, gathered, torch.cat(listed), exchanged, torch.cat(swapped), part]
+    found = (summed, scattered, gathered, torch.cat(listed), exchanged, torch.cat(swapped), part)
+    return [output.cpu() for output in found]
+
+
+NUMBERS = (torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dtype"),
+    ("algorithm", "dtype", "device"),
     [
-        *(("compressed", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64)),
-        *(("plain", dtype) for dtype in (torch.float64, torch.int64, torch.uint8, torch.complex64)),
+        *(("compressed", dtype, CPU) for dtype in NUMBERS),
+        *(pytest.param("compressed", dtype, CUDA, marks=needs_cuda) for dtype in NUMBERS),
+        *(("plain", dtype, CPU) for dtype in (torch.float64, torch.int64, torch.uint8, torch.complex64)),
     ],
 )
-def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: torch.dtype) -> None:
+def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: torch.dtype, device: Device) -> None:
     whole = [(torch.arange(16) + rank) for rank in range(2)]
-    for rank, got in enumerate(ranks(2).run(every_dtype, algorithm, dtype)):
+    for rank, got in enumerate(ranks(2).run(every_dtype, algorithm, dtype, device)):
         total = whole[0] + whole[1]
         exchanged = torch.cat([w.split(8)[rank] for w in whole])
         gathered = torch.cat([w[:8] for w in whole])
@@ -721,11 +793,11 @@ def test_exact_calls_take_every_dtype(ranks: RankPool, algorithm: str, dtype: to
             assert torch.equal(mine, expected.to(dtype)), f"{name}: {mine}"
 
 
-def strided_verbs(group: Group, algorithm: str) -> list[bool]:
+def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
     """Outputs and inputs that are transposed get the same numbers."""
     world, rank = group.size(), group.rank()
     how: Any = {"codec": "int8", "algorithm": algorithm}
-    whole, part = given(60 * world, rank).view(20, 3 * world), given(60, rank).view(6, 10)
+    whole, part = given(60 * world, rank).view(20, 3 * world).to(device), given(60, rank).view(6, 10).to(device)
     found = []
     for verb, out_shape, input in (
         ("reduce_scatter_tensor", (6, 10), whole),
@@ -734,8 +806,8 @@ def strided_verbs(group: Group, algorithm: str) -> list[bool]:
     ):
         rows_out = out_shape[0] - out_shape[0] % world if verb == "all_to_all_single" else out_shape[0]
         source = input[: input.shape[0] - input.shape[0] % world] if verb == "all_to_all_single" else input
-        want = torch.empty(rows_out, out_shape[1])
-        got = torch.empty(out_shape[1], rows_out).t()
+        want = torch.empty(rows_out, out_shape[1], device=device)
+        got = torch.empty(out_shape[1], rows_out, device=device).t()
         lying = source.t().contiguous().t()
         assert not got.is_contiguous()
         assert not lying.is_contiguous()
@@ -745,7 +817,8 @@ def strided_verbs(group: Group, algorithm: str) -> list[bool]:
     cast, straight = part.t(), part.t().contiguous()
     thinwire.broadcast(cast, 0, **how)
     thinwire.broadcast(straight, 0, **how)
-    lists = [[torch.empty(10, 6).t() if t else torch.empty(6, 10) for _ in range(world)] for t in (0, 1, 0, 1)]
+    lying, standing = (torch.empty(shape, device=device) for shape in ((10, 6), (6, 10)))
+    lists = [[lying.clone().t() if t else standing.clone() for _ in range(world)] for t in (0, 1, 0, 1)]
     thinwire.all_gather(lists[0], part, **how)
     thinwire.all_gather(lists[1], part.t().contiguous().t(), **how)
     thinwire.all_to_all(lists[2], [part] * world, **how)
@@ -755,39 +828,43 @@ def strided_verbs(group: Group, algorithm: str) -> list[bool]:
     return [*found, torch.equal(cast, straight), *same]
 
 
-@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
 @pytest.mark.parametrize("world", [2, 3])
-def test_strided_inputs_and_outputs_work_in_every_verb(ranks: RankPool, world: int, algorithm: str) -> None:
-    for found in ranks(world).run(strided_verbs, algorithm):
+def test_strided_inputs_and_outputs_work_in_every_verb(
+    ranks: RankPool, world: int, algorithm: str, device: Device
+) -> None:
+    for found in ranks(world).run(strided_verbs, algorithm, device):
         assert all(found), found
 
 
-def in_place(group: Group, algorithm: str, numel: int) -> list[bool]:
+def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[bool]:
     """The own part of the whole is output of one and input of the other, as sharded training does it."""
     rank, world = group.rank(), group.size()
     how: Any = {"codec": "int8", "algorithm": algorithm}
     found, own = [], slice(rank * numel, (rank + 1) * numel)
     with small_chunks():
-        want, whole = torch.empty(numel), given(numel * world, rank)
+        want, whole = torch.empty(numel, device=device), given(numel * world, rank).to(device)
         thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
         thinwire.reduce_scatter_tensor(whole[own], whole, **how)
         found.append(torch.equal(whole[own], want))
-        want, whole = torch.empty(numel * world), given(numel * world, rank)
+        want, whole = torch.empty(numel * world, device=device), given(numel * world, rank).to(device)
         thinwire.all_gather_into_tensor(want, whole[own].clone(), **how)
         thinwire.all_gather_into_tensor(whole, whole[own], **how)
         found.append(torch.equal(whole, want))
-        x = given(numel * world, rank)
+        x = given(numel * world, rank).to(device)
         thinwire.all_to_all_single(want, x.clone(), **how | {"algorithm": "compressed"})
         thinwire.all_to_all_single(x, x, **how | {"algorithm": "compressed"})
         found.append(torch.equal(x, want))
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["compressed", "plain"])
+@pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
 @pytest.mark.parametrize("world", [2, 3])
-def test_outputs_may_lie_in_inputs_where_torch_allows_it(ranks: RankPool, world: int, algorithm: str) -> None:
+def test_outputs_may_lie_in_inputs_where_torch_allows_it(
+    ranks: RankPool, world: int, algorithm: str, device: Device
+) -> None:
     for numel in (5, 900):
-        assert ranks(world).run(in_place, algorithm, numel) == [[True] * 3] * world
+        assert ranks(world).run(in_place, algorithm, numel, device) == [[True] * 3] * world
 
 
 def test_the_single_names_are_the_same_functions() -> None:
@@ -831,10 +908,10 @@ def test_step_varies_the_rotation_and_zero_repeats(ranks: RankPool) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refusals(group: Group) -> dict[str, str]:
+def refusals(group: Group, device: Device) -> dict[str, str]:
     """Every misuse, by name: 'error: message'. All ranks make the same mistakes."""
     world = group.size()
-    x, y, parts = torch.ones(6), torch.ones(6 * world), [torch.ones(2) for _ in range(world)]
+    x, y, *parts = (torch.ones(n, device=device) for n in (6, 6 * world, *[2] * world))
     mesh = init_device_mesh("cpu", (1, world))
     calls: dict[str, Callable[[], Any]] = {
         "max": lambda: thinwire.all_reduce(x, dist.ReduceOp.MAX),
@@ -939,9 +1016,9 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def refused(ranks: RankPool) -> dict[str, str]:
-    first, second = ranks(2).run(refusals)
+@pytest.fixture(scope="module", params=DEVICES)
+def refused(ranks: RankPool, request: pytest.FixtureRequest) -> dict[str, str]:
+    first, second = ranks(2).run(refusals, request.param)
     assert first == second
     return first
 

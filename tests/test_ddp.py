@@ -1,6 +1,7 @@
 """compress_ddp, DDPState and ddp_hook: values within derived bounds, replicas alike, everything DDP does, feedback.
 
 `Given` (tests/replicas.py) is a model whose gradients are what it is called with, so a real DDP brings any numbers.
+Tests that take a device run with the parameters there: all ranks on one GPU, over gloo.
 """
 
 import contextlib
@@ -25,7 +26,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import thinwire
-from cases import ROUND, Range, assert_same, decoded, digest, given, half_ulp, small_chunks, wire_of
+from cases import (
+    CPU,
+    CUDA,
+    ROUND,
+    Range,
+    assert_same,
+    decoded,
+    digest,
+    each_device,
+    given,
+    half_ulp,
+    needs_cuda,
+    small_chunks,
+    wire_of,
+)
 from ranks import RankPool
 from replicas import (
     CAP,
@@ -54,6 +69,7 @@ from thinwire.collectives.schedule import Line
 from thinwire.integrations import auto, ddp, decisions
 from thinwire.optim import OneBitAdam
 
+Device = torch.device
 WORLDS = [2, 3, 4]
 WHOLE: Shapes = {"w": (61, 33)}
 CODED = ("one_shot", "two_phase")
@@ -72,10 +88,10 @@ class Mean(NamedTuple):
     numel: int = 700
 
 
-def first_means(group: Group, cases: Sequence[Mean]) -> list[tuple[str, Tensor]]:
+def first_means(group: Group, cases: Sequence[Mean], device: Device) -> list[tuple[str, Tensor]]:
     found = []
     for case in cases:
-        model = wrap(Given({"w": (case.numel,)}, case.dtype), group)
+        model = wrap(Given({"w": (case.numel,)}, case.dtype), group, device=device)
         compress_ddp(model, case.codec, algorithm=case.algorithm, feedback=case.feedback, exempt="none")
         (mean,) = backward(model, [given(case.numel, group.rank(), case.dtype)])
         assert mean is not None
@@ -103,8 +119,8 @@ def mean_range(case: Mean, world: int) -> Range:
     return (total if one_shot or by_torch else total.coded(coder)).written(case.dtype)
 
 
-def check_means(ranks: RankPool, world: int, cases: Sequence[Mean]) -> None:
-    for case, *answers in zip(cases, *ranks(world).run(first_means, cases), strict=True):
+def check_means(ranks: RankPool, world: int, cases: Sequence[Mean], device: Device) -> None:
+    for case, *answers in zip(cases, *ranks(world).run(first_means, cases, device), strict=True):
         assert len({told for told, _ in answers}) == 1, f"ranks differ: {case}"
         mean_range(case, world).assert_holds(answers[0][1], str(case))
 
@@ -119,28 +135,32 @@ CODECS: dict[str, Any] = {
 }
 
 
+@each_device
 @pytest.mark.parametrize(
     ("world", "name"),
     [*((w, n) for w in (2, 3) for n in CODECS), *((4, n) for n in ("none", "bf16", "int8", "lloyd2"))],
 )
-def test_the_first_mean_is_within_its_error_and_the_same_on_all_ranks(ranks: RankPool, world: int, name: str) -> None:
+def test_the_first_mean_is_within_its_error_and_the_same_on_all_ranks(
+    ranks: RankPool, world: int, name: str, device: Device
+) -> None:
     kinds = ("none", "classic", "ef21") if "lloyd" in name or name == "int8" else ("none",)
     cases = [Mean(CODECS[name], algorithm, kind) for algorithm in CODED for kind in kinds]
-    check_means(ranks, world, [*cases, *(Mean(CODECS[name], numel=n) for n in (1, 60, 700))])
+    check_means(ranks, world, [*cases, *(Mean(CODECS[name], numel=n) for n in (1, 60, 700))], device)
 
 
-def test_one_rank_alone_is_exact(ranks: RankPool) -> None:
-    check_means(
-        ranks, 1, [Mean(name, feedback=kind) for name in CODECS.values() for kind in ("none", "classic", "ef21")]
-    )
+@each_device
+def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
+    cases = [Mean(name, feedback=kind) for name in CODECS.values() for kind in ("none", "classic", "ef21")]
+    check_means(ranks, 1, cases, device)
 
 
+@each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("world", [2, 3])
-def test_means_come_back_in_their_dtype(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+def test_means_come_back_in_their_dtype(ranks: RankPool, world: int, dtype: torch.dtype, device: Device) -> None:
     names = ("none", "bf16", "int8", "lloyd4:block=64", "lloyd2:block=64")
     cases = [Mean(name, a, f, dtype) for name in names for a in CODED for f in ("none", "classic")]
-    check_means(ranks, world, cases)
+    check_means(ranks, world, cases, device)
 
 
 def nmse_of(group: Group, names: Sequence[str], numel: int) -> list[list[float]]:
@@ -309,7 +329,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def use(group: Group, name: str) -> tuple[float, dict[str, tuple[bool, Result]]]:
+def use(group: Group, name: str, device: Device) -> tuple[float, dict[str, tuple[bool, Result]]]:
     """The largest number that any rank brings, and of every run: whether ranks ended alike, and its results."""
     way, rank, found = WAYS[name], group.rank(), {}
 
@@ -318,7 +338,7 @@ def use(group: Group, name: str) -> tuple[float, dict[str, tuple[bool, Result]]]
 
     for kind, options in RUNS.items():
         ready = READY if way.shapes is SHAPES else ()
-        model = wrap(Given(way.shapes, way.dtypes, ready), group, way.cap, **way.options)
+        model = wrap(Given(way.shapes, way.dtypes, ready), group, way.cap, device=device, **way.options)
         handle = compress_ddp(model, **options) if options else None
         if handle is not None and kind == "closed":
             handle.close()
@@ -335,10 +355,19 @@ THREE = (*FOUR, "gradients are views of buckets", "kept views", "odd lengths", "
 WORLD_WAYS = [*((2, name) for name in WAYS), *((3, name) for name in THREE), *((4, name) for name in FOUR)]
 
 
-@pytest.mark.parametrize(("world", "name"), WORLD_WAYS)
-def test_every_way_of_using_ddp(ranks: RankPool, world: int, name: str) -> None:
+ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in FOUR)]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "device"),
+    [
+        *(pytest.param(*way, CPU, id="-".join(map(str, way))) for way in WORLD_WAYS),
+        *(pytest.param(*way, CUDA, id="-".join(map(str, (*way, "cuda"))), marks=needs_cuda) for way in ON_CUDA),
+    ],
+)
+def test_every_way_of_using_ddp(ranks: RankPool, world: int, name: str, device: Device) -> None:
     """Uncompressed and closed: bit for bit plain DDP. int8: two roundings of half a step, and those of the dtype."""
-    for peak, found in ranks(world).run(use, name):
+    for peak, found in ranks(world).run(use, name, device):
         want = found["plain"][1]
         for kind, (alike, got) in found.items():
             assert alike or not WAYS[name].alike, f"{kind}: ranks differ"
@@ -360,10 +389,10 @@ def largest_gap(some: Result, others: Result) -> float:
     return max((float(gap.nan_to_num(math.inf)) for gap in gaps), default=0.0)
 
 
-def accumulate(group: Group, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tuple[Tensor, Tensor]:
     results = []
     for at_once in (False, True):
-        model = wrap(Given(ready=READY), group)
+        model = wrap(Given(ready=READY), group, device=device)
         compress_ddp(model, **options)
         for step in (0, 2):
             model.zero_grad()
@@ -378,9 +407,10 @@ def accumulate(group: Group, options: Mapping[str, Any]) -> tuple[Tensor, Tensor
     return results[0], results[1]
 
 
+@each_device
 @pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
-def test_accumulated_gradients_travel_once(ranks: RankPool, options: Mapping[str, Any]) -> None:
-    for apart, together in ranks(2).run(accumulate, options):
+def test_accumulated_gradients_travel_once(ranks: RankPool, options: Mapping[str, Any], device: Device) -> None:
+    for apart, together in ranks(2).run(accumulate, options, device):
         assert_same(apart, together)
 
 
@@ -463,9 +493,11 @@ def test_threads_train_models_at_the_same_time(ranks: RankPool) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def train(group: Group, optimizer: str, options: Mapping[str, Any], steps: int) -> tuple[bool, float, float]:
+def train(
+    group: Group, optimizer: str, options: Mapping[str, Any], steps: int, device: Device
+) -> tuple[bool, float, float]:
     """Whether replicas ended alike, and the first and last losses, means over ranks. DDP sends buffers around too."""
-    model = wrap(network(norm=True), group)
+    model = wrap(network(norm=True), group, device=device)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     compress_ddp(model, **options)
     losses = torch.tensor(learn(model, stepper, group.rank(), range(steps)))
@@ -477,10 +509,11 @@ def train(group: Group, optimizer: str, options: Mapping[str, Any], steps: int) 
 TRAINED = [*CODECS.values(), "auto:4", {0: "none", 3: "int8", 6: "lloyd2"}]
 
 
+@each_device
 @pytest.mark.parametrize("given_codec", TRAINED, ids=str)
-def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_codec: Any) -> None:
+def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_codec: Any, device: Device) -> None:
     at = TRAINED.index(given_codec) % 3
-    for alike, first, last in ranks(WORLDS[at]).run(train, list(OPTIMIZERS)[at], {"codec": given_codec}, 16):
+    for alike, first, last in ranks(WORLDS[at]).run(train, list(OPTIMIZERS)[at], {"codec": given_codec}, 16, device):
         assert alike
         assert last < first
 
@@ -525,9 +558,11 @@ def test_compression_may_begin_under_way(ranks: RankPool) -> None:
 # --- classic feedback -------------------------------------------------------------------------------------------------
 
 
-def conserve(group: Group, options: Mapping[str, Any], steps: int, constant: bool = False) -> tuple[Tensor, Tensor]:
+def conserve(
+    group: Group, options: Mapping[str, Any], steps: int, constant: bool = False, device: Device = CPU
+) -> tuple[Tensor, Tensor]:
     """The sum of all results, and what this rank still remembers."""
-    model = wrap(Given(ready=READY), group)
+    model = wrap(Given(ready=READY), group, device=device)
     handle = compress_ddp(model, feedback="classic", exempt="none", **options)
     total = torch.zeros(sum(math.prod(shape) for shape in SHAPES.values()), dtype=torch.float64)
     for step in range(steps):
@@ -554,21 +589,25 @@ def check_conserved(answers: list[tuple[Tensor, Tensor]], steps: int, lost: Call
     assert slack < most / 4  # so a residual that is lost or taken twice would show
 
 
+@each_device
 @pytest.mark.parametrize("algorithm", CODED)
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str) -> None:
+def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     for name in ("lloyd2:block=64", "lloyd1:block=64", "int3:block=64", "byname(a=lloyd1:block=64; *=int2:block=64)"):
-        answers = ranks(world).run(conserve, {"codec": name, "algorithm": algorithm}, 5)
+        answers = ranks(world).run(conserve, {"codec": name, "algorithm": algorithm}, 5, False, device)
         check_conserved(answers, 5, lambda most: 0.0)
 
 
+@each_device
 @pytest.mark.parametrize("algorithm", CODED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_shorter_residuals_lose_their_own_rounding_only(ranks: RankPool, dtype: torch.dtype, algorithm: str) -> None:
+def test_shorter_residuals_lose_their_own_rounding_only(
+    ranks: RankPool, dtype: torch.dtype, algorithm: str, device: Device
+) -> None:
     """Half a step of the memory's own grid."""
     share = 2.0**-9 if dtype == torch.bfloat16 else 0.5 / 127 * (1 + 2.0**-7)
     options = {"codec": "lloyd2:block=64", "algorithm": algorithm, "residual_dtype": dtype}
-    check_conserved(ranks(3).run(conserve, options, 4), 4, lambda most: share * most)
+    check_conserved(ranks(3).run(conserve, options, 4, False, device), 4, lambda most: share * most)
 
 
 def conserve_in_chunks(group: Group, options: Mapping[str, Any], steps: int) -> tuple[Tensor, Tensor]:
@@ -631,28 +670,32 @@ def test_residuals_stay_bounded(ranks: RankPool, world: int) -> None:
 # --- EF21 -------------------------------------------------------------------------------------------------------------
 
 
-def track(group: Group, options: Mapping[str, Any], steps: int) -> tuple[list[float], bool, float, bool]:
+def track(
+    group: Group, options: Mapping[str, Any], steps: int, device: Device = CPU
+) -> tuple[list[float], bool, float, bool]:
     """Distances to a constant mean; whether the result is the mean that is kept, by all ranks alike; its deviation
     from the sum over ranks of what was sent."""
-    model = wrap(Given(ready=READY), group)
+    model = wrap(Given(ready=READY), group, device=device)
     handle = compress_ddp(model, feedback="ef21", exempt="none", **options)
     true, errors = mean_of(group.size()), []
     for _ in range(steps):
         result = flat(backward(model, draw(group.rank())))
         errors.append(float((result - true).norm() / true.norm()))
     state = handle.state_dict()
-    kept = flat([state["mean"][name] for name in SHAPES])
+    kept = flat([state["mean"][name] for name in SHAPES]).cpu()
     sent = residuals(handle)
     dist.all_reduce(sent, group=group)
     return errors, torch.equal(kept, result), float((sent - kept).abs().max()), same_everywhere(group, result, kept)
 
 
+@each_device
 @pytest.mark.parametrize("algorithm", CODED)
 @pytest.mark.parametrize("world", WORLDS)
-def test_ef21_comes_closer_at_every_step(ranks: RankPool, world: int, algorithm: str) -> None:
+def test_ef21_comes_closer_at_every_step(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     """A step leaves sqrt(0.1175) = 0.343 of a distance at 2 bits, 0.603 at 1 bit; two phases add another's rounding."""
     for name, rate, steps in (("lloyd2:block=64", 0.36, 8), ("lloyd1:block=64", 0.63, 10)):
-        for errors, is_mean, gap, alike in ranks(world).run(track, {"codec": name, "algorithm": algorithm}, steps):
+        options = {"codec": name, "algorithm": algorithm}
+        for errors, is_mean, gap, alike in ranks(world).run(track, options, steps, device):
             assert is_mean
             assert alike
             assert gap < steps * 16 * ROUND * math.sqrt(64) * 5
@@ -793,8 +836,10 @@ def states_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
 
 
-def break_one(group: Group, options: Mapping[str, Any], at: int, bad: float, shapes: Shapes = WHOLE) -> Broken:
-    model = wrap(Given(shapes), group, 1024.0)
+def break_one(
+    group: Group, options: Mapping[str, Any], at: int, bad: float, shapes: Shapes = WHOLE, device: Device = CPU
+) -> Broken:
+    model = wrap(Given(shapes), group, 1024.0, device=device)
     handle = compress_ddp(model, **options)
     for step in range(3):
         backward(model, draw(group.rank(), step, shapes))
@@ -814,19 +859,20 @@ def break_one(group: Group, options: Mapping[str, Any], at: int, bad: float, sha
     return Broken(got, flat(backward(model, gradients)), unchanged, counted, after)
 
 
+@each_device
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
 @pytest.mark.parametrize("algorithm", CODED)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
-    ranks: RankPool, world: int, algorithm: str, feedback: str, bad: float
+    ranks: RankPool, world: int, algorithm: str, feedback: str, bad: float, device: Device
 ) -> None:
     n, at, block = 2013, 1100, 64
     shard = n if algorithm == "one_shot" else -(-n // world)
     begin = at // shard * shard + at % shard // block * block
     for name in ("lloyd2:block=64", "int4:block=64"):
         options = {"codec": name, "feedback": feedback, "algorithm": algorithm, "exempt": "none"}
-        for found in ranks(world).run(break_one, options, at, bad):
+        for found in ranks(world).run(break_one, options, at, bad, WHOLE, device):
             want = found.want.clone()
             want[begin : begin + block] = math.nan
             assert_same(found.got, want, name)

@@ -1,4 +1,7 @@
-"""DDP with parameters on a GPU: two ranks on one card over gloo, and feedback on NCCL's stream without a host sync."""
+"""DDP with parameters on a GPU: NaN over gloo, world 1 on NCCL, and feedback on its stream without a host sync.
+
+What DDP does on any device is in tests/test_ddp.py.
+"""
 
 import hashlib
 import math
@@ -10,17 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from ranks import RankPool
-from test_collectives_cuda import hear_of_the_backend, no_host_sync
+from cases import CUDA, assert_same, needs_cuda, no_host_sync
+from ranks import GPU_LIMIT_S, RankPool
+from replicas import READY, Given, backward, draw, flat, wrap
+from test_collectives_cuda import nccl_channel
 from thinwire import feedback
-from thinwire.collectives import calls, chunks, reducers, schedule, steps
+from thinwire.collectives import calls, chunks, reducers, steps
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.reducers import Lane, Size
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = list(needs_cuda)
 N = 40_000
 
 
@@ -56,14 +58,12 @@ def train(group: dist.ProcessGroup, device: torch.device, codec: str, feedback: 
 
 
 def train_on_gpu(group: dist.ProcessGroup, codec: str, feedback: str) -> dict[str, object]:
-    device = torch.device("cuda", 0)
-    hear_of_the_backend(device)
-    return train(group, device, codec, feedback, poison=5)
+    return train(group, CUDA, codec, feedback, poison=5)
 
 
 @pytest.mark.parametrize(("codec", "kind"), [("int8", "none"), ("lloyd2", "classic"), ("lloyd2", "ef21")])
 def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: str) -> None:
-    results = ranks(2).run(train_on_gpu, codec, kind, timeout=100.0)
+    results = ranks(2).run(train_on_gpu, codec, kind, timeout=GPU_LIMIT_S)
     assert len({result["digest"] for result in results}) == 1
     for result in results:
         assert result["untouched"]
@@ -72,10 +72,7 @@ def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: 
 
 
 def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, float]:
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
-    hear_of_the_backend(device)
-    channel = schedule.channel(dist.new_group([0], backend="nccl"), device)
+    channel, device = nccl_channel(), CUDA
     codec, cut = thinwire.codec("lloyd2"), chunks.Cut(N, 16_384)
     memories = [feedback.Memory(N, torch.float32, device) for _ in range(2)]
     gaps = feedback.Gaps([feedback.Piece("all", N)])
@@ -114,12 +111,30 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
 
 
 def test_classic_feedback_owes_what_it_remembers_on_a_stream(ranks: RankPool) -> None:
-    (found,) = ranks(1).run(feedback_on_nccl_stream, "classic")
+    (found,) = ranks(1).run(feedback_on_nccl_stream, "classic", timeout=GPU_LIMIT_S)
     assert found["owed"] < 1e-5  # 8 x = everything that arrived + the residual, up to the rounding of fp32
     assert found["moved"] == 0.0
 
 
 def test_ef21_converges_on_a_stream(ranks: RankPool) -> None:
-    (found,) = ranks(1).run(feedback_on_nccl_stream, "ef21")
+    (found,) = ranks(1).run(feedback_on_nccl_stream, "ef21", timeout=GPU_LIMIT_S)
     assert found["last"] < 0.1175**4 * 2  # eight steps, each leaves sqrt(0.1175) of the difference
     assert found["moved"] == 0.0
+
+
+def ddp_on_nccl(group: dist.ProcessGroup, codec: str, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a DDP of one rank makes of its gradients, and the gradients."""
+    torch.cuda.set_device(CUDA)
+    members = dist.new_group([0], backend="nccl")
+    model = wrap(Given(ready=READY), members, device=CUDA)
+    thinwire.compress_ddp(model, codec, feedback=kind, exempt="none")
+    got = [flat(backward(model, draw(0, step))) for step in range(3)]
+    dist.destroy_process_group(members)
+    return torch.cat(got), torch.cat([flat(draw(0, step)) for step in range(3)])
+
+
+@pytest.mark.parametrize("kind", ["none", "classic", "ef21"])
+@pytest.mark.parametrize("codec", ["none", "int8", "lloyd2"])
+def test_one_rank_on_nccl_keeps_its_gradients(ranks: RankPool, codec: str, kind: str) -> None:
+    ((got, want),) = ranks(1).run(ddp_on_nccl, codec, kind, timeout=GPU_LIMIT_S)
+    assert_same(got, want)

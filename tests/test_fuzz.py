@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import cases
+from cases import CPU, Place
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
 
 CODECS = [
@@ -21,6 +22,10 @@ CODECS = [
     BlockInt(6, 8),
     Cast("e4m3", 2048),
     Lloyd(4, 1024, rotate=False),
+]
+ON_CUDA = [  # few: kernels take seconds to compile
+    *(Identity(), BlockInt(8), BlockInt(3, 40, "affine"), BlockInt(6, 8), Cast("e4m3", 64)),
+    *(Lloyd(4), Lloyd(1, 256, scale="unbiased"), Lloyd(3, 32, rotate=False)),
 ]
 LENGTHS = (1, 9, 33, 129, 1000, 2500)
 HEADER = 32
@@ -96,8 +101,8 @@ def broken_wires(codec: Codec, n: int, world: int, way: int, rng: random.Random)
 # --- what is done with it ---------------------------------------------------------------------------------------------
 
 
-def guarded(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    room = torch.full((n * dtype.itemsize + 128,), cases.GARBAGE, dtype=torch.uint8)
+def guarded(n: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+    room = torch.full((n * dtype.itemsize + 128,), cases.GARBAGE, dtype=torch.uint8, device=device)
     return room, room[64 : 64 + n * dtype.itemsize].view(dtype)
 
 
@@ -106,14 +111,14 @@ def read_all(codec: Codec, wires_WN: Tensor, n: int, scale: float) -> dict[str, 
     results = {}
     for dtype in (torch.float32,) if codec == Identity() else (torch.float32, torch.float16):
         for what, wires in (("decoded", wires_WN[:1]), ("sum", wires_WN)):
-            room, out = guarded(n, dtype)
+            room, out = guarded(n, dtype, wires_WN.device)
             codec.decode_sum(wires, out, scale=1.0 if what == "decoded" else scale)
             assert_untouched(room, what)
-            results[f"{what} as {dtype}"] = out
-    room, wire = guarded(wires_WN.shape[1], torch.uint8)
+            results[f"{what} as {dtype}"] = out.cpu()
+    room, wire = guarded(wires_WN.shape[1], torch.uint8, wires_WN.device)
     codec.recode(wires_WN, wire, n, scale=scale, step=1)
     assert_untouched(room, "recoded")
-    return {**results, "recoded": wire}
+    return {**results, "recoded": wire.cpu()}
 
 
 def assert_untouched(room: Tensor, what: str) -> None:
@@ -121,26 +126,25 @@ def assert_untouched(room: Tensor, what: str) -> None:
     assert (room[-64:] == cases.GARBAGE).all(), f"{what}: bytes behind the output were written"
 
 
-@pytest.mark.parametrize("backend", cases.OTHERS)
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=lambda way: WAYS[way].__name__)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_backends_read_broken_wires_alike(codec: Codec, way: int, backend: str) -> None:
+@cases.placed(CODECS, ON_CUDA)
+def test_backends_read_broken_wires_alike(codec: Codec, way: int, place: Place) -> None:
     rng = random.Random(f"{codec} {way}")
     for n in rng.sample(LENGTHS, 3):
-        wires_WN, scale = broken_wires(codec, n, rng.choice((2, 3)), way, rng), rng.choice((1.0, 1 / 3))
+        world = rng.choice((2, 3)) if place.device == CPU else 2
+        wires_WN, scale = broken_wires(codec, n, world, way, rng), rng.choice((1.0, 1 / 3))
         for wire in wires_WN:
             tame(codec, wire, n)
         with use_backend("reference"):
             want = read_all(codec, wires_WN, n, scale)
-        with use_backend(backend):
-            got = read_all(codec, wires_WN, n, scale)
+        with use_backend(place.backend):
+            got = read_all(codec, wires_WN.to(place.device), n, scale)
         for what in want:
             cases.assert_same(got[what], want[what], f"{codec}, {n} elements, {len(wires_WN)} wires: {what}")
 
 
-@pytest.mark.parametrize("backend", cases.OTHERS)
-@pytest.mark.parametrize("codec", [c for c in CODECS if 8 <= cases.block_of(c) <= 128], ids=str)
-def test_every_pair_of_scales_is_read_alike(codec: Codec, backend: str) -> None:
+@cases.placed(*([c for c in codecs if 8 <= cases.block_of(c) <= 128] for codecs in (CODECS, ON_CUDA)))
+def test_every_pair_of_scales_is_read_alike(codec: Codec, place: Place) -> None:
     """Block by block, two wires with every pair of zero, subnormal, huge, infinite and missing scales."""
     n, rng = len(SCALES) ** 2 * cases.block_of(codec), random.Random(2)
     wires_WN = torch.stack([cases.wire_of(codec, cases.content("gaussian", n, seed=rank)) for rank in range(2)])
@@ -153,8 +157,8 @@ def test_every_pair_of_scales_is_read_alike(codec: Codec, backend: str) -> None:
         tame(codec, wire, n)
     with use_backend("reference"):
         want = read_all(codec, wires_WN, n, 1.0)
-    with use_backend(backend):
-        got = read_all(codec, wires_WN, n, 1.0)
+    with use_backend(place.backend):
+        got = read_all(codec, wires_WN.to(place.device), n, 1.0)
     for what in want:
         cases.assert_same(got[what], want[what], f"{codec}: {what}")
 

@@ -1,7 +1,8 @@
 """thinwire.hooks: means within derived bounds, what torch's hooks get wrong, everything DDP does, the compiled path.
 
 Rank functions name their hooks by a key of HOOKS and run many cases a call. `Given` is a model whose gradients are what
-it is called with, so that a real DDP brings any numbers to a hook.
+it is called with, so that a real DDP brings any numbers to a hook. Tests that take a device run with the buckets there:
+all ranks on one GPU, over gloo.
 """
 
 import inspect
@@ -23,13 +24,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import Range, assert_same, digest, given, half_ulp, seeded
-from ranks import RankPool
-from thinwire import hooks, kernels
+from cases import CPU, CUDA, Range, assert_same, digest, each_device, given, half_ulp, needs_cuda, no_host_sync, seeded
+from ranks import GPU_LIMIT_S, RankPool
+from thinwire import hooks
 from thinwire.collectives import primitives, traffic
 from thinwire.errors import CodecError, CollectiveError
 
-Group = dist.ProcessGroup
+Group, Device = dist.ProcessGroup, torch.device
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 WORLDS = (1, 2, 3, 4)
 PER_TENSOR, PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine" for block in ((1 << 32) - 8, 512, 64))
@@ -124,35 +125,41 @@ def mean_range(name: str, xs: Sequence[Tensor]) -> Range:
     return (total if in_one_shot else total.coded(coder)).written(dtype)
 
 
-def run_hooks(group: Group, names: Sequence[str], inputs: Sequence[list[Tensor]]) -> list[tuple[str, Tensor]]:
+def run_hooks(
+    group: Group, names: Sequence[str], inputs: Sequence[list[Tensor]], device: Device = CPU
+) -> list[tuple[str, Tensor]]:
     """(digest, result) of every hook on every input, of which each has one tensor a rank."""
-    outputs = [run_hook(HOOKS[name], xs[group.rank()]) for name in names for xs in inputs]
-    return [(digest(y), y) for y in outputs]
+    outputs = [run_hook(HOOKS[name], xs[group.rank()].to(device)) for name in names for xs in inputs]
+    return [(digest(y), y.cpu()) for y in outputs]
 
 
-def check_hooks(ranks: RankPool, names: Sequence[str], inputs: Sequence[list[Tensor]]) -> None:
+def check_hooks(ranks: RankPool, names: Sequence[str], inputs: Sequence[list[Tensor]], device: Device = CPU) -> None:
     """All ranks of the inputs' world agree, and on what the bound allows."""
     world = len(inputs[0])
     cases = [(name, xs) for name in names for xs in inputs]
-    for (name, xs), *answers in zip(cases, *ranks(world).run(run_hooks, names, inputs), strict=True):
+    for (name, xs), *answers in zip(cases, *ranks(world).run(run_hooks, names, inputs, device), strict=True):
         assert len({told for told, _ in answers}) == 1, f"ranks differ: {name}, {xs[0].numel()} {xs[0].dtype}"
         mean_range(name, xs).assert_holds(answers[0][1], f"{name}, {xs[0].numel()} {xs[0].dtype}")
 
 
+@each_device
 @pytest.mark.parametrize(
     ("world", "lengths"),
     [(1, (0, 1, 700)), (2, (0, 1, 2, 511, 512, 513)), (3, (0, 1, 2, 7, 64, 600)), (4, (2, 3, 63))],
 )
-def test_means_of_any_length_are_within_their_error(ranks: RankPool, world: int, lengths: Sequence[int]) -> None:
+def test_means_of_any_length_are_within_their_error(
+    ranks: RankPool, world: int, lengths: Sequence[int], device: Device
+) -> None:
     """torch pads another row where the length divides."""
-    check_hooks(ranks, list(CODECS), [[given(n, rank) for rank in range(world)] for n in lengths])
+    check_hooks(ranks, list(CODECS), [[given(n, rank) for rank in range(world)] for n in lengths], device)
 
 
+@each_device
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+def test_a_bucket_comes_back_in_its_dtype(ranks: RankPool, world: int, dtype: torch.dtype, device: Device) -> None:
     """torch's quantisation hooks answer a bf16 bucket with fp32."""
-    check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)])
+    check_hooks(ranks, list(CODECS), [[given(n, rank, dtype) for rank in range(world)] for n in (9, 300)], device)
 
 
 def run_long(group: Group, n: int) -> list[tuple[str, float]]:
@@ -223,12 +230,13 @@ HARD = {
 }
 
 
+@each_device
 @pytest.mark.parametrize("content", HARD)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, content: str) -> None:
+def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, content: str, device: Device) -> None:
     xs = [HARD[content](333) for _ in range(world)]
-    check_hooks(ranks, QUANTISED, [xs])
-    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, QUANTISED, [xs])[0])
+    check_hooks(ranks, QUANTISED, [xs], device)
+    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, QUANTISED, [xs], device)[0])
 
 
 def nan_block(name: str, n: int, at: int, world: int) -> range:
@@ -240,15 +248,16 @@ def nan_block(name: str, n: int, at: int, world: int) -> range:
     return range(begin, min(begin + block, first + shard, n))
 
 
+@each_device
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float) -> None:
+def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float, device: Device) -> None:
     """torch's: the whole bucket is NaN."""
     n, at = 2003, 1100
     clean = [given(n, rank) for rank in range(world)]
     broken = [x.clone() for x in clean]
     broken[1][at] = bad
-    answers = [y for _, y in ranks(world).run(run_hooks, QUANTISED, [clean, broken])[0]]
+    answers = [y for _, y in ranks(world).run(run_hooks, QUANTISED, [clean, broken], device)[0]]
     for name, good, got in zip(QUANTISED, answers[::2], answers[1::2], strict=True):
         block = list(nan_block(name, n, at, world))
         want = good.clone()
@@ -257,19 +266,20 @@ def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float) -> 
         assert_same(got, want, name)
 
 
-def many_in_flight(group: Group, name: str, state: Any = None) -> list[str]:
-    inputs = [given(n, group.rank()) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
+def many_in_flight(group: Group, name: str, device: Device = CPU, state: Any = None) -> list[str]:
+    inputs = [given(n, group.rank()).to(device) for n in (900, 1, 0, 2100, 64, 900, 513, 33)]
     buckets = [Bucket(x.clone()) for x in inputs]
     futures = [HOOKS[name](state, bucket) for bucket in buckets]
     together = [future.wait() for future in reversed(futures)][::-1]
     return [digest(y) for y in together] + [digest(run_hook(HOOKS[name], x, state)) for x in inputs]
 
 
+@each_device
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_several_buckets_in_flight(ranks: RankPool, world: int) -> None:
+def test_several_buckets_in_flight(ranks: RankPool, world: int, device: Device) -> None:
     """torch's quantisation hooks wait inside a callback, and with two buckets gloo hangs."""
     for name in HOOKS:
-        answers = ranks(world).run(many_in_flight, name)
+        answers = ranks(world).run(many_in_flight, name, device)
         assert answers == [answers[0]] * world, name
         assert answers[0][:8] == answers[0][8:], name
 
@@ -807,28 +817,17 @@ def test_compiled_ddp(ranks: RankPool) -> None:
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
-needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def hear_of_the_backend() -> torch.device:
-    """A GPU without kernels of its own is announced once; warnings are errors in the ranks."""
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        kernels.select(device)
-    return device
-
 
 def train_on_gpu(group: Group, backend: str) -> list[str]:
     """Hooks whose DDP on the GPU differs from that on the CPU, apart from the order of torch's own sums."""
-    device, wrong = hear_of_the_backend(), []
+    wrong: list[str] = []
+    torch.cuda.set_device(CUDA)
     members = dist.new_group(backend=backend)
     for name, hook in HOOKS.items():
-        model = DistributedDataParallel(Given(MIXED).to(device), process_group=members, bucket_cap_mb=0.001)
+        model = DistributedDataParallel(Given(MIXED).to(CUDA), process_group=members, bucket_cap_mb=0.001)
         model.register_comm_hook(members, hook)
         for step, want in enumerate(train(group, hook, MIXED, bucket_cap_mb=0.001)):
-            model(*(g.to(device) for g in gradients_of(MIXED, group.rank(), step))).backward()
+            model(*(g.to(CUDA) for g in gradients_of(MIXED, group.rank(), step))).backward()
             got = [g.cpu() for g in taken(model) if g is not None]
             if [digest(g) for g in got] != [digest(g) for g in want if g is not None]:
                 wrong.append(name)
@@ -838,33 +837,29 @@ def train_on_gpu(group: Group, backend: str) -> list[str]:
 
 def run_without_sync(group: Group) -> list[str]:
     """Hooks that make the host wait for the GPU, as torch's quantisation hooks do for every bucket."""
-    device, wrong = hear_of_the_backend(), []
+    wrong: list[str] = []
+    torch.cuda.set_device(CUDA)
     members = dist.new_group(backend="nccl")
     for name, hook in HOOKS.items():
-        x = torch.randn(1000, device=device)
+        x = torch.randn(1000, device=CUDA)
         run_hook(hook, x, members)
         bucket = Bucket(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch says that this is a prototype
-            torch.cuda.set_sync_debug_mode("error")
         try:
-            hook(members, bucket).wait()
+            with no_host_sync():
+                hook(members, bucket).wait()
         except RuntimeError as error:
             wrong.append(f"{name}: {error}")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     dist.destroy_process_group(members)
     return wrong
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_no_hook_waits_for_the_gpu(ranks: RankPool) -> None:
-    assert ranks(1).run(run_without_sync, timeout=50) == [[]]
+@pytest.mark.parametrize("world", [pytest.param(1, marks=needs_cuda)])
+def test_no_hook_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(run_without_sync, timeout=GPU_LIMIT_S) == [[]]
 
 
 @pytest.mark.parametrize(
     ("backend", "world"), [pytest.param("nccl", 1, marks=needs_cuda), pytest.param("gloo", 2, marks=needs_cuda)]
 )
 def test_ddp_on_a_gpu(ranks: RankPool, backend: str, world: int) -> None:
-    assert ranks(world).run(train_on_gpu, backend, timeout=50) == [[]] * world
+    assert ranks(world).run(train_on_gpu, backend, timeout=GPU_LIMIT_S) == [[]] * world

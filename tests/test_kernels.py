@@ -1,35 +1,45 @@
-"""Every backend gives the reference's bytes, in one thread or many, from several callers, and after a fork."""
+"""Every backend gives the reference's bytes, in one thread or many, from several callers, and after a fork.
+
+A GPU's backend is compared with the reference on the CPU. tests/test_kernels_cuda.py has what only a GPU does.
+"""
 
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import cases
+from cases import Place, each_place
 from thinwire import BackendError, BlockInt, Cast, Codec, Identity, Lloyd, kernels, use_backend
 from thinwire.kernels import BACKENDS, cpu, dispatch
 
-each_backend = pytest.mark.parametrize("backend", cases.OTHERS)
 each_codec = pytest.mark.parametrize("codec", cases.CODECS, ids=str)
+one_of_each = pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
 needs_cpu = pytest.mark.skipif("cpu" not in cases.OTHERS, reason="the C kernels were not built")
 Results = dict[str, Tensor]
 
 
-def assert_as_reference(backend: str, act: Callable[[], Results]) -> Results:
-    """Run `act` on the reference and on `backend`, compare what they give, return the former."""
+def assert_as_reference(place: Place, act: Callable[..., Results], codec: Codec, *args: Any) -> Results:
+    """Run `act` by the reference on the CPU and by `place` on its device, compare the results, return the former."""
     with use_backend("reference"):
-        want = act()
-    with use_backend(backend):
-        got = act()
+        want = act(codec, *args)
+    with use_backend(place.backend):
+        got = act(codec, *(cases.moved(arg, place.device) for arg in args))
     for what in want:
-        cases.assert_same(got[what], want[what], what)
+        cases.assert_same(got[what].cpu(), want[what], what)
     return want
+
+
+def worlds_of(place: Place, *worlds: int) -> tuple[int, ...]:
+    """On a GPU few of them: each of up to eight wires has kernels of its own, which take seconds to compile."""
+    return worlds if place.device == cases.CPU else tuple(world for world in worlds if world in (1, 2, 9))
 
 
 def encodings(codec: Codec, xs: list[Tensor], step: int = 0) -> Results:
@@ -42,7 +52,7 @@ def with_residual(codec: Codec, x: Tensor, residual: Tensor) -> Results:
     return {"wire of x + residual": wire, "residual": residual}
 
 
-def sums(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype, worlds: tuple[int, ...]) -> Results:
+def sums(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype, worlds: Sequence[int]) -> Results:
     return {
         f"sum of {world} times {scale:.2}": cases.summed(codec, wires_WN[:world], n, dtype, scale)
         for world in worlds
@@ -50,101 +60,148 @@ def sums(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype, worlds: tup
     }
 
 
-def recodings(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype, worlds: tuple[int, ...]) -> Results:
+def recodings(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype, worlds: Sequence[int]) -> Results:
     return {
         f"recoded sum of {world}": cases.recoded(codec, wires_WN[:world], n, scale, step=2, dtype=dtype)
         for world, scale in zip(worlds, (1 / 3, 1.0, 1 / 3, 0.25), strict=False)
     }
 
 
+def sum_and_recoding(codec: Codec, wires_WN: Tensor, n: int, recoded: int = 2) -> Results:
+    return {
+        "sum of the last 2": cases.summed(codec, wires_WN[-2:], n),
+        "recoded": cases.recoded(codec, wires_WN[-recoded:], n, 1 / 3),
+    }
+
+
 # --- same bytes -------------------------------------------------------------------------------------------------------
 
 
-@each_backend
+@each_place
 @each_codec
-def test_long_tensors_of_every_content(codec: Codec, backend: str) -> None:
+def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     n, block = 5003, cases.block_of(codec)
     xs = [cases.mixed(n, block, torch.float32, rank, seed=1) for rank in range(6)]
     residual = cases.mixed(n, block, torch.float32, 7, seed=2)
-    wires = list(assert_as_reference(backend, lambda: encodings(codec, xs, step=3)).values())
+    wires = list(assert_as_reference(place, encodings, codec, xs, 3).values())
     wires_WN = torch.stack([wires[i] for i in (0, 1, 2, 3, 4, 5, 1, 0, 3)])
-    assert_as_reference(backend, lambda: with_residual(codec, xs[0], residual))
-    assert_as_reference(backend, lambda: sums(codec, wires_WN, n, torch.float32, (1, 2, 3, 4, 9)))
-    assert_as_reference(backend, lambda: recodings(codec, wires_WN, n, torch.float32, (1, 3, 4, 9)))
+    assert_as_reference(place, with_residual, codec, xs[0], residual)
+    assert_as_reference(place, sums, codec, wires_WN, n, torch.float32, worlds_of(place, 1, 2, 3, 4, 9))
+    worlds = worlds_of(place, 1, 3, 4, 9) if place.device == cases.CPU else (2, 9)
+    assert_as_reference(place, recodings, codec, wires_WN, n, torch.float32, worlds)
 
 
-@each_backend
+@each_place
 @each_codec
-def test_every_length(codec: Codec, backend: str) -> None:
+def test_every_length(codec: Codec, place: Place) -> None:
     names = list(cases.CONTENTS)
     block = cases.block_of(codec)
     for i, n in enumerate({*cases.LENGTHS, max(block - 1, 0), block, block + 1}):
         first, second = names[i % len(names)], names[(i * 5 + cases.CODECS.index(codec)) % len(names)]
         xs = [cases.content(first, n, seed=1), cases.content(second, n, seed=2)]
-        wires = list(assert_as_reference(backend, lambda xs=xs: encodings(codec, xs)).values())
+        wires = list(assert_as_reference(place, encodings, codec, xs).values())
         wires_WN = torch.stack([wires[0], wires[0], wires[1]])
-        assert_as_reference(backend, lambda n=n, w=wires_WN[1:]: {"sum": cases.summed(codec, w, n)})
-        assert_as_reference(backend, lambda n=n, w=wires_WN: {"recoded": cases.recoded(codec, w, n, 1 / 3)})
+        assert_as_reference(place, sum_and_recoding, codec, wires_WN, n, 3 if place.device == cases.CPU else 2)
 
 
-@each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each_codec
-def test_sixteen_bit_tensors(codec: Codec, dtype: torch.dtype, backend: str) -> None:
+@cases.placed(cases.CODECS, cases.ONE_OF_EACH)
+def test_sixteen_bit_tensors(codec: Codec, dtype: torch.dtype, place: Place) -> None:
     n, block = 1000, cases.block_of(codec)
     xs = [cases.mixed(n, min(block, 256), dtype, rank, seed=4) for rank in range(2)]
     residual = cases.mixed(n, min(block, 256), torch.float32, 2, seed=5)
-    wires_WN = torch.stack(list(assert_as_reference(backend, lambda: encodings(codec, xs)).values()))
-    assert_as_reference(backend, lambda: with_residual(codec, xs[0], residual))
-    assert_as_reference(backend, lambda: sums(codec, wires_WN, n, dtype, (2,)))
-    assert_as_reference(backend, lambda: recodings(codec, wires_WN, n, dtype, (2,)))
+    wires_WN = torch.stack(list(assert_as_reference(place, encodings, codec, xs).values()))
+    assert_as_reference(place, with_residual, codec, xs[0], residual)
+    assert_as_reference(place, sums, codec, wires_WN, n, dtype, (2,))
+    assert_as_reference(place, recodings, codec, wires_WN, n, dtype, (2,))
 
 
-@each_backend
+@each_place
 @pytest.mark.parametrize("codec", [*cases.PLAIN, *cases.CASTS], ids=str)
 @pytest.mark.parametrize("n", [1, 129, 1500])
-def test_double_tensors(codec: Codec, n: int, backend: str) -> None:
+def test_double_tensors(codec: Codec, n: int, place: Place) -> None:
     xs = [torch.randn(n, dtype=torch.float64, generator=cases.seeded(rank)) for rank in range(3)]
     xs[0][0] = 1e300
-    wires_WN = torch.stack(list(assert_as_reference(backend, lambda: encodings(codec, xs)).values()))
-    assert_as_reference(backend, lambda: sums(codec, wires_WN, n, torch.float64, (1, 3)))
-    assert_as_reference(backend, lambda: recodings(codec, wires_WN, n, torch.float64, (3,)))
-    assert_as_reference(backend, lambda: with_residual(codec, xs[1], torch.randn(n, generator=cases.seeded(9))))
+    wires_WN = torch.stack(list(assert_as_reference(place, encodings, codec, xs).values()))
+    worlds = (1, 3) if place.device == cases.CPU else (1, 2)
+    assert_as_reference(place, sums, codec, wires_WN, n, torch.float64, worlds)
+    assert_as_reference(place, recodings, codec, wires_WN, n, torch.float64, worlds[1:])
+    assert_as_reference(place, with_residual, codec, xs[1], torch.randn(n, generator=cases.seeded(9)))
 
 
-@each_backend
+@each_place
 @pytest.mark.parametrize(
     "codec",
     [
         *(BlockInt(3, 5000), BlockInt(3, 3000, "affine"), BlockInt(5, 5000, "affine", "stochastic"), BlockInt(8, 3000)),
         *(BlockInt(7, 4096, rounding="stochastic"), BlockInt(2, 1 << 20), Cast("e4m3", 3000), Cast("fp16", 5000)),
+        BlockInt(8, (1 << 32) - 8, "affine"),
     ],
     ids=str,
 )
-def test_blocks_longer_than_a_tile(codec: Codec, backend: str) -> None:
+def test_blocks_longer_than_a_tile(codec: Codec, place: Place) -> None:
     for n in (1, 1025, 2999, 3000, 3001, 12007):
         xs = [cases.mixed(n, 3000, torch.float32, rank, seed=n) for rank in range(2)]
-        wires_WN = torch.stack(list(assert_as_reference(backend, lambda xs=xs: encodings(codec, xs)).values()))
-        assert_as_reference(backend, lambda xs=xs: with_residual(codec, xs[1], torch.ones_like(xs[0])))
-        assert_as_reference(backend, lambda n=n, w=wires_WN: {"sum": cases.summed(codec, w, n)})
-        assert_as_reference(backend, lambda n=n, w=wires_WN: {"recoded": cases.recoded(codec, w, n, 1 / 3)})
+        wires_WN = torch.stack(list(assert_as_reference(place, encodings, codec, xs).values()))
+        assert_as_reference(place, with_residual, codec, xs[1], torch.ones_like(xs[0]))
+        assert_as_reference(place, sum_and_recoding, codec, wires_WN, n)
 
 
-@each_backend
-@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
-def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, backend: str) -> None:
+@each_place
+@one_of_each
+def test_sixty_four_wires(codec: Codec, place: Place) -> None:
+    n, block = 1777, cases.block_of(codec)
+    xs = [cases.mixed(n, block, torch.float32, rank, seed=8) for rank in range(64)]
+    with use_backend("reference"):
+        wires_WN = cases.wires_of(codec, xs)
+    assert_as_reference(place, sums, codec, wires_WN, n, torch.float32, (64,))
+    assert_as_reference(place, recodings, codec, wires_WN, n, torch.float32, (64,))
+
+
+# --- any address ------------------------------------------------------------------------------------------------------
+
+
+@each_place
+@one_of_each
+def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, place: Place) -> None:
     n = 1000
-    rows = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
-    spread = torch.zeros(3 * (rows.shape[1] + 37), dtype=torch.uint8)
+    with use_backend("reference"):
+        rows = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(3)])
+        sums_of = {world: cases.summed(codec, rows[:world], n) for world in (1, 2, 3)}
+    spread = torch.zeros(3 * (rows.shape[1] + 37), dtype=torch.uint8, device=place.device)
     wires_WN = spread.as_strided(tuple(rows.shape), (rows.shape[1] + 36, 1), 1)
     odd_WN = spread.new_zeros(spread.numel()).as_strided(tuple(rows.shape), (rows.shape[1] + 35, 1), 1)
     for matrix in (wires_WN, odd_WN):
         matrix.copy_(rows)
-        for world in (1, 3):
-            want = cases.summed(codec, rows[:world], n)
-            for name in ("reference", backend):
+        for world in (1, 3) if place.device == cases.CPU else (1, 2):
+            for name in ("reference", place.backend):
                 with use_backend(name):
-                    cases.assert_same(cases.summed(codec, matrix[:world], n), want, f"{name}, world {world}")
+                    got = cases.summed(codec, matrix[:world], n).cpu()
+                cases.assert_same(got, sums_of[world], f"{name}, world {world}")
+
+
+def at_odd_addresses(codec: Codec, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
+    """Every operation with all its tensors off the start of their memory: an element, or a byte of a wire."""
+    n, nbytes = x.numel(), wires_WN.shape[1]
+    x, carried = cases.shifted(x), cases.shifted(residual)
+    wire, with_carry, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(3))
+    codec.encode(x, wire, step=1)
+    codec.encode(x, with_carry, step=1, residual=carried)
+    odd_WN = cases.shifted(wires_WN.reshape(-1)).view(-1, nbytes)
+    out = cases.shifted(torch.full_like(x, torch.nan))
+    codec.decode_sum(odd_WN, out, scale=0.5)
+    codec.recode(odd_WN, recoded, n, scale=0.5, step=1, dtype=x.dtype)
+    return {"wire": wire, "with carry": with_carry, "residual": carried, "sum": out, "recoded": recoded}
+
+
+@each_place
+@one_of_each
+def test_every_tensor_at_an_odd_address(codec: Codec, place: Place) -> None:
+    for n in (997, 1024):
+        xs = [cases.content("gaussian", n, seed=rank) for rank in range(2)]
+        with use_backend("reference"):
+            wires_WN = cases.wires_of(codec, xs)
+        assert_as_reference(place, at_odd_addresses, codec, xs[0], cases.content("gaussian", n, seed=3), wires_WN)
 
 
 # --- threads, callers, processes --------------------------------------------------------------------------------------
@@ -185,23 +242,23 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
             cases.assert_same(other[what], results[0][what], what)
 
 
-@each_backend
+@each_place
 @pytest.mark.parametrize("codec", [BlockInt(8), BlockInt(3, 40, "affine", "stochastic"), Lloyd(4)], ids=str)
-def test_callers_at_once(codec: Codec, backend: str) -> None:
+def test_callers_at_once(codec: Codec, place: Place) -> None:
     n = 2**19 + 13
-    xs = [cases.content("gaussian", n, seed=caller) for caller in range(4)]
+    xs = [cases.content("gaussian", n, seed=caller).to(place.device) for caller in range(4)]
 
     def act(x: Tensor) -> Results:
         wire = cases.wire_of(codec, x)
         return {"wire": wire, "decoded": cases.decoded(codec, wire, n), "recoded": cases.recoded(codec, wire[None], n)}
 
-    with use_backend(backend):
+    with use_backend(place.backend):
         alone = [act(x) for x in xs]
         with ThreadPoolExecutor(4) as pool:
             together = list(pool.map(act, xs * 3))
     for i, results in enumerate(together):
         for what in results:
-            cases.assert_same(results[what], alone[i % 4][what], f"caller {i}: {what}")
+            cases.assert_same(results[what].cpu(), alone[i % 4][what].cpu(), f"caller {i}: {what}")
 
 
 AFTER_FORK = """
@@ -322,6 +379,61 @@ def test_asked_for_the_reference_nothing_is_said(no_library: Path) -> None:
     with use_backend("reference"), warnings.catch_warnings():
         warnings.simplefilter("error")
         a_wire()
+
+
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which triton cannot be imported, and nothing was said about it yet."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(dispatch, "_said", set())
+    forget_what_is_there()
+    yield
+    monkeypatch.undo()
+    forget_what_is_there()
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "_said", set())
+    forget_what_is_there()
+    yield
+    monkeypatch.undo()
+    forget_what_is_there()
+
+
+def forget_what_is_there() -> None:
+    clear = getattr(BACKENDS["triton"].unavailable, "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
+def test_triton_by_name_where_it_is_missing_says_what_to_do(no_triton: None) -> None:
+    said = r"backend='triton' was requested but .*triton.*use backend='auto'"
+    with use_backend("triton"), pytest.raises(BackendError, match=said):
+        kernels.select(cases.CUDA)
+
+
+def test_triton_by_name_without_a_gpu_says_what_to_do(no_cuda: None) -> None:
+    said = r"(?i)backend='triton' was requested but .*cuda.*use backend='auto'"
+    with use_backend("triton"), pytest.raises(BackendError, match=said):
+        kernels.select(cases.CUDA)
+
+
+def test_triton_by_name_does_not_serve_the_cpu() -> None:
+    with use_backend("triton"), pytest.raises(BackendError, match="does not serve cpu tensors"):
+        a_wire()
+
+
+def test_auto_without_triton_takes_the_reference_on_a_gpu_and_says_so_once(no_triton: None) -> None:
+    with use_backend("auto"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        chosen = [kernels.select(cases.CUDA) for _ in range(3)]
+    assert chosen == [BACKENDS["reference"]] * 3
+    assert [w.category for w in said] == [RuntimeWarning]
+    assert "cuda tensors are served by the plain torch reference" in str(said[0].message)
+    assert "triton" in str(said[0].message)
 
 
 def test_backend_that_does_not_serve_the_device() -> None:

@@ -1,52 +1,105 @@
 """The kernel benchmark: what a kernel costs beside a plain copy, torch eager and torch.compile, interleaved in one run.
 
 Every case measures a backend's own functions (`kernels.schema.Backend`), so the checks in front of them are not timed.
-Inputs are Gaussian; the speed of the kernels does not hang on the values.
+Inputs are Gaussian; the speed of the kernels does not hang on the values. A run has parts:
+
+    codecs   every codec and op at one size
+    sizes    a few codecs, by the bytes of the tensor
+    replay   the codec's part of a small all_reduce as one CUDA graph (bench/replay.py)
+    rivals   torch.compile of the reference and torch's quantisation hooks (bench/rivals.py)
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.bench import timing
+from thinwire.bench import copies, replay, rivals, timing
+from thinwire.bench.copies import Effort
 from thinwire.bench.record import Progress, Record, Row, collect
+from thinwire.bench.replay import PathCase
+from thinwire.bench.rivals import HookCase
 from thinwire.bench.timing import Call
 from thinwire.codecs import Codec, codec
 from thinwire.kernels import Backend, Encoding, hashing, reference
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
-SUMS = ("decode_sum", "recode")  # the ops that take the wires of WORLD ranks
-WORLD = 4
+SUMS = ("decode_sum", "recode")  # the ops that take the wires of several ranks
+PARTS = ("codecs", "sizes", "replay", "rivals")  # what compiles for long comes last
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "int8", "int8:mode=affine", "int4", "int2"),
     *("lloyd4", "lloyd4:block=256", "lloyd2", "lloyd1"),
 )
-BF16_CODECS = ("int8", "lloyd4")  # measured on bfloat16 tensors too, where no dtypes are asked for
+HEADLINES = ("int8", "int4", "int2", "lloyd4", "lloyd2", "lloyd1")
+COMPILED = ("int8", "int4", "lloyd4")  # the codecs compared with torch.compile where nothing is asked for
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_RANKS = 64
+EAGER, COMPILE = "times_eager", "times_compile"
 QUICK_NUMEL = 1 << 20
 _KEY = hashing.key(0, 0, hashing.ROTATION)
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much a run measures."""
+class Defaults:
+    """What a run measures where nothing else is asked for."""
 
-    rounds: int = 9  # more => steadier medians
-    eager_rounds: int = 3  # the reference is slow: fewer rounds,
-    eager_numel: int = 1 << 21  # and on at most this many elements, with the kernel beside it on as many
-    compile: bool = False  # True => torch.compile of the reference too; the first call of each case takes seconds
+    parts: tuple[str, ...] = ("codecs",)
+    codecs: tuple[str, ...] = CODECS
+    bf16_codecs: tuple[str, ...] | None = ("int8", "lloyd4")  # measured on bfloat16 tensors too; None: all
+    numel: int = 25_000_000
+    ranks: int = 4  # whose wires are summed
+    swept: tuple[str, ...] = HEADLINES  # measured by size
+    size_bytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 28, 1 << 30)
+    rival_numel: int = 1 << 24
+    path_numels: tuple[int, ...] = replay.NUMELS
+    compile: bool = True  # in the rivals
 
 
-FULL, QUICK = Effort(), Effort(rounds=3, eager_rounds=1, eager_numel=1 << 18)
+CPU = Defaults()
+CPU_QUICK = replace(CPU, numel=QUICK_NUMEL, size_bytes=(1 << 18, 1 << 20), rival_numel=1 << 16, compile=False)
+CUDA = replace(CPU, parts=PARTS, bf16_codecs=None, numel=1 << 27, ranks=8)
+FEW = ("int8", "lloyd4")  # Triton compiles every kernel at its first use, for seconds
+CUDA_QUICK = replace(
+    CPU_QUICK, parts=PARTS, codecs=FEW, bf16_codecs=(), ranks=8, swept=FEW, path_numels=replay.NUMELS[:1]
+)
+EFFORTS = {
+    ("cpu", False): Effort(),
+    ("cpu", True): Effort(rounds=3, eager_rounds=1, eager_numel=1 << 18),
+    ("cuda", False): Effort(rounds=20, launches=5, footprint=1 << 28, eager_numel=1 << 24),
+    ("cuda", True): Effort(rounds=5, launches=3, footprint=1 << 28, eager_rounds=1, eager_numel=1 << 18),
+}
+
+
+class Job(Protocol):
+    """One row to be measured, of any part."""
+
+    @property
+    def part(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def backend(self, backend: Backend) -> str: ...
+    def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row: ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row to be measured."""
+    """One op of a backend."""
 
     op: str
     codec: Codec
@@ -54,14 +107,23 @@ class Case:
     numel: int
     threads: int
     device: torch.device
+    ranks: int = CPU.ranks
+    part: str = "codecs"
+    rivals: tuple[str, ...] = (EAGER,)  # EAGER, COMPILE: what it is compared with beside the copies
 
     def __str__(self) -> str:
-        return f"{self.op} {self.codec} {dtype_name(self.dtype)}, {self.threads} threads"
+        size = f"{self.threads} threads" if self.device.type == "cpu" else f"{self.numel} elements"
+        return f"{self.op} {self.codec} {dtype_name(self.dtype)}, {size}"
+
+    @property
+    def name(self) -> str:
+        """In the column `codec`."""
+        return str(self.codec)
 
     @property
     def world(self) -> int:
         """Wires that the op reads."""
-        return WORLD if self.op in SUMS else 1
+        return self.ranks if self.op in SUMS else 1
 
     @property
     def encoding(self) -> Encoding:
@@ -80,47 +142,154 @@ class Case:
             "recode": self.world * wire + wire,
         }[self.op]
 
+    def backend(self, backend: Backend) -> str:
+        """In the column `backend`."""
+        return timing.name_of(backend)
+
+    def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
+        """Time columns: the kernel beside copies on the whole of x, then beside its rivals on a slice."""
+        columns = copies.beside(x, lambda each: prepare(self, backend, each), self.minimal_bytes, effort)
+        return {**columns, **_rivals(self, backend, effort, x)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run measures: what was asked for, the rest by the defaults."""
+
+    device: torch.device
+    usual: Defaults
+    codecs: tuple[Codec, ...] = ()
+    numels: tuple[int, ...] = ()
+    ops: tuple[str, ...] = OPS
+    dtypes: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()
+    ranks: int = 0
+    compile: bool = False  # True => torch.compile beside every case of the codecs; seconds a case more
+
+    def jobs(self) -> list[Job]:
+        """The cases of the parts, in order."""
+        makers: dict[str, Callable[[], Iterator[Job]]] = {
+            "codecs": self._by_codec,
+            "sizes": self._by_size,
+            "replay": self._replays,
+            "rivals": self._rivals,
+        }
+        return [job for part in self._parts for job in makers[part]()]
+
+    def _by_codec(self) -> Iterator[Job]:
+        beside = (EAGER, COMPILE) if self.compile else (EAGER,)
+        for numel, count in itertools.product(self.numels or (self.usual.numel,), self._threads):
+            for chosen in self._codecs(self.usual.codecs):
+                for dtype in self._dtypes(chosen):
+                    yield from self._ops("codecs", chosen, dtype, numel, count, beside)
+
+    def _by_size(self) -> Iterator[Job]:
+        sizes = self.numels or self.usual.size_bytes
+        for size, dtype in itertools.product(sizes, DTYPES.values()):
+            numel, count = size if self.numels else size // dtype.itemsize, self._threads[-1]
+            for chosen in self._codecs(self.usual.swept):
+                if dtype in self._dtypes(chosen):
+                    yield from self._ops("sizes", chosen, dtype, numel, count, ())
+
+    def _ops(
+        self, part: str, chosen: Codec, dtype: torch.dtype, numel: int, count: int, beside: tuple[str, ...]
+    ) -> Iterator[Job]:
+        for op in self.ops:
+            # A recode sees wires alone: where dtypes are ours to choose, it is measured once.
+            if self.dtypes or op != "recode" or dtype == torch.float32:
+                yield Case(op, chosen, dtype, numel, count, self.device, self._ranks, part, beside)
+
+    def _replays(self) -> Iterator[Job]:
+        for chosen, numel in itertools.product(self._codecs(replay.CODECS), self.numels or self.usual.path_numels):
+            yield PathCase(chosen, numel, self._ranks, self._threads[-1], self.device)
+
+    def _rivals(self) -> Iterator[Job]:
+        numel, count = min(self.numels or (self.usual.rival_numel,)), self._threads[-1]
+        ops = [op for op in self.ops if op in rivals.OPS]
+        for name, op in itertools.product(rivals.HOOKS, ops):
+            yield HookCase(name, op, numel, count, self.device)
+        beside = (EAGER, COMPILE) if self.usual.compile or self.compile else (EAGER,)
+        for chosen, op in itertools.product(self._codecs(COMPILED), ops):
+            yield Case(op, chosen, torch.float32, numel, count, self.device, self._ranks, "rivals", beside)
+
+    def _codecs(self, default: Sequence[str]) -> tuple[Codec, ...]:
+        return self.codecs or tuple(codec(spec) for spec in default)
+
+    def _dtypes(self, chosen: Codec) -> list[torch.dtype]:
+        if self.dtypes:
+            return [DTYPES[name] for name in self.dtypes]
+        both = self.usual.bf16_codecs is None or str(chosen) in self.usual.bf16_codecs
+        return [torch.float32, torch.bfloat16] if both else [torch.float32]
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
+        for part in self.parts:
+            check(part, self.device)
+        kept = ("codecs",) if self.numels else ("codecs", "sizes") if self.codecs or self.ops != OPS else PARTS
+        return self.parts or tuple(part for part in self.usual.parts if part in kept)
+
+    @property
+    def _threads(self) -> tuple[int, ...]:
+        return self.threads or default_threads(self.device)
+
+    @property
+    def _ranks(self) -> int:
+        return self.ranks or self.usual.ranks
+
 
 def run(
     device: str | torch.device = "cpu",
-    codecs: Sequence[str | Codec] = CODECS,
-    numel: int | None = None,
+    codecs: Sequence[str | Codec] = (),
+    numel: int | Sequence[int] | None = None,
     ops: Sequence[str] = OPS,
     dtypes: Sequence[str] | None = None,
     threads: Sequence[int] | None = None,
     quick: bool = False,
     compile: bool = False,
     progress: Progress = iter,
+    *,
+    parts: Sequence[str] | None = None,
+    ranks: int | None = None,
 ) -> Record:
-    """A record of kind "kernels". dtypes None: float32, and bfloat16 for int8 and lloyd4. threads None: 1 and all."""
+    """A record of kind "kernels". What is empty or None is that of `defaults`; `ranks` is the world of sums."""
     device = torch.device(device)
     backend = kernels.select(device)
-    numel = numel or default_numel(device, backend, quick)
-    counts = threads or default_threads(device)
-    chosen = [codec(spec) for spec in codecs]
-    cases = [
-        Case(op, chosen_codec, dtype, numel, count, device)
-        for count in counts
-        for chosen_codec in chosen
-        for dtype in _dtypes(chosen_codec, dtypes)
-        for op in ops
-        if not _repeats(op, dtype, dtypes)
-    ]
-    effort = replace(QUICK if quick else FULL, compile=compile)
-    return collect("kernels", device, _rows(cases, backend, effort, progress))
+    plan = Plan(
+        device=device,
+        usual=defaults(device, backend, quick),
+        codecs=tuple(codec(spec) for spec in codecs),
+        numels=(numel,) if isinstance(numel, int) else tuple(numel or ()),
+        ops=tuple(ops),
+        dtypes=tuple(dtypes or ()),
+        threads=tuple(threads or ()),
+        parts=tuple(parts or ()),
+        ranks=ranks or 0,
+        compile=compile,
+    )
+    effort = EFFORTS["cuda" if device.type == "cuda" else "cpu", quick]
+    return collect("kernels", device, _rows(plan.jobs(), backend, effort, progress))
 
 
-def default_numel(device: torch.device, backend: Backend, quick: bool) -> int:
-    """Elements a tensor, where none are asked for. The reference gets few: at the full size it would take an hour."""
-    if quick or backend is reference:
-        return QUICK_NUMEL
-    return 25_000_000 if device.type == "cpu" else 1 << 27
+def check(part: str, device: torch.device) -> None:
+    """Raise ValueError where a part cannot be measured on `device`."""
+    if part == "replay" and device.type != "cuda":
+        raise ValueError(f"replay measures CUDA graphs, which {device.type} tensors have not: use --device cuda")
 
 
-def default_threads(device: torch.device) -> list[int]:
+def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
+    """What is measured on a device. The reference gets few elements: at the full size it would take an hour."""
+    small = quick or backend is reference
+    if device.type == "cpu":
+        return CPU_QUICK if small else CPU
+    return CUDA_QUICK if small else CUDA
+
+
+def default_threads(device: torch.device) -> tuple[int, ...]:
     """1 and all on the CPU; on another device host threads do nothing."""
     every = torch.get_num_threads()
-    return sorted({1, every}) if device.type == "cpu" else [every]
+    return tuple(sorted({1, every})) if device.type == "cpu" else (every,)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -128,67 +297,61 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtypes(chosen: Codec, asked: Sequence[str] | None) -> list[torch.dtype]:
-    if asked is not None:
-        return [DTYPES[name] for name in asked]
-    return [torch.float32, torch.bfloat16] if str(chosen) in BF16_CODECS else [torch.float32]
+def _rows(jobs: Sequence[Job], backend: Backend, effort: Effort, progress: Progress) -> Iterator[Row]:
+    inputs = _Inputs()
+    for job in progress(jobs):
+        with timing.threads(job.threads), torch.no_grad():
+            yield row_of(job, backend, effort, inputs)
 
 
-def _repeats(op: str, dtype: torch.dtype, asked: Sequence[str] | None) -> bool:
-    """A recode sees wires alone: where dtypes are ours to choose, it is measured once."""
-    return asked is None and op == "recode" and dtype != torch.float32
-
-
-def _rows(cases: Sequence[Case], backend: Backend, effort: Effort, progress: Progress) -> Iterator[Row]:
-    inputs: dict[torch.dtype, Tensor] = {}
-    for case in progress(cases):
-        if case.dtype not in inputs:
-            inputs[case.dtype] = _input(case)
-        with timing.threads(case.threads), torch.no_grad():
-            yield measure(case, backend, effort, inputs[case.dtype])
-
-
-def measure(case: Case, backend: Backend, effort: Effort, x: Tensor) -> Row:
-    """One row: the kernel beside a copy on the whole of x, then beside its rivals on a slice."""
-    (p20, p50, p80), copy_ms = _beside_copy(case, backend, effort, x)
-    return {
-        "op": case.op,
-        "codec": str(case.codec),
-        "backend": timing.name_of(backend),
-        "device": case.device.type,
-        "dtype": dtype_name(case.dtype),
-        "numel": case.numel,
-        "world": case.world,
-        "threads": case.threads,
-        "ms_p50": p50,
-        "ms_p20": p20,
-        "ms_p80": p80,
-        "copy_ms": copy_ms,
-        "times_copy": p50 / copy_ms,
-        "copy_share": copy_share(case, p50, copy_ms),
-        **_rivals(case, backend, effort, x),
+def row_of(job: Job, backend: Backend, effort: Effort, inputs: "_Inputs") -> Row:
+    """One row. A case that fails has no times and says why in `note`: the others are still worth having."""
+    labels: Row = {
+        "op": job.op,
+        "codec": job.name,
+        "backend": job.backend(backend),
+        "device": job.device.type,
+        "dtype": dtype_name(job.dtype),
+        "numel": job.numel,
+        "world": job.world,
+        "threads": job.threads,
     }
+    nothing: Row = dict.fromkeys((*copies.COLUMNS, EAGER, COMPILE, "eager_numel", "note"))
+    try:
+        measured = job.measure(backend, effort, inputs.of(job))
+    except Exception as error:  # of a compiler, a driver or an allocator: any kind
+        measured = {"note": _note(error)}
+    return {**labels, **nothing, **measured, "part": job.part}
 
 
-def _beside_copy(case: Case, backend: Backend, effort: Effort, x: Tensor) -> tuple[tuple[float, float, float], float]:
-    """p20, p50, p80 of the kernel, and the median of a copy of x."""
-    target = torch.empty_like(x)
-    calls: dict[str, Call] = {"copy": lambda: _copy(x, target), "ours": prepare(case, backend, x)}
-    times = timing.interleave(calls, effort.rounds, case.device)
-    return timing.percentiles(times["ours"]), timing.percentiles(times["copy"])[1]
+class _Inputs:
+    """The tensors that cases read, of one size at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, job: Job) -> Tensor:
+        """Gaussian numbers, the same for all cases of a size and dtype."""
+        key = (job.numel, job.dtype)
+        if not any(numel == job.numel for numel, _ in self._kept):
+            self._clear(job.device)
+        if key not in self._kept:
+            generator = torch.Generator(device=job.device).manual_seed(0)
+            x = torch.randn(job.numel, generator=generator, device=job.device)
+            self._kept[key] = x.to(job.dtype)
+        return self._kept[key]
+
+    def _clear(self, device: torch.device) -> None:
+        self._kept.clear()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def copy_share(case: Case, ms: float, copy_ms: float) -> float:
-    """Bytes the op cannot avoid over its time, as a share of the copy's bytes over its own. 1: as fast as a copy."""
-    copied = 2 * case.numel * case.dtype.itemsize
-    return (case.minimal_bytes / ms) / (copied / copy_ms)
-
-
-def prepare(case: Case, backend: Backend, x: Tensor) -> Call:
-    """The op of `case` on x, with its other buffers made and filled."""
+def prepare(case: Case, backend: Backend, x: Tensor, filler: Backend | None = None) -> Call:
+    """The op of `case` on x, with its other buffers made, and filled by `filler` where the op is slow to prepare."""
     how, numel = case.encoding, x.numel()
     wires_WN = x.new_empty(case.world, how.format.layout(numel).nbytes, dtype=torch.uint8)
-    backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
+    (filler or backend).encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
     if case.op == "encode":
         return lambda: backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
     if case.op == "encode_residual":
@@ -206,45 +369,31 @@ def prepare(case: Case, backend: Backend, x: Tensor) -> Call:
 def _rivals(case: Case, backend: Backend, effort: Effort, x: Tensor) -> Row:
     """How many times longer than the kernel the same op takes in torch: above 1, the kernel is faster.
 
-    Measured on the first `eager_numel` elements, kernel and rival by turns; null where there is no rival.
+    Measured on the first `eager_numel` elements, kernel and rival by turns; null where there is no rival, and where
+    the reference cannot be compiled.
     """
-    row: Row = {"times_eager": None, "times_compile": None, "eager_numel": None}
-    rivals: dict[str, Backend] = {} if backend is reference else {"times_eager": reference}
-    if effort.compile:
-        rivals["times_compile"] = _Compiled()
-    if not rivals:
-        return row
+    row: Row = {}
     small = replace(case, numel=min(case.numel, effort.eager_numel))
     part = x[: small.numel]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # what dynamo thinks of the code it compiles
-        calls = {name: prepare(small, rival, part) for name, rival in [("ours", backend), *rivals.items()]}
+    if EAGER in case.rivals and backend is not reference:
+        row = {EAGER: _times(small, backend, reference, effort, part), "eager_numel": small.numel}
+    if COMPILE in case.rivals:
+        try:
+            row |= {COMPILE: _times(small, backend, rivals.Compiled(), effort, part), "eager_numel": small.numel}
+        except Exception as error:  # a compiler may raise anything
+            row |= {"note": f"torch.compile of the reference: {_note(error)}"}
+    return row
+
+
+def _times(case: Case, backend: Backend, rival: Backend, effort: Effort, x: Tensor) -> float:
+    with rivals.quiet():
+        calls = {"ours": prepare(case, backend, x), "rival": prepare(case, rival, x, reference)}
         times = timing.interleave(calls, effort.eager_rounds, case.device)
-    ms = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
-    return {**row, **{name: ms[name] / ms["ours"] for name in rivals}, "eager_numel": small.numel}
+    ours, theirs = (timing.percentiles(times[name])[1] for name in ("ours", "rival"))
+    return theirs / ours
 
 
-class _Compiled:
-    """The reference through torch.compile, as a backend."""
-
-    def __init__(self) -> None:
-        # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
-        torch._dynamo.reset()
-        self.encode = torch.compile(reference.encode, dynamic=False)
-        self.decode_sum = torch.compile(reference.decode_sum, dynamic=False)
-        self.recode = torch.compile(reference.recode, dynamic=False)
-
-    def serves(self, device: torch.device) -> bool:
-        return reference.serves(device)
-
-    def unavailable(self) -> str | None:
-        return None
-
-
-def _input(case: Case) -> Tensor:
-    generator = torch.Generator(device=case.device).manual_seed(0)
-    return torch.randn(case.numel, generator=generator, device=case.device).to(case.dtype)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
+def _note(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"

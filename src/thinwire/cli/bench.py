@@ -107,11 +107,11 @@ def kernels_command(
     device: Annotated[Device, typer.Option(help="Where the tensors are.")],
     codecs: Codecs = None,
     numel: Annotated[
-        int | None,
+        list[str] | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Elements; default 25 million on the CPU, 2**27 on a GPU; quick, or for the reference, 2**20.",
+            metavar="N,M",
+            help="Elements; default 25 million on the CPU, on a GPU 2**27 and by size; quick, or for the reference, "
+            "2**20.",
         ),
     ] = None,
     ops: Annotated[
@@ -121,11 +121,26 @@ def kernels_command(
         list[str] | None,
         typer.Option(
             metavar="A,B",
-            help=f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16 for int8 and lloyd4.",
+            help=f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16: on a GPU for all codecs, on "
+            "the CPU for int8 and lloyd4.",
         ),
     ] = None,
     threads: Annotated[
         list[str] | None, typer.Option(metavar="N,M", help="CPU threads, each measured; default 1 and all.")
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=kernels_bench.MOST_RANKS, metavar="W", help="Wires of decode_sum and recode; default 4, GPU 8."
+        ),
+    ] = None,
+    parts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Among {', '.join(kernels_bench.PARTS)}; default codecs on the CPU and with --numel, on a GPU all, "
+            "with --codecs or --ops the first two.",
+        ),
     ] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds a case more.")
@@ -136,25 +151,40 @@ def kernels_command(
     """What the kernels cost beside a plain copy and torch eager.
 
     All are timed by turns in one run; medians are compared. ×copy is the kernel's time over that of copying a tensor
-    of the same size and dtype; share is its bandwidth over the bytes it cannot avoid, as a share of the copy's; ×eager
-    is torch eager's time over the kernel's (above 1: the kernel is faster), on at most 2**21 elements. decode_sum and
-    recode read the wires of 4 ranks.
+    of the same size and dtype; share is that of a copy of as many bytes as the kernel cannot avoid, over the kernel's;
+    ×eager is torch eager's time over the kernel's (above 1: the kernel is faster), on at most 2**21 elements (GPU:
+    2**24). decode_sum and recode read the wires of --world ranks.
+
+    \b
+    Parts:
+      codecs   every codec and op at one size
+      sizes    a few codecs on tensors of 1 MB to 1 GB
+      replay   encode, recode and decode of a small message, as one CUDA graph
+      rivals   torch.compile of the reference, and the functions of torch's quantisation hooks
 
     \b
     Example:
       thinwire bench kernels --device cpu --codecs int8,lloyd4 --threads 1
       thinwire bench kernels --device cuda --json kernels.json
+      thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
     """
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-    chosen = flags.codecs(codecs, kernels_bench.CODECS)
+    chosen = flags.codecs(codecs, ())
     some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
     types, count = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes"), flags.counts(threads, "--threads")
+    sizes, pieces = flags.counts(numel, "--numel"), flags.words(parts, kernels_bench.PARTS, "--parts")
+    with screen.usage_errors("--parts", ValueError):
+        for part in pieces or ():
+            kernels_bench.check(part, torch.device(device.value))
 
     def measure(progress: Progress) -> Record:
-        return kernels_bench.run(device.value, chosen, numel, some, types, count, quick, compile, progress)
+        return kernels_bench.run(
+            device.value, chosen, sizes, some, types, count, quick, compile, progress, parts=pieces, ranks=world
+        )
 
-    _deliver(measure, flags.target(json))
+    with links.sigterm_as_ctrl_c():
+        _deliver(measure, flags.target(json))
 
 
 @app.command("collectives")
@@ -298,7 +328,10 @@ def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
 
 
 def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:
-    """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130."""
+    """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
+
+    What a row notes goes to standard error; where one has no time, the status is 1.
+    """
     status = 0
     with screen.plain_errors():
         try:
@@ -311,4 +344,8 @@ def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:
         write(record, target)
     if target != "-":
         tables.show(record, screen.console())
-    raise typer.Exit(status)
+    for row in record.rows:
+        if row.get("note"):
+            typer.echo(f"{row['op']} {row['codec']} {row['dtype']}, {row['numel']} elements: {row['note']}", err=True)
+    failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
+    raise typer.Exit(status or int(failed))

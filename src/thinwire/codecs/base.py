@@ -71,11 +71,12 @@ class Codec(ABC):
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
-        `step`, where it is known that the wires were encoded with it, stands in for their headers: these are then not
-        read, which on a GPU would wait for the stream.
+        `step`, where it is known that the wires were encoded with it, stands in for their headers, which are then not
+        read. Wires that are not what this codec writes for that length raise WireError; on a GPU nothing waits for
+        their headers, and the sum of such wires is NaN.
         """
         plan = _plan(self, out.numel(), out.dtype)
-        rotation = _read_wires(plan, wires_WN, out.device, step)
+        rotation = _key_of(plan, wires_WN, out.device, step)
         direct = out.is_contiguous() and not out.is_neg()
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         _check_memory(flat, wires_WN)
@@ -100,13 +101,14 @@ class Codec(ABC):
     ) -> None:
         """wire = encode(scale * sum over ranks of decode(wires)), fused: no full-size temporary, no second rotation.
 
-        `trusted` says that the wires were encoded with this `step`; their headers are then not read.
+        `trusted` says that the wires were encoded with this `step`; their headers are then not read. Otherwise wires
+        that do not fit raise WireError, or on a GPU give a wire that decodes to NaN.
         """
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
         plan = _plan(self, numel, dtype)
         _check_wire(plan.layout, wire, wires_WN.device)
-        rotation = _read_wires(plan, wires_WN, wires_WN.device, step if trusted else None)
+        rotation = _key_of(plan, wires_WN, wires_WN.device, step if trusted else None)
         dither = plan.keys(step, hashing.DITHER_RECODE)[1]
         backend = kernels.select(wire.device)
         backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
@@ -209,10 +211,10 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
         wire.check_wires(layout, buffer.unsqueeze(0), device)
 
 
-def _read_wires(plan: _Plan, wires_WN: Tensor, device: torch.device, step: int | None) -> int:
-    """Check the wires and return the key of their rotation: from their headers, or of `step`."""
+def _key_of(plan: _Plan, wires_WN: Tensor, device: torch.device, step: int | None) -> int | None:
+    """Check the wires and return the key of their rotation; None: it is in their headers, which the kernels check."""
     wire.check_wires(plan.layout, wires_WN, device)
-    return wire.read_key(plan.layout, wires_WN) if step is None else plan.keys(step, 0)[0]
+    return None if step is None else plan.keys(step, 0)[0]
 
 
 def _check_memory(*tensors: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels.schema import LLOYD, Encoding, decoding
-from thinwire.wire import HEADER_BYTES, Format, Kind, Layout
+from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 2  # of native/thinwire.h
@@ -75,18 +75,22 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     _run("tw_encode", job, x.data_ptr(), updates, wire.data_ptr())
 
 
-def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
+def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
-    job = _job(decoding(format), format.layout(out.numel()), _DTYPES[out.dtype], rotation, 0)
+    layout = format.layout(out.numel())
+    key = read_key(layout, wires_WN) if rotation is None else rotation
+    job = _job(decoding(format), layout, _DTYPES[out.dtype], key, 0)
     _take_wires(job, wires_WN, scale)
     _run("tw_decode_sum", job, wires_WN.data_ptr(), out.data_ptr())
 
 
 def recode(
-    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int, dither: int
+    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int | None, dither: int
 ) -> None:
     """wire = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
-    job = _job(how, how.format.layout(numel), 0, rotation, dither)
+    layout = how.format.layout(numel)
+    key = read_key(layout, wires_WN) if rotation is None else rotation
+    job = _job(how, layout, 0, key, dither)
     _take_wires(job, wires_WN, scale)
     _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.errors import BackendError
-from thinwire.kernels import cpu, reference
+from thinwire.kernels import cpu, reference, triton
 from thinwire.kernels.schema import Backend
 
-BACKENDS: dict[str, Backend] = {"cpu": cpu, "reference": reference}
+BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
 _requested = os.environ.get("THINWIRE_BACKEND", "auto")
 _said: set[str] = set()  # devices whose fallback to the reference was announced
 

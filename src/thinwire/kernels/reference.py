@@ -21,7 +21,7 @@ from thinwire.kernels.schema import (
     TINY_PEAK,
     Encoding,
 )
-from thinwire.wire import HEADER_BYTES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant
+from thinwire.wire import HEADER_BYTES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant, read_key
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
@@ -65,9 +65,11 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
         residual.copy_(torch.where(decoded.isfinite(), x - decoded, residual))
 
 
-def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
+def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
     """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
     layout = format.layout(out.numel())
+    if rotation is None:
+        rotation = read_key(layout, wires_WN)
     if not layout.format.block:
         total = _read_plain(layout, wires_WN[0])
         for wire in wires_WN[1:]:
@@ -76,10 +78,10 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         return
     for span in _spans(layout):
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
-        norm = _f32(scale)
+        norm = f32(scale)
         if format.kind == Kind.LLOYD and format.variant == LloydVariant.ROTATED:
             z_KB = _flip(_hadamard(z_KB), span.lo, rotation)
-            norm = norm * _root(span.codes)
+            norm = norm * root(span.codes)
         z_KB = z_KB * norm
         z_KB = torch.where(post_K1 > 1, _saturate(format, z_KB, FLOAT_MAX * LOWER), z_KB) * post_K1
         out[span.lo : span.hi] = _fit_dtype(format, z_KB.reshape(-1)[: span.hi - span.lo], out.dtype)
@@ -88,7 +90,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
 def _saturate(format: Format, z: Tensor, most: float) -> Tensor:
     """`most` in place of what the codes' error took past it. Further out is an overflow, and stays."""
     reach = LLOYD_REACH if format.kind == Kind.LLOYD else OTHER_REACH
-    beyond = min(_f32(most * reach), FLOAT_MAX)
+    beyond = min(f32(most * reach), FLOAT_MAX)
     return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
 
 
@@ -98,10 +100,12 @@ def _fit_dtype(format: Format, z: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def recode(
-    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int, dither: int
+    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int | None, dither: int
 ) -> None:
     """wire = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
     layout = how.format.layout(numel)
+    if rotation is None:
+        rotation = read_key(layout, wires_WN)
     if not layout.format.block:
         total = torch.empty(numel, dtype=torch.float64 if how.format.bits == 64 else torch.float32, device=wire.device)
         decode_sum(how.format, wires_WN, total, scale=scale, rotation=rotation)
@@ -113,9 +117,9 @@ def recode(
         if how.format.kind == Kind.LLOYD:
             z_KB, down_K1, post_K1 = _settle(*_enter_sum(z_KB, post_K1))
             power_K1 = _tree_sum(z_KB * z_KB) / span.codes
-            parts.append(_encode_lloyd(how, z_KB, power_K1, 1 / down_K1, post_K1, _f32(scale)))
+            parts.append(_encode_lloyd(how, z_KB, power_K1, 1 / down_K1, post_K1, f32(scale)))
         else:
-            parts.append(_encode_scaled(how, *_enter_sum(z_KB * _f32(scale), post_K1, lift_only=True), span.lo, dither))
+            parts.append(_encode_scaled(how, *_enter_sum(z_KB * f32(scale), post_K1, lift_only=True), span.lo, dither))
     _write(layout, parts, wire, rotation)
 
 
@@ -323,7 +327,7 @@ def _encode_blocks(how: Encoding, x_KB: Tensor, lo: int, rotation: int, dither: 
     if how.format.variant == LloydVariant.PLAIN:
         return _encode_lloyd(how, z_KB, energy_K1 / z_KB.shape[1], 1 / down_K1, post_K1)
     z_KB = _hadamard(_flip(z_KB, lo, rotation))  # multiplies the energy by the length of a block
-    return _encode_lloyd(how, z_KB, energy_K1, 1 / down_K1, post_K1, _root(z_KB.shape[1]))
+    return _encode_lloyd(how, z_KB, energy_K1, 1 / down_K1, post_K1, root(z_KB.shape[1]))
 
 
 def _settle(x_KB: Tensor, post_K1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -414,7 +418,7 @@ def _encode_lloyd(
         fit_K1 = _over(codes, along_K1) * (rms_K1 * table.grid)
     else:
         square_K1 = level_KB.square().sum(1, keepdim=True, dtype=torch.int32).float()
-        fit_K1 = (along_K1 / square_K1) * (rms_K1 * _f32(1 / table.grid))
+        fit_K1 = (along_K1 / square_K1) * (rms_K1 * f32(1 / table.grid))
     fit_K1 = torch.where(blank_K1, torch.zeros_like(fit_K1), fit_K1 * scale * unscale_K1)
     stored_K1 = torch.where(bad_K1, torch.nan, _store(fit_K1, post_K1))
     half = 1 << how.format.bits - 1
@@ -426,13 +430,14 @@ def _encode_lloyd(
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def _f32(value: float) -> float:
+def f32(value: float) -> float:
     """value rounded to fp32, so that a scalar operand is the same number in every backend."""
     return ctypes.c_float(value).value
 
 
-def _root(codes: int) -> float:
-    return _f32(1 / math.sqrt(codes))
+def root(codes: int) -> float:
+    """1 / sqrt(codes): the length of a rotated block, undone."""
+    return f32(1 / math.sqrt(codes))
 
 
 def _over(numerator: float, x: Tensor) -> Tensor:

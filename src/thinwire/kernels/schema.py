@@ -36,7 +36,9 @@ class Backend(Protocol):
 
     Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row.
     `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
-    byte of its output.
+    byte of its output. Where wires are read, rotation None says that nobody looked at their headers yet: the operation
+    checks them, takes the key from there, and raises WireError if one does not fit, or where that would make the host
+    wait for a device, gives NaN.
     """
 
     def serves(self, device: torch.device) -> bool:
@@ -50,11 +52,19 @@ class Backend(Protocol):
     ) -> None:
         """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
 
-    def decode_sum(self, format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int) -> None:
+    def decode_sum(self, format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
         """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
 
     def recode(
-        self, how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int, dither: int
+        self,
+        how: Encoding,
+        wires_WN: Tensor,
+        wire: Tensor,
+        numel: int,
+        *,
+        scale: float,
+        rotation: int | None,
+        dither: int,
     ) -> None:
         """wire = encode(scale * sum of decode(wires)); a rotated format stays in its rotated domain throughout."""
 

@@ -1,0 +1,93 @@
+"""Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
+
+tile.py says how a program holds its blocks, blocks.py and plain.py are the kernels, launch.py starts them in the
+configuration that tuning.py found. Under Triton's interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for
+tests of their logic.
+"""
+
+import importlib.util
+import os
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import reference
+from thinwire.kernels.schema import Encoding, decoding
+from thinwire.wire import CastVariant, Format, Kind
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def serves(device: torch.device) -> bool:
+    """CUDA tensors."""
+    return device.type == ("cpu" if INTERPRETED else "cuda")
+
+
+@lru_cache(maxsize=1)
+def unavailable() -> str | None:
+    """Why the kernels cannot run here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not importable; install a CUDA build of torch, which brings it"
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA cards, and this torch is built for ROCm"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the kernels need a card of compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, rotation: int, dither: int) -> None:
+    """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were."""
+    if not _has(how.format, x.device):
+        reference.encode(how, x, wire, residual, rotation=rotation, dither=dither)
+        return
+    launch, tuning = _modules()
+    op = "encode" if residual is None else "encode_residual"
+    config = tuning.choose(op, how, x.dtype, x.device, x.numel())
+    launch.encode(how, x, wire, residual, rotation, dither, config)
+
+
+def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, rotation: int | None) -> None:
+    """out = scale * sum over ranks, in rank order in fp32, of decode(wire)."""
+    if not _has(format, out.device):
+        reference.decode_sum(format, wires_WN, out, scale=scale, rotation=rotation)
+        return
+    launch, tuning = _modules()
+    config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel(), wires_WN.shape[0])
+    launch.decode_sum(format, wires_WN, out, scale, rotation, config)
+
+
+def recode(
+    how: Encoding, wires_WN: Tensor, wire: Tensor, numel: int, *, scale: float, rotation: int | None, dither: int
+) -> None:
+    """wire = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
+    if not _has(how.format, wire.device):
+        reference.recode(how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
+        return
+    launch, tuning = _modules()
+    config = tuning.choose("recode", how, torch.float32, wire.device, numel, wires_WN.shape[0])
+    launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
+
+
+def _has(format: Format, device: torch.device) -> bool:
+    """Whether a format has kernels here: all but plain doubles, and e4m3 on cards that do not know it."""
+    if format.kind == Kind.CAST and format.variant == CastVariant.E4M3 and device.type == "cuda":
+        return _capability(device) >= (8, 9)
+    return format.bits != 64
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=1)
+def _modules() -> tuple[ModuleType, ModuleType]:
+    from thinwire.kernels.triton import launch, tuning
+
+    return launch, tuning

@@ -1,0 +1,193 @@
+"""Rotation and Lloyd-Max levels: the tile in its domain, its codes, and the scale that fits them to it."""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.memory import look_up
+from thinwire.kernels.triton.numbers import (
+    INF_BITS,
+    ONE_BITS,
+    ROUNDER,
+    ROUNDER_BITS,
+    SIGN_BIT,
+    bits_of,
+    domain_factor,
+    float_of,
+    size_bits,
+    undo,
+)
+from thinwire.kernels.triton.rotation import square_sum
+from thinwire.kernels.triton.tiles import everywhere, largest, pack, place_index, row_total
+
+# Sums of squares between these prove that the block's peak is in the middle domain: peak**2 <= sum <= 1024 * peak**2.
+SURELY_NOT_TINY, SURELY_NOT_HUGE = tl.constexpr(2.0**-68), tl.constexpr(2.0**95)
+LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
+
+
+@triton.jit
+def settle(tile, post, column, T: tl.constexpr):
+    """(tile, energy, up, post, bad) of any rows: in their domain, and outside the middle one with their peak in [1, 2).
+
+    A row comes in the domain that `post` undoes and goes into its own if that is the middle one. A bad one is zeroed.
+    """
+    sizes = ()
+    for i in tl.static_range(T.size):
+        sizes = sizes + (size_bits(tile[i]),)
+    peak_bits = largest(sizes, column, T)
+    bad = peak_bits >= INF_BITS
+    factor = tl.where(post == 1, domain_factor(peak_bits), 1.0)
+    post = tl.where(post == 1, undo(factor), post)
+    exponent = (bits_of(float_of(peak_bits) * factor) >> 23) - 127
+    exponent = tl.where(post == 1, 0, tl.minimum(tl.maximum(exponent, -126), 126))
+    down = float_of((127 - exponent) << 23)
+    settled = ()
+    for i in tl.static_range(T.size):
+        settled = settled + (tl.where(bad, 0.0, tile[i] * factor * down),)
+    return settled, square_sum(settled, column, T), float_of((127 + exponent) << 23), post, bad
+
+
+@triton.jit
+def lloyd_words(tile, power, table, codes, column, inside, T: tl.constexpr, VALUES: tl.constexpr):
+    """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
+
+    values, only if VALUES: the signed levels as floats. A bank's codes are packed as soon as they are made, so that few
+    registers hold them.
+    """
+    GRID: tl.constexpr = 1.0 * T.grid
+    some = power > 0
+    rms = tl.sqrt_rn(power)
+    gain = tl.where(some, tl.div_rn(GRID, tl.where(some, rms, 1.0)), 0.0)
+    nothing = tl.zeros((T.rows, T.columns), tl.int32)
+    sums = (nothing, nothing, nothing)
+    words = ()
+    values = ()
+    if len(T.planes) == 1:
+        for bank in tl.static_range(T.banks[0]):
+            word, sums = _bank(tile, gain, table, sums, bank, T)
+            words = words + (word,)
+    else:
+        codes_of = ()
+        for i in tl.static_range(T.size):
+            code, sums = _code(tile[i], gain, table, sums, T)
+            codes_of = codes_of + (code ^ ((bits_of(tile[i]) >> 31) & (2 * T.half - 1)),)
+        for p in tl.static_range(len(T.planes)):
+            for bank in tl.static_range(T.banks[p]):
+                words = words + (pack(codes_of, p, bank, 0, T),)
+    if VALUES:
+        for i in tl.static_range(T.size):
+            values = values + (_signed_level(tile[i], gain, table, T),)
+    along, square = _sums(sums, column, inside, T)
+    if T.unbiased:
+        fit = tl.div_rn(codes, tl.where(along > 0, along, 1.0)) * (rms * GRID)
+    else:
+        fit = tl.div_rn(along, square) * (rms * (1 / GRID))
+    return words, values, fit
+
+
+@triton.jit
+def _bank(tile, gain, table, sums, bank: tl.constexpr, T: tl.constexpr):
+    """The word of a bank: codes of the sizes are shifted in from below, the signs into a word of their own."""
+    WIDTH: tl.constexpr = T.bits
+    PLACES: tl.constexpr = T.vector * (8 // WIDTH)
+    word = tl.zeros((T.rows, T.columns), tl.int32)
+    signs = word
+    for i in tl.static_range(PLACES):
+        x = tile[place_index(PLACES - 1 - i, WIDTH, bank, T.banks[0], T.vector)]
+        code, sums = _code(x, gain, table, sums, T)
+        if WIDTH == 4:
+            word = _shift_in(word, code, WIDTH)
+        elif WIDTH == 2:
+            word = (word << WIDTH) + code
+        signs = _shift_in(signs, bits_of(x), WIDTH)
+    if WIDTH == 1:
+        word = signs ^ -1
+    else:
+        tops = (signs & everywhere(1 << (WIDTH - 1), WIDTH, 4)).to(tl.uint32, bitcast=True) >> (WIDTH - 1)
+        word = word ^ (tops.to(tl.int32, bitcast=True) * ((1 << WIDTH) - 1))
+    return word, sums
+
+
+@triton.jit
+def _shift_in(word, other, WIDTH: tl.constexpr):
+    """word << WIDTH, with the top bits of `other` below."""
+    return (word << WIDTH) | (other.to(tl.uint32, bitcast=True) >> (32 - WIDTH)).to(tl.int32, bitcast=True)
+
+
+# [Note: Sums of table entries]
+# An entry of the table of 4 bits has a code in its top 4 bits and a level in its lowest, so that modulo 2**28 sums of
+# entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come, with
+# the bits of ROUNDER; `_sums` takes both out once a thread.
+LOW_28 = tl.constexpr((1 << 28) - 1)
+
+
+@triton.jit
+def _code(x, gain, table, sums, T: tl.constexpr):
+    """(code of |x|, sums with this one); the code of 4 bits is at the top of its table entry."""
+    cell = bits_of(tl.fma(tl.abs(x), gain, ROUNDER))
+    along, square, others = sums
+    if T.bits == 1:  # the only level is 1
+        return cell, (along + cell, square, others)
+    elif T.bits == 4:
+        entry = _entry(cell, table)
+        return entry, (along + cell * entry, square + entry * entry, others + entry)
+    else:
+        code, level = _level_of(cell - ROUNDER_BITS, T)
+        along = along + (cell - ROUNDER_BITS) * level
+        if T.bits == 2:
+            return code, (along, square, others + level)
+        else:
+            return code, (along, square + level * level, others)
+
+
+@triton.jit
+def _sums(sums, column, inside, T: tl.constexpr):
+    """(sum of cell * level, sum of level**2) of each row."""
+    along, square, others = sums
+    if T.bits == 1:
+        along = along - as_int32(ROUNDER_BITS * T.size)
+        square = tl.full((T.rows, T.columns), T.size, tl.int32)
+    elif T.bits == 2:  # of two levels, the square is a linear function
+        square = others * (T.levels[0] + T.levels[1]) - T.levels[0] * T.levels[1] * T.size
+    elif T.bits == 4:
+        along = (along - others * ROUNDER_BITS) & LOW_28
+        square = square & LOW_28
+    if not T.whole:
+        square = tl.where(inside, square, 0)
+    return row_total(along, column, T).to(tl.float32), row_total(square, column, T).to(tl.float32)
+
+
+@triton.jit
+def _signed_level(x, gain, table, T: tl.constexpr):
+    if T.bits == 1:
+        return float_of((bits_of(x) & SIGN_BIT) | ONE_BITS)
+    else:
+        cell = bits_of(tl.fma(tl.abs(x), gain, ROUNDER))
+        if T.bits == 4:
+            level = _entry(cell, table) & LOW_28
+        else:
+            _code, level = _level_of(cell - ROUNDER_BITS, T)
+        return float_of(bits_of(level.to(tl.float32)) | (bits_of(x) & SIGN_BIT))
+
+
+@triton.jit
+def _entry(cell, table):
+    """The table's entry of a cell that still has the bits of ROUNDER."""
+    return look_up(table, tl.minimum(cell, ROUNDER_BITS + LAST_CELL), ROUNDER_BITS)
+
+
+@triton.constexpr_function
+def as_int32(value):
+    """value modulo 2**32, as a signed number."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+@triton.jit
+def _level_of(cell, T: tl.constexpr):
+    """(code of a positive number, level) of each cell."""
+    code = tl.full(cell.shape, T.half, tl.int32)
+    level = tl.full(cell.shape, T.levels[0], tl.int32)
+    for e in tl.static_range(len(T.edges)):
+        over = cell >= T.edges[e]
+        code = tl.where(over, T.half + e + 1, code)
+        level = tl.where(over, T.levels[e + 1], level)
+    return code, level

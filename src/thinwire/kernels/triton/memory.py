@@ -1,0 +1,201 @@
+"""Loads and stores of 1 to 16 bytes a thread, as instructions of their own.
+
+[Note: Instructions for memory]
+Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
+and it may deal neighbouring rows to neighbouring threads. An instruction for each access keeps every tensor in the
+layout of the tile, columns on neighbouring threads, and moves up to 16 bytes at once without a conversion. Under the
+interpreter Triton's operations stand in, byte by byte.
+
+Pointers are tensors of pointers to uint8; masked loads give zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels import triton as room
+
+INTERPRETED = tl.constexpr(room.INTERPRETED)
+
+
+@triton.constexpr_function
+def load_text(nbytes):
+    """PTX of a load of `nbytes` at the last operand but one, if the last is not 0."""
+    words = max(1, nbytes // 4)
+    kind = {1: "u8", 2: "u16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
+    outs = ", ".join(f"${i}" for i in range(words))
+    clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
+    target = f"{{{outs}}}" if words > 1 else outs
+    test = f".reg .pred p; setp.ne.b32 p, ${words + 1}, 0;"
+    return f"{{ {test} {clear} @p ld.global.{kind} {target}, [${words}]; }}"
+
+
+@triton.constexpr_function
+def load_operands(nbytes):
+    """Constraints of that PTX."""
+    return ",".join(["=&r"] * max(1, nbytes // 4) + ["l", "r"])
+
+
+@triton.jit
+def load_words(pointer, inside, BYTES: tl.constexpr):
+    """BYTES little-endian bytes at each pointer, a multiple of BYTES, as one or more int32."""
+    if INTERPRETED:
+        words = ()
+        for w in tl.static_range(max(1, BYTES // 4)):
+            word = tl.load(pointer + 4 * w, mask=inside, other=0).to(tl.int32)
+            for i in tl.static_range(1, min(4, BYTES)):
+                word = word | (tl.load(pointer + 4 * w + i, mask=inside, other=0).to(tl.int32) << (8 * i))
+            words = words + (word,)
+        return words
+    else:
+        args = [pointer.to(tl.int64), inside.to(tl.int32)]
+        if BYTES == 16:
+            kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+            return tl.inline_asm_elementwise(load_text(16), load_operands(16), args, dtype=kinds, is_pure=False, pack=1)
+        elif BYTES == 8:
+            kinds: tl.constexpr = (tl.int32, tl.int32)
+            return tl.inline_asm_elementwise(load_text(8), load_operands(8), args, dtype=kinds, is_pure=False, pack=1)
+        else:
+            one = tl.inline_asm_elementwise(
+                load_text(BYTES), load_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1
+            )
+            return (one,)
+
+
+@triton.constexpr_function
+def store_text(nbytes):
+    """PTX of a store of `nbytes` at operand 1, if the last is not 0."""
+    words = max(1, nbytes // 4)
+    kind = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}[nbytes]
+    values = ", ".join(f"${2 + i}" for i in range(words))
+    test = f".reg .pred p; setp.ne.b32 p, ${words + 2}, 0; mov.b32 $0, 0;"
+    if nbytes == 2:
+        return f"{{ {test} .reg .b16 h; cvt.u16.u32 h, $2; @p st.global.b16 [$1], h; }}"
+    return f"{{ {test} @p st.global.{kind} [$1], {f'{{{values}}}' if words > 1 else values}; }}"
+
+
+@triton.constexpr_function
+def store_operands(nbytes):
+    """Constraints of that PTX."""
+    return ",".join(["=r", "l"] + ["r"] * max(1, nbytes // 4) + ["r"])
+
+
+@triton.jit
+def store_words(pointer, words, inside, BYTES: tl.constexpr):
+    """The opposite of load_words."""
+    if INTERPRETED:
+        for w in tl.static_range(max(1, BYTES // 4)):
+            for i in tl.static_range(min(4, BYTES)):
+                tl.store(pointer + 4 * w + i, ((words[w] >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
+    else:
+        mask = inside.to(tl.int32)
+        address = pointer.to(tl.int64)
+        if BYTES == 16:
+            args = [address, words[0], words[1], words[2], words[3], mask]
+        elif BYTES == 8:
+            args = [address, words[0], words[1], mask]
+        else:
+            args = [address, words[0], mask]
+        tl.inline_asm_elementwise(store_text(BYTES), store_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def look_up(table, index, START: tl.constexpr):
+    """table[index - START], of a table of int32 that crosses no multiple of 2**32: its addresses differ below."""
+    if INTERPRETED:
+        return tl.load(table + (index - START))
+    else:
+        base = table.to(tl.int64)
+        low = index * 4 + (base - 4 * START).to(tl.int32)
+        high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }",
+            "=r,r,r",
+            [low, high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+# --- floats -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """COUNT (1, 2, 4) neighbours from element `at` on, as fp32; in one access if WHOLE."""
+    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
+    floats = ()
+    if WHOLE and COUNT > 1:
+        words = load_words(pointer, inside, COUNT * SIZE)
+        for i in tl.static_range(COUNT):
+            if SIZE == 4:
+                floats = floats + (words[i].to(tl.float32, bitcast=True),)
+            else:
+                floats = floats + (_widened(words[i // 2], i % 2, base.dtype.element_ty),)
+    else:
+        for i in tl.static_range(COUNT):
+            word = load_words(pointer + i * SIZE, inside, SIZE)[0]
+            if SIZE == 4:
+                floats = floats + (word.to(tl.float32, bitcast=True),)
+            else:
+                floats = floats + (_widened(word, 0, base.dtype.element_ty),)
+    return floats
+
+
+@triton.jit
+def _widened(word, HALF: tl.constexpr, KIND: tl.constexpr):
+    """The lower or upper 16-bit float of a word, as fp32."""
+    if tl.bfloat16 == KIND:
+        if HALF:
+            bits = word & -65536
+        else:
+            bits = word << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return (word >> (16 * HALF)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """COUNT tensors of fp32 as neighbours from element `at` on, in the dtype of `base`."""
+    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
+    if SIZE == 4:
+        words = ()
+        for i in tl.static_range(COUNT):
+            words = words + (floats[i].to(tl.int32, bitcast=True),)
+        if WHOLE:
+            store_words(pointer, words, inside, 4 * COUNT)
+        else:
+            for i in tl.static_range(COUNT):
+                store_words(pointer + 4 * i, (words[i],), inside, 4)
+    elif WHOLE and COUNT > 1:
+        words = ()
+        for i in tl.static_range(COUNT // 2):
+            words = words + (_paired(floats[2 * i], floats[2 * i + 1], base.dtype.element_ty),)
+        store_words(pointer, words, inside, 2 * COUNT)
+    else:
+        for i in tl.static_range(COUNT):
+            store_words(pointer + 2 * i, (_narrowed(floats[i], base.dtype.element_ty),), inside, 2)
+
+
+@triton.jit
+def _narrowed(x, KIND: tl.constexpr):
+    """The 16 bits of x in a shorter format."""
+    return x.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _paired(low, high, KIND: tl.constexpr):
+    """Two floats in one word."""
+    if INTERPRETED:
+        return _narrowed(low, KIND) | (_narrowed(high, KIND) << 16)
+    elif tl.bfloat16 == KIND:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
+        )

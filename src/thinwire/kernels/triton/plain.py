@@ -1,0 +1,259 @@
+"""The kernels of wires without blocks: the numbers themselves, unchanged or as bfloat16.
+
+A program takes GROUPS times COLUMNS groups of four numbers; the last one also the up to three that are left over.
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.blocks import check_headers, write_frame
+from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
+from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
+
+COLUMNS, GROUPS = tl.constexpr(256), tl.constexpr(4)
+_CHANGING = (
+    *("head0", "head1", "head2", "numel_low", "numel_high", "stride", "world", "numel", "nbytes_raw", "plane0"),
+    *("codes_end", "nbytes"),
+)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def encode_raw(
+    x, wire, head0, head1, head2, numel_low, numel_high, nbytes_raw, plane0, codes_end, nbytes, WHOLE: tl.constexpr
+):
+    """wire = the bytes of x."""
+    program = tl.program_id(0)
+    if program == 0:
+        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
+        write_frame(wire, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+    SIZE: tl.constexpr = 16 if WHOLE else 1
+    source = x.to(tl.pointer_type(tl.uint8))
+    column = tl.arange(0, COLUMNS)
+    start = program.to(tl.int64) * (COLUMNS * GROUPS * SIZE)
+    for group in tl.static_range(GROUPS):
+        at = start + (group * COLUMNS + column) * SIZE
+        inside = at + SIZE <= nbytes_raw
+        store_words(wire + plane0 + at, load_words(source + at, inside, SIZE), inside, SIZE)
+    if WHOLE and program == tl.num_programs(0) - 1:
+        at = nbytes_raw - nbytes_raw % 16 + column
+        inside = at < nbytes_raw
+        store_words(wire + plane0 + at, load_words(source + at, inside, 1), inside, 1)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def encode_plain(
+    x,
+    residual,
+    wire,
+    head0,
+    head1,
+    head2,
+    numel_low,
+    numel_high,
+    numel,
+    plane0,
+    codes_end,
+    nbytes,
+    SHORT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """wire = x + residual in the format SHORT (float32, bfloat16, float16)."""
+    program = tl.program_id(0)
+    if program == 0:
+        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
+        write_frame(wire, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+    for group in tl.static_range(GROUPS):
+        at, inside = _place(program, group, numel)
+        _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
+    if program == tl.num_programs(0) - 1:
+        at, inside = _left_over(numel)
+        _encode_group(x, residual, wire + plane0, at, inside, SHORT, 1, GROUPED, RESIDUAL)
+
+
+@triton.jit
+def _encode_group(
+    x,
+    residual,
+    plane,
+    at,
+    inside,
+    SHORT: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    total = load_floats(x, at, inside, COUNT, GROUPED)
+    if RESIDUAL:
+        carried = load_floats(residual, at, inside, COUNT, GROUPED)
+        summed = ()
+        for i in tl.static_range(COUNT):
+            summed = summed + (total[i] + carried[i],)
+        total = summed
+    _put(plane, total, at, inside, SHORT, COUNT, GROUPED)
+    if RESIDUAL:
+        left = ()
+        for i in tl.static_range(COUNT):
+            value = total[i].to(SHORT).to(tl.float32)
+            left = left + (tl.where(size_bits(value) < INF_BITS, total[i] - value, carried[i]),)
+        store_floats(residual, left, at, inside, COUNT, GROUPED)
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def decode_plain(
+    wire,
+    out,
+    stride,
+    world,
+    head0,
+    head1,
+    head2,
+    numel_low,
+    numel_high,
+    numel,
+    plane0,
+    scale,
+    SHORT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """out = scale * sum over ranks, in rank order in fp32."""
+    program = tl.program_id(0)
+    if CHECK:
+        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
+        _low, _high, fine = check_headers(wire, stride, world, header, False)
+        scale = tl.where(fine, scale, float("nan"))
+    for group in tl.static_range(GROUPS):
+        at, inside = _place(program, group, numel)
+        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
+        store_floats(out, total, at, inside, 4, GROUPED)
+    if program == tl.num_programs(0) - 1:
+        at, inside = _left_over(numel)
+        store_floats(
+            out, _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 1, GROUPED), at, inside, 1, False
+        )
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def recode_plain(
+    wire,
+    out,
+    stride,
+    world,
+    head0,
+    head1,
+    head2,
+    numel_low,
+    numel_high,
+    numel,
+    plane0,
+    codes_end,
+    nbytes,
+    scale,
+    SHORT: tl.constexpr,
+    GROUPED: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """out = scale * sum over ranks, in the format of the wires."""
+    header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
+    program = tl.program_id(0)
+    if CHECK:
+        _low, _high, fine = check_headers(wire, stride, world, header, False)
+        scale = tl.where(fine, scale, float("nan"))
+    if program == 0:
+        write_frame(out, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+    for group in tl.static_range(GROUPS):
+        at, inside = _place(program, group, numel)
+        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
+        _put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
+    if program == tl.num_programs(0) - 1:
+        at, inside = _left_over(numel)
+        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 1, GROUPED)
+        _put(out + plane0, total, at, inside, SHORT, 1, GROUPED)
+
+
+@triton.jit
+def _place(program, group: tl.constexpr, numel):
+    """First elements of the groups of four, and which are whole."""
+    at = (program.to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
+    return at, at + 4 <= numel
+
+
+@triton.jit
+def _left_over(numel):
+    """The last elements, fewer than four."""
+    at = tl.full((), 0, tl.int64) + numel - numel % 4 + tl.arange(0, COLUMNS)
+    return at, at < numel
+
+
+@triton.jit
+def _sum(
+    plane,
+    stride,
+    world,
+    at,
+    inside,
+    scale,
+    SHORT: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """The first number, and the others added to it (-0 stays -0), times `scale`."""
+    total = _get(plane, at, inside, SHORT, COUNT, GROUPED)
+    for w in range(1, world):
+        other = _get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED)
+        summed = ()
+        for i in tl.static_range(COUNT):
+            summed = summed + (total[i] + other[i],)
+        total = summed
+    scaled = ()
+    for i in tl.static_range(COUNT):
+        scaled = scaled + (total[i] * scale,)
+    return scaled
+
+
+@triton.jit
+def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+    """Numbers of a wire; byte by byte where it may lie odd."""
+    if GROUPED:
+        return load_floats(plane.to(tl.pointer_type(SHORT)), at, inside, COUNT, True)
+    else:
+        SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+        floats = ()
+        for i in tl.static_range(COUNT):
+            pointer = plane + (at + i) * SIZE
+            word = load_words(pointer, inside, 1)[0]
+            for byte in tl.static_range(1, SIZE):
+                word = word | (load_words(pointer + byte, inside, 1)[0] << (8 * byte))
+            if SIZE == 4:
+                floats = floats + (float_of(word),)
+            else:
+                floats = floats + (word.to(tl.int16).to(SHORT, bitcast=True).to(tl.float32),)
+        return floats
+
+
+@triton.jit
+def _put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+    """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
+    SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+    words = ()
+    for i in tl.static_range(COUNT):
+        x = floats[i]
+        if SIZE == 4:
+            words = words + (tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)),)
+        else:
+            words = words + (
+                tl.where(
+                    x != x,
+                    0x7FC0 if tl.bfloat16 == SHORT else 0x7E00,
+                    x.to(SHORT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF,
+                ),
+            )
+    if GROUPED and COUNT == 4 and SIZE == 4:
+        store_words(plane + at * 4, words, inside, 16)
+    elif GROUPED and COUNT == 4:
+        store_words(plane + at * 2, (words[0] | (words[1] << 16), words[2] | (words[3] << 16)), inside, 8)
+    else:
+        for i in tl.static_range(COUNT):
+            for byte in tl.static_range(SIZE):
+                store_words(plane + (at + i) * SIZE + byte, (words[i] >> (8 * byte),), inside, 1)

@@ -1,0 +1,148 @@
+"""Block integers and scaled casts: the scale of every row, then its codes."""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.numbers import (
+    INF_BITS,
+    ROUNDER,
+    bits_of,
+    dither,
+    float_of,
+    floor_bf16,
+    inverse,
+    round_bf16,
+    size_bits,
+)
+from thinwire.kernels.triton.tiles import row_start
+
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+NEAR_FLOAT_MAX = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-20))
+LAST_POWER = tl.constexpr(2.0**127)
+
+
+@triton.jit
+def scale_of(peak_bits, low, high, post, T: tl.constexpr):
+    """(scale, minimum, most, bad) of rows whose |x| reaches `peak` and whose x lies in low..high.
+
+    most: the largest code of an affine row, or the largest value of a cast one; inf where nothing has to be cut.
+    """
+    peak = float_of(peak_bits)
+    bad = size_bits(peak * post) >= INF_BITS
+    peak = tl.where(bad, 0.0, peak)
+    size = tl.maximum(post, 1.0)
+    minimum = tl.zeros_like(peak)
+    most = tl.zeros_like(peak)
+    if T.cast:
+        scale, most = _cast_scale(peak, size, T)
+    elif T.affine:
+        scale, minimum, most = _affine_scale(tl.where(bad, 0.0, low), tl.where(bad, 0.0, high), size, T)
+    else:
+        QMAX: tl.constexpr = T.half - 1.0
+        CAP: tl.constexpr = truncated(FLOAT_MAX / QMAX)
+        near = float_of(round_bf16(bits_of(tl.div_rn(peak, QMAX))) << 16)
+        scale = tl.minimum(near, tl.div_rn(CAP, size))
+    return scale, minimum, most, bad
+
+
+@triton.constexpr_function
+def truncated(value):
+    """The bfloat16 below a positive number."""
+    import struct
+
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    (down,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
+    return down
+
+
+@triton.jit
+def _affine_scale(low, high, size, T: tl.constexpr):
+    TOP: tl.constexpr = 2.0 * T.half - 1
+    limit = tl.div_rn(BF16_MAX, size)
+    minimum = tl.maximum(floor_bf16(low), -limit) + 0.0
+    scale = tl.abs(floor_bf16(tl.div_rn(minimum - high, TOP)))
+    room = tl.div_rn(NEAR_FLOAT_MAX, size) - minimum
+    most = tl.minimum(tl.floor(tl.div_rn(room, tl.where(scale == 0, 1.0, scale))), TOP)
+    return scale, minimum, tl.where(scale == 0, TOP, most)
+
+
+@triton.jit
+def _cast_scale(peak, size, T: tl.constexpr):
+    """The power of two that brings the peak to the top of the format; where there is none above, what to cut at."""
+    if T.e4m3:
+        TOP: tl.constexpr = 7
+        BELOW: tl.constexpr = 2.0**8 * (1 - 2.0**-4)
+    elif T.bits == 8:
+        TOP: tl.constexpr = 14
+        BELOW: tl.constexpr = 2.0**15 * (1 - 2.0**-3)
+    else:
+        TOP: tl.constexpr = 14
+        BELOW: tl.constexpr = 2.0**15 * (1 - 2.0**-11)
+    exponent = tl.maximum((bits_of(peak) >> 23) - 127, -100) - TOP
+    scale = tl.where(peak > 0, float_of((exponent + 127) << 23), 0.0)
+    return scale, tl.where(peak * size >= LAST_POWER, BELOW, float("inf"))
+
+
+@triton.jit
+def integer_codes(tile, factor, scale, minimum, most, start, row, column, span, keys, T: tl.constexpr):
+    """The codes of x * factor, each ROUNDER_BITS (numbers.py) too large: a float that was rounded, seen as its bits."""
+    V: tl.constexpr = T.vector
+    QMAX: tl.constexpr = T.half - 1.0
+    near = inverse(scale)
+    codes = ()
+    for i in tl.static_range(T.size):
+        x = tile[i] * factor
+        if T.affine:
+            x = x - minimum
+        t = x * near
+        if T.stochastic:
+            at = row_start(row, T.block, T) + (i // V) * span + column * V + i % V
+            t = t + dither(start, at, keys[0], keys[1])
+        if T.affine:
+            rounded = tl.minimum(tl.maximum(t, 0.0), most) + ROUNDER
+        else:
+            rounded = tl.minimum(tl.maximum(t, -QMAX), QMAX) + (ROUNDER + T.half)
+        codes = codes + (bits_of(rounded),)
+    return codes
+
+
+@triton.jit
+def integer_value(code, T: tl.constexpr):
+    """The number a code of `integer_codes` stands for, in units of its scale."""
+    if T.affine:
+        return float_of(code) - ROUNDER
+    else:
+        return float_of(code) - (ROUNDER + T.half)
+
+
+@triton.jit
+def cast_values(tile, factor, scale, most, bad, T: tl.constexpr):
+    """x * factor / scale, cut at `most`; zeros of a bad row."""
+    near = inverse(scale)
+    values = ()
+    for i in tl.static_range(T.size):
+        value = tl.minimum(tl.maximum(tile[i] * factor * near, -most), most)
+        values = values + (tl.where(bad, 0.0, value),)
+    return values
+
+
+@triton.jit
+def cast_codes(values, T: tl.constexpr):
+    """The bits of 8-bit floats, as int32."""
+    codes = ()
+    for i in tl.static_range(T.size):
+        if T.e4m3:
+            codes = codes + (values[i].to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32),)
+        else:
+            codes = codes + (values[i].to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32),)
+    return codes
+
+
+@triton.jit
+def cast_value(code, T: tl.constexpr):
+    """The number of an 8-bit float's bits."""
+    if T.e4m3:
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)

@@ -1,0 +1,328 @@
+"""The sum over ranks of a tile, from their wires: straight for usual scales, and exactly for all others.
+
+Usual scales are zero or in the middle domain ([Note: Three domains] in schema.py), so they are added as they are. A
+tile that meets another one is added again, with every rule of the reference. Codes are small integers and scales have 8
+bits, so their products are exact, and a fused multiply-add rounds as the reference's multiplication and addition do.
+"""
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.memory import INTERPRETED, look_up
+from thinwire.kernels.triton.numbers import (
+    HUGE_BITS,
+    LOWER,
+    NORMAL_BITS,
+    ONE_BITS,
+    SIGN_BIT,
+    UNLIFT,
+    UNLOWER,
+    WIDENER,
+    WIDENER_BITS,
+    float_of,
+)
+from thinwire.kernels.triton.scaled import cast_value
+from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
+
+
+@triton.jit
+def load_wires(planes, scales, minima, stride, row, column, span, inside, T: tl.constexpr, WORLD: tl.constexpr):
+    """(words, scales, minima, odd) of WORLD wires, all asked for before the first is used; see sum_wires."""
+    words = ()
+    scale_bits = ()
+    minimum_bits = ()
+    odd = tl.zeros((T.rows, T.columns), tl.int32)
+    for w in tl.static_range(WORLD):
+        bits = load_scale(scales + w * stride, row, inside, T)
+        scale_bits = scale_bits + (bits,)
+        odd = odd | _is_odd(bits).to(tl.int32)
+        if T.affine:
+            minimum = load_scale(minima + w * stride, row, inside, T)
+            minimum_bits = minimum_bits + (minimum,)
+            odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
+    for w in tl.static_range(WORLD):
+        words = words + load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
+    return words, scale_bits, minimum_bits, odd
+
+
+@triton.jit
+def sum_loaded(words, scale_bits, minimum_bits, table, T: tl.constexpr, WORLD: tl.constexpr):
+    """The sum of wires with usual scales."""
+    z = _zeros(T)
+    if T.affine:
+        for w in tl.static_range(WORLD):
+            z = _add_minimum(z, float_of(minimum_bits[w]), T)
+    for w in tl.static_range(WORLD):
+        z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
+    return z
+
+
+@triton.jit
+def sum_wires(planes, scales, minima, stride, table, row, column, span, inside, T: tl.constexpr, world):
+    """(tile, odd): the sum of any number of wires as they are; odd where a row's scales ask for more care."""
+    z = _zeros(T)
+    odd = tl.zeros((T.rows, T.columns), tl.int32)
+    if T.affine:
+        for w in range(world):
+            minimum = load_scale(minima + w * stride, row, inside, T)
+            odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
+            z = _add_minimum(z, float_of(minimum), T)
+    for w in range(world):
+        bits = load_scale(scales + w * stride, row, inside, T)
+        odd = odd | _is_odd(bits).to(tl.int32)
+        words = load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
+        z = _add_codes(z, words, table, float_of(bits), T, True)
+    return z, odd
+
+
+@triton.jit
+def _of_wire(planes, wire, T: tl.constexpr):
+    at = ()
+    for p in tl.static_range(len(T.planes)):
+        at = at + (planes[p] + wire,)
+    return at
+
+
+@triton.jit
+def sum_any(planes, scales, minima, stride, table, row, column, span, inside, T: tl.constexpr, world):
+    """(tile, post): the sum in the domain that the scales ask for, and the factor that undoes it."""
+    post, all_lifted, any_huge = _domain(scales, minima, stride, row, inside, T, world)
+    lower = tl.where((any_huge != 0) & (all_lifted == 0), LOWER, 1.0)
+    z = _zeros(T)
+    if T.affine:
+        for w in range(world):
+            bits = load_scale(scales + w * stride, row, inside, T)
+            into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
+            minimum = float_of(load_scale(minima + w * stride, row, inside, T))
+            z = _add_minimum(z, minimum * into * lower, T)
+    for w in range(world):
+        bits = load_scale(scales + w * stride, row, inside, T)
+        into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
+        scale = scale_size(bits) * into * lower
+        words = load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
+        z = _add_codes(z, words, table, scale, T, False)
+    return z, post
+
+
+@triton.jit
+def _zeros(T: tl.constexpr):
+    z = ()
+    for _i in tl.static_range(T.size):
+        z = z + (tl.zeros((T.rows, T.columns), tl.float32),)
+    return z
+
+
+@triton.jit
+def scale_size(bits):
+    """|scale|; what is smaller than any scale an encoder writes counts as zero."""
+    bits = bits & 0x7FFFFFFF
+    return float_of(tl.where(bits < NORMAL_BITS, 0, bits))
+
+
+@triton.jit
+def _is_odd(bits):
+    """Neither zero nor a scale of the middle domain."""
+    return (bits != 0) & ((bits < NORMAL_BITS) | (bits >= HUGE_BITS))
+
+
+@triton.jit
+def _add_minimum(z, minimum, T: tl.constexpr):
+    added = ()
+    for i in tl.static_range(T.size):
+        added = added + (z[i] + minimum,)
+    return added
+
+
+@triton.jit
+def _domain(scales, minima, stride, row, inside, T: tl.constexpr, world):
+    """(post, all_lifted, any_huge) of the wires of each row."""
+    lifted_or_blank = tl.full((T.rows, T.columns), 1, tl.int32)
+    any_lifted = tl.zeros((T.rows, T.columns), tl.int32)
+    any_huge = tl.zeros((T.rows, T.columns), tl.int32)
+    for w in range(world):
+        bits = load_scale(scales + w * stride, row, inside, T)
+        lifted = (bits < 0).to(tl.int32)
+        size = bits & 0x7FFFFFFF
+        huge = (size >= HUGE_BITS) & (size <= 0x7F800000)  # NaN is not compared
+        blank = size < NORMAL_BITS
+        if T.affine:
+            minimum = load_scale(minima + w * stride, row, inside, T) & 0x7FFFFFFF
+            huge = huge | ((minimum >= HUGE_BITS) & (minimum <= 0x7F800000))
+            blank = blank & (minimum == 0)
+        lifted_or_blank = lifted_or_blank & (lifted | blank.to(tl.int32))
+        any_lifted = any_lifted | lifted
+        any_huge = any_huge | (huge.to(tl.int32) & (1 - lifted))
+    all_lifted = lifted_or_blank & any_lifted
+    post = tl.where(all_lifted != 0, UNLIFT, tl.where(any_huge != 0, UNLOWER, 1.0))
+    return post, all_lifted, any_huge
+
+
+@triton.jit
+def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
+    """z + value of every code * scale. USUAL: so is the scale, and powers of two move between it and the value."""
+    added = ()
+    if T.cast:
+        for i in tl.static_range(T.size):
+            if T.bits == 16:
+                value = words[i]
+            else:
+                value = cast_value(code_of(words, i, T), T)
+            added = added + (z[i] + value * scale,)  # subnormal products round: twice, as the reference does
+    elif T.lloyd:
+        added = _add_levels(z, words, table, scale, T)
+    elif T.bits == 8:
+        for i in tl.static_range(T.size):
+            value = float_of(_byte(words[i // T.vector], i % T.vector)) - (WIDENER + T.zero)
+            added = added + (tl.fma(value, scale, z[i]),)
+    elif USUAL and len(T.planes) == 1:
+        added = _add_in_place(z, words, scale, T)
+    else:
+        for i in tl.static_range(T.size):
+            added = added + (tl.fma(_integer(code_of(words, i, T), T), scale, z[i]),)
+    return added
+
+
+@triton.jit
+def _integer(code, T: tl.constexpr):
+    """The number an integer code stands for: its bits below those of 2**23, from which that is subtracted."""
+    return float_of(code | WIDENER_BITS) - (WIDENER + T.zero)
+
+
+@triton.jit
+def _byte(word, k: tl.constexpr):
+    """Byte k of a word below the bits of 2**23."""
+    if INTERPRETED:
+        return ((word >> (8 * k)) & 0xFF) | WIDENER_BITS
+    else:
+        wide = tl.full(word.shape, WIDENER_BITS, tl.int32)
+        return tl.inline_asm_elementwise(byte_text(k), "=r,r,r", [word, wide], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def byte_text(k):
+    """PTX: byte k, two zeros, the upper byte of the second operand."""
+    return f"prmt.b32 $0, $1, $2, {0x7540 + k};"
+
+
+@triton.jit
+def _bits_below(word, MASK: tl.constexpr):
+    """Some bits of a word where they stand, below those of 2**23: one instruction, the constant in a register."""
+    if INTERPRETED:
+        return (word & MASK) | WIDENER_BITS
+    else:
+        wide = tl.full(word.shape, WIDENER_BITS, tl.int32)
+        return tl.inline_asm_elementwise(below_text(MASK), "=r,r,r", [word, wide], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def below_text(mask):
+    """PTX: (a & mask) | b."""
+    return f"lop3.b32 $0, $1, {mask}, $2, 0xEA;"
+
+
+@triton.jit
+def _add_in_place(z, words, scale, T: tl.constexpr):
+    """The same without shifting codes to the right: each is read where it stands in its word, 2**place too large."""
+    halves = ()
+    for bank in tl.static_range(T.banks[0]):
+        halves = halves + (words[bank], words[bank] >> 16)
+    scales = ()
+    for place in tl.static_range(0, 16, T.bits):
+        scales = scales + (scale * (2.0**-place),)
+    added = ()
+    for i in tl.static_range(T.size):
+        added = added + (_add_one(z[i], halves, scales, i // T.vector, i % T.vector, T),)
+    return added
+
+
+@triton.jit
+def _add_one(z, halves, scales, lane: tl.constexpr, v: tl.constexpr, T: tl.constexpr):
+    PLACE: tl.constexpr = 8 * v + (lane // T.banks[0]) * T.bits
+    LOW: tl.constexpr = PLACE % 16
+    word = halves[2 * (lane % T.banks[0]) + PLACE // 16]
+    value = float_of(_bits_below(word, ((1 << T.bits) - 1) << LOW)) - (WIDENER + (T.zero << LOW))
+    return tl.fma(value, scales[LOW // T.bits], z)
+
+
+# --- Lloyd levels -----------------------------------------------------------------------------------------------------
+# A byte permutation looks up four levels at once, among 8 bytes. Bytes hold 128 more than a level.
+
+
+@triton.jit
+def _add_levels(z, words, table, scale, T: tl.constexpr):
+    added = ()
+    if T.bits == 4 and T.vector == 4 and not INTERPRETED:
+        quads = ()
+        for bank in tl.static_range(T.banks[0]):
+            quads = quads + (_four_levels(words[bank], T), _four_levels(words[bank] >> 16, T))
+        for i in tl.static_range(T.size):
+            added = added + (tl.fma(_level_of_quads(quads, i // 4, i % 4, T), scale, z[i]),)
+    else:
+        for i in tl.static_range(T.size):
+            added = added + (tl.fma(_level(words, i, table, T), scale, z[i]),)
+    return added
+
+
+@triton.jit
+def _four_levels(word, T: tl.constexpr):
+    """The levels of the four codes in the lower half of a word, as bytes."""
+    return tl.inline_asm_elementwise(
+        four_levels_text(
+            T.levels[0], T.levels[1], T.levels[2], T.levels[3], T.levels[4], T.levels[5], T.levels[6], T.levels[7]
+        ),
+        "=r,r",
+        [word],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.constexpr_function
+def four_levels_text(*levels):
+    """PTX: both halves of the table by the lower three bits of each code, and the choice between them by the upper."""
+    above = sum((128 + level) << (8 * i) for i, level in enumerate(levels))
+    below = sum((128 - level) << (8 * i) for i, level in enumerate(reversed(levels)))
+    mask = 0xFFFFFFFF
+    return f"""{{
+        .reg .b32 low, positive, negative, high;
+        and.b32 low, $1, 0x7777;
+        prmt.b32 positive, {above & mask}, {above >> 32}, low;
+        prmt.b32 negative, {below & mask}, {below >> 32}, low;
+        shr.u32 high, $1, 3;
+        and.b32 high, high, 0x1111;
+        prmt.b32 high, 0xff00, 0, high;
+        lop3.b32 $0, high, positive, negative, 0xCA;
+    }}"""
+
+
+@triton.jit
+def _level_of_quads(quads, lane: tl.constexpr, v: tl.constexpr, T: tl.constexpr):
+    PLACE: tl.constexpr = 2 * v + lane // T.banks[0]
+    word = quads[2 * (lane % T.banks[0]) + PLACE // 4]
+    return float_of(_byte(word, PLACE % 4)) - (WIDENER + 128)
+
+
+@triton.jit
+def _level(words, index: tl.constexpr, table, T: tl.constexpr):
+    """The levels of tensor `index`."""
+    if T.bits == 1:
+        word = words[(index // T.vector) % T.banks[0]] ^ -1
+        PLACE: tl.constexpr = 8 * (index % T.vector) + index // T.vector // T.banks[0]
+        return float_of(((word << (31 - PLACE)) & SIGN_BIT) | ONE_BITS)
+    else:
+        code = code_of(words, index, T)
+        if T.bits == 2 and not INTERPRETED:
+            found = tl.inline_asm_elementwise(
+                two_bit_text(T.levels[0], T.levels[1]), "=r,r", [code], dtype=tl.int32, is_pure=True, pack=1
+            )
+            return float_of(found) - (WIDENER + 128)
+        else:
+            return float_of(look_up(table, code, 0))
+
+
+@triton.constexpr_function
+def two_bit_text(inner, outer):
+    """PTX: the byte of a code among four, below the upper byte of 2**23."""
+    table = sum((128 + level) << (8 * i) for i, level in enumerate((-outer, -inner, inner, outer)))
+    return f"{{ .reg .b32 place; or.b32 place, $1, 0x7540; prmt.b32 $0, {table}, {0x4B000000}, place; }}"

@@ -1,0 +1,197 @@
+"""What one program of a kernel works on: the compile-time half of every launch.
+
+[Note: A tile]
+A program holds `rows` blocks. A block of `block` elements is cut into `lanes` runs of `span` elements, so that the
+codes which share a byte lie in different lanes, and a lane into groups of `vector` neighbours, which one thread holds.
+Element i = lane * span + column * vector + v of every row therefore lives in one tensor of shape (rows, columns), and a
+tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking and all butterflies of the rotation but
+those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from thinwire.kernels.schema import LLOYD, Encoding
+from thinwire.wire import PLANES, CastVariant, Format, IntVariant, Kind, LloydVariant
+
+MOST_CODES = 8192  # in a tile; a longer block is read twice, piece by piece
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Format, encoder's choices and shape. Kernels are compiled once for each; see [Note: A tile]."""
+
+    kind: int
+    bits: int
+    variant: int
+    block: int
+    lanes: int
+    vector: int
+    columns: int  # a power of two; covers span / vector
+    rows: int
+    stochastic: bool = False
+    unbiased: bool = False
+    words: tuple[bool, ...] = (False,)  # planes whose bytes are read and written `vector` at a time
+    whole: bool = False  # True => the columns are exactly those of the span
+    grouped: bool = False  # True => floats are read and written `vector` at a time
+    even: bool = False  # True => scales are read and written as 16-bit numbers, else as bytes
+
+    @cached_property
+    def span(self) -> int:
+        """Elements of a lane."""
+        return self.block // self.lanes
+
+    @cached_property
+    def size(self) -> int:
+        """Tensors of a tile."""
+        return self.lanes * self.vector
+
+    @cached_property
+    def planes(self) -> tuple[int, ...]:
+        """Widths of the code planes."""
+        return PLANES.get(self.bits, (self.bits,))
+
+    @cached_property
+    def banks(self) -> tuple[int, ...]:
+        """Bytes that hold the codes of one column and v of all lanes, in each plane."""
+        return tuple(width * self.lanes // 8 for width in self.planes)
+
+    @cached_property
+    def shifts(self) -> tuple[int, ...]:
+        """Bits of a code below those in each plane."""
+        return tuple(sum(self.planes[:p]) for p in range(len(self.planes)))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Banks of all planes before each."""
+        return tuple(sum(self.banks[:p]) for p in range(len(self.planes)))
+
+    @cached_property
+    def count(self) -> int:
+        """Words of a tile, of all planes."""
+        return self.size if self.bits == 16 else sum(self.banks)
+
+    @cached_property
+    def affine(self) -> bool:
+        """Whether blocks have a minimum."""
+        return self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE
+
+    @cached_property
+    def lloyd(self) -> bool:
+        """Whether codes are Lloyd-Max levels."""
+        return self.kind == Kind.LLOYD
+
+    @cached_property
+    def cast(self) -> bool:
+        """Whether codes are short floats."""
+        return self.kind == Kind.CAST
+
+    @cached_property
+    def rotated(self) -> bool:
+        """Whether blocks are rotated."""
+        return self.kind == Kind.LLOYD and self.variant == LloydVariant.ROTATED
+
+    @cached_property
+    def e4m3(self) -> bool:
+        """Which of the 8-bit float formats."""
+        return self.cast and self.variant == CastVariant.E4M3
+
+    @cached_property
+    def pieces(self) -> bool:
+        """Whether a block is longer than a tile."""
+        return self.columns * self.vector < self.span
+
+    @cached_property
+    def half(self) -> int:
+        """The code of zero, or of the smallest positive level."""
+        return 1 << self.bits - 1
+
+    @cached_property
+    def zero(self) -> int:
+        """What an integer code stands for, less this, is its number."""
+        return 0 if self.affine else self.half
+
+    @cached_property
+    def grid(self) -> int:
+        """Cells a standard deviation, of a Lloyd table."""
+        return LLOYD[self.bits].grid
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Cells at which the levels of a Lloyd table change."""
+        return LLOYD[self.bits].edges
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Positive levels of a Lloyd table."""
+        return LLOYD[self.bits].levels
+
+    @cached_property
+    def ragged(self) -> "Tile":
+        """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
+        lanes = fewest_lanes(self.bits)
+        columns = min(_power_of_two(self.block // lanes), max(1, MOST_CODES // 4 // lanes))
+        return replace(
+            self,
+            lanes=lanes,
+            vector=1,
+            columns=columns,
+            rows=1,
+            words=(False,) * len(self.words),
+            whole=False,
+            grouped=False,
+            even=False,
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._text,))
+
+    @cached_property
+    def _text(self) -> str:
+        fields = (self.kind, self.bits, self.variant, self.block, self.lanes, self.vector, self.columns, self.rows)
+        return f"Tile{(*fields, self.stochastic, self.unbiased, self.words, self.whole, self.grouped, self.even)}"
+
+    def __repr__(self) -> str:  # part of the key under which a compiled kernel is found, at every launch
+        return self._text
+
+
+@lru_cache(maxsize=4096)
+def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], grouped: bool, even: bool) -> Tile:
+    """The tile of a format, with at least `lanes` lanes, for programs of `threads` threads."""
+    format = how.format
+    lanes = _lanes(format, lanes)
+    span = format.block // lanes
+    vector = next(v for v in (4, 2, 1) if span % v == 0)
+    columns = _power_of_two(span // vector)
+    if lanes * vector * columns > MOST_CODES:
+        long = Tile(*_fields(how), lanes, 1, 1, 1, how.stochastic, how.unbiased, (False,) * len(words))
+        return long.ragged
+    rows = max(1, threads // columns)
+    whole = columns * vector == span
+    choices = how.stochastic, how.unbiased
+    return Tile(*_fields(how), lanes, vector, columns, rows, *choices, words, whole, grouped, even)
+
+
+def fewest_lanes(bits: int) -> int:
+    """Codes that share a byte of the narrowest plane."""
+    return max(1, 8 // min(PLANES.get(bits, (8,))))
+
+
+def _lanes(format: Format, wanted: int) -> int:
+    """`wanted`, or the nearest number that cuts a block into whole groups of neighbours."""
+    lanes = fewest_lanes(format.bits)
+    while lanes < wanted and format.block % (8 * lanes) == 0:
+        lanes *= 2
+    return lanes
+
+
+def _fields(how: Encoding) -> tuple[int, int, int, int]:
+    return int(how.format.kind), how.format.bits, int(how.format.variant), how.format.block
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

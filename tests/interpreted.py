@@ -1,0 +1,207 @@
+"""The Triton kernels under Triton's interpreter, on the CPU, against the reference: a script of its own.
+
+The interpreter is chosen when kernels are defined, so it takes a process of its own:
+`TRITON_INTERPRET=1 python tests/interpreted.py [CODEC ...]`. It is slow, so codecs, lengths and worlds
+are few. Prints a line for every case that differs, and ends with their number.
+"""
+
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+import cases
+from thinwire import Identity, codec as make, use_backend
+
+Results = dict[str, Tensor]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+# --- what the interpreter does unlike a GPU ---------------------------------------------------------------------------
+
+TORCH = {
+    **{tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64},
+    **{tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2},
+}
+
+
+def mend() -> None:
+    """Fused multiply-adds and casts round as on a GPU, integers wrap, loops run to a tensor's value under any numpy."""
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.InterpreterBuilder.create_fma = create_fma
+    interpreter._convert_float = convert_float
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:  # again for every call inside a kernel takes half the time
+        seen = [module for module in (tl, tl.core) if any(module is each for each in function.__globals__.values())]
+        return patch_language(function) if any(tl.core.is_builtin(module.load) for module in seen) else patched
+
+    patched = interpreter._LangPatchScope()  # nothing left to patch or to restore
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_and_index, patch_once
+
+
+def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """To the nearest number of another format, ties to even; the interpreter's own cuts bits off."""
+    wide = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1).copy()).view(TORCH[source])
+    whole = getattr(np, f"uint{target.primitive_bitwidth}")
+    return wide.to(TORCH[target]).view(torch.uint8).numpy().view(whole).reshape(values.shape)
+
+
+def fused(x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of fp32 with one rounding, as a GPU has it; the interpreter's own has two.
+
+    The product is exact in float64. Its sum with z is rounded to odd there, after which rounding to fp32 is right.
+    """
+    product, added = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + added
+    back = total - product
+    lost = (product - (total - back)) + (added - back)
+    inexact = np.isfinite(lost) & (lost != 0) & (total.view(np.int64) & 1 == 0)
+    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
+
+
+def create_fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """What InterpreterBuilder makes of tl.fma."""
+    assert {x.data.dtype, y.data.dtype, z.data.dtype} == {np.dtype(np.float32)}
+    return interpreter.TensorHandle(fused(*np.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """One codec and what it is tried on."""
+
+    codec: str
+    lengths: tuple[int, ...] = (1, 130)  # all in float32; the last one in other dtypes, and at odd addresses
+    dtypes: tuple[torch.dtype, ...] = ()
+    worlds: tuple[int, ...] = (1, 3)
+    odd: bool = False  # tensors and wires off the start of their memory, too
+
+
+CASES = [
+    Case("int8", (0, 1, 7, 40, 300), (BF16, F16), odd=True),
+    Case("int8:block=32", (130,), worlds=(9,)),
+    Case("int4:block=32", (517,), (BF16,)),
+    Case("int3:block=40,mode=affine,rounding=stochastic", (1, 130), odd=True),
+    Case("int2", (130,)),
+    Case("int6", (7,)),
+    Case("lloyd4:block=64", (7, 130)),
+    Case("lloyd4:block=32", (40,), (BF16,), (9,), odd=True),
+    Case("lloyd1:block=32", (0, 1, 333)),
+    Case("lloyd3:block=32,rotate=false,scale=unbiased", (130,)),
+    Case("lloyd2:block=128", (130,), worlds=(2,)),
+    Case("int4:block=20000,mode=affine", (9001,), worlds=(2,)),
+    Case("int8:block=4294967288,mode=affine", (130,), worlds=(2,)),
+    Case("fp16", (1, 130)),
+    Case("e4m3:block=24", (1, 40), odd=True),
+    Case("e5m2", (7, 130)),
+    Case("bf16", (0, 1, 130), (F16,)),
+    Case("none", (0, 1, 130), (BF16, torch.float64), odd=True),
+]
+
+
+def acts_of(case: Case, n: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Results]]]:
+    """What is run by both backends, by name."""
+    codec, block = make(case.codec), min(cases.block_of(make(case.codec)), 256)
+    narrow = F32 if dtype == torch.float64 else dtype
+    xs = [cases.mixed(n, block, narrow, rank, seed=n).to(dtype) for rank in range(max(case.worlds))]
+    residual = cases.mixed(n, block, F32, 77, seed=n + 1)
+    with use_backend("reference"):
+        wires_WN = cases.wires_of(codec, xs, step=2)
+    yield "encode", lambda: {"wire": cases.wire_of(codec, xs[0], step=3)}
+    yield "encode with residual", lambda: _encode_with_residual(codec, xs[0], residual.clone())
+    for world in case.worlds if dtype == F32 else case.worlds[-1:]:
+        wires = wires_WN[:world]
+        yield f"decode_sum of {world}", lambda wires=wires: {"sum": cases.summed(codec, wires, n, dtype, 1 / 3)}
+        if dtype == F32 or codec == Identity():
+            yield f"recode of {world}", lambda wires=wires: {"wire": cases.recoded(codec, wires, n, 1 / 3, 4, dtype)}
+    if case.odd and dtype == F32 and n == case.lengths[-1]:
+        yield "odd addresses", lambda: _at_odd_addresses(codec, xs[0], residual, wires_WN[:2])
+
+
+def _encode_with_residual(codec: Any, x: Tensor, residual: Tensor) -> Results:
+    return {"wire": cases.wire_of(codec, x, step=5, residual=residual), "residual": residual}
+
+
+def _at_odd_addresses(codec: Any, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
+    x, carried = cases.shifted(x), cases.shifted(residual)
+    wire, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(2))
+    codec.encode(x, wire, step=1, residual=carried)
+    odd_WN = cases.shifted(wires_WN.reshape(-1)).view(wires_WN.shape)
+    out = cases.shifted(torch.full_like(x, torch.nan))
+    codec.decode_sum(odd_WN, out, scale=0.5)
+    codec.recode(odd_WN, recoded, x.numel(), scale=0.5, step=1, dtype=x.dtype)
+    return {"wire": wire, "residual": carried, "sum": out, "recoded": recoded}
+
+
+def difference(act: Callable[[], Results]) -> str:
+    """Where the kernels differ from the reference, or nothing."""
+    with use_backend("reference"):
+        want = act()
+    try:
+        with use_backend("triton"):
+            got = act()
+        for what in want:
+            cases.assert_same(got[what], want[what], what)
+    except Exception as error:
+        return _told(error)
+    return ""
+
+
+def _told(error: BaseException) -> str:
+    """The error itself, which the interpreter wraps once for every call, and where in a kernel it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while error.__cause__ is not None:
+        error = error.__cause__
+        frames += traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.line}" for frame in frames if "thinwire" in frame.filename
+    ]
+    return f"{type(error).__name__}: {error} ({lines[-1] if lines else 'nowhere in thinwire'})"
+
+
+def main(*names: str) -> int:
+    """Run all cases, or those of the named codecs; how many differ, and how many warnings came."""
+    mend()
+    np.seterr(all="ignore")
+    warned: set[str] = set()
+    warnings.simplefilter("always")
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of overflows and NaN that are meant
+    warnings.showwarning = lambda message, *_: warned.add(str(message))
+    torch.set_num_threads(1)
+    bad = run = 0
+    for case in CASES:
+        if names and case.codec not in names:
+            continue
+        start = time.perf_counter()
+        for dtype in (F32, *case.dtypes):
+            for n in case.lengths if dtype == F32 else case.lengths[-1:]:
+                for what, act in acts_of(case, n, dtype):
+                    run += 1
+                    if found := difference(act):
+                        bad += 1
+                        print(f"{case.codec}, {n} x {dtype}, {what}: {found}", flush=True)
+        print(f"# {case.codec}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    for message in warned:
+        print(f"warned: {message}")
+    print(f"{bad} of {run} differ")
+    return bad + len(warned)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(*sys.argv[1:]) else 0)
