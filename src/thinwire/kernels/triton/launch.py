@@ -302,11 +302,11 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _cells(bits: int, device: torch.device) -> Tensor:
-    """Of every cell up to the last edge of 4 bits, code of a positive number << 28 | level."""
+    """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]
-    if bits == 4:
-        table = LLOYD[bits]
+    if bits in LLOYD:
+        table, half = LLOYD[bits], 1 << bits - 1
         ranks = [sum(cell >= edge for edge in table.edges) for cell in range(128)]
-        entries = [(8 + rank << 28 | table.levels[rank]) - (1 << 32) for rank in ranks]
+        entries = [(half + rank << 32 - bits | table.levels[rank]) - (1 << 32) for rank in ranks]
     with torch.inference_mode(False):
         return torch.tensor(entries, dtype=torch.int32).to(device)

@@ -68,8 +68,9 @@ def lloyd_words(tile, power, table, codes, column, inside, T: tl.constexpr, VALU
     else:
         codes_of = ()
         for i in tl.static_range(T.size):
-            code, sums = _code(tile[i], gain, table, sums, T)
-            codes_of = codes_of + (code ^ ((bits_of(tile[i]) >> 31) & (2 * T.half - 1)),)
+            entry, sums = _code(tile[i], gain, table, sums, T)
+            code = (entry >> (32 - T.bits)) ^ (bits_of(tile[i]) >> 31)
+            codes_of = codes_of + (code & (2 * T.half - 1),)
         for p in tl.static_range(len(T.planes)):
             for bank in tl.static_range(T.banks[p]):
                 words = words + (pack(codes_of, p, bank, 0, T),)
@@ -94,10 +95,8 @@ def _bank(tile, gain, table, sums, bank: tl.constexpr, T: tl.constexpr):
     for i in tl.static_range(PLACES):
         x = tile[place_index(PLACES - 1 - i, WIDTH, bank, T.banks[0], T.vector)]
         code, sums = _code(x, gain, table, sums, T)
-        if WIDTH == 4:
+        if WIDTH > 1:
             word = _shift_in(word, code, WIDTH)
-        elif WIDTH == 2:
-            word = (word << WIDTH) + code
         signs = _shift_in(signs, bits_of(x), WIDTH)
     if WIDTH == 1:
         word = signs ^ -1
@@ -114,7 +113,7 @@ def _shift_in(word, other, WIDTH: tl.constexpr):
 
 
 # [Note: Sums of table entries]
-# An entry of the table of 4 bits has a code in its top 4 bits and a level in its lowest, so that modulo 2**28 sums of
+# An entry of the table has the code of a size in its top bits, at most 4, and a level in its lowest: modulo 2**28 sums of
 # entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come, with
 # the bits of ROUNDER; `_sums` takes both out once a thread.
 LOW_28 = tl.constexpr((1 << 28) - 1)
@@ -122,34 +121,25 @@ LOW_28 = tl.constexpr((1 << 28) - 1)
 
 @triton.jit
 def _code(x, gain, table, sums, T: tl.constexpr):
-    """(code of |x|, sums with this one); the code of 4 bits is at the top of its table entry."""
+    """(table entry of |x|, sums with this one); of 1 bit, whose only level is 1, the cell."""
     cell = bits_of(tl.fma(tl.abs(x), gain, ROUNDER))
-    along, square, others = sums
-    if T.bits == 1:  # the only level is 1
-        return cell, (along + cell, square, others)
-    elif T.bits == 4:
-        entry = _entry(cell, table)
-        return entry, (along + cell * entry, square + entry * entry, others + entry)
+    along, square, entries = sums
+    if T.bits == 1:
+        return cell, (along + cell, square, entries)
     else:
-        code, level = _level_of(cell - ROUNDER_BITS, T)
-        along = along + (cell - ROUNDER_BITS) * level
-        if T.bits == 2:
-            return code, (along, square, others + level)
-        else:
-            return code, (along, square + level * level, others)
+        entry = _entry(cell, table)
+        return entry, (along + cell * entry, square + entry * entry, entries + entry)
 
 
 @triton.jit
 def _sums(sums, column, inside, T: tl.constexpr):
     """(sum of cell * level, sum of level**2) of each row."""
-    along, square, others = sums
+    along, square, entries = sums
     if T.bits == 1:
         along = along - as_int32(ROUNDER_BITS * T.size)
         square = tl.full((T.rows, T.columns), T.size, tl.int32)
-    elif T.bits == 2:  # of two levels, the square is a linear function
-        square = others * (T.levels[0] + T.levels[1]) - T.levels[0] * T.levels[1] * T.size
-    elif T.bits == 4:
-        along = (along - others * ROUNDER_BITS) & LOW_28
+    else:
+        along = (along - entries * ROUNDER_BITS) & LOW_28
         square = square & LOW_28
     if not T.whole:
         square = tl.where(inside, square, 0)
@@ -161,11 +151,7 @@ def _signed_level(x, gain, table, T: tl.constexpr):
     if T.bits == 1:
         return float_of((bits_of(x) & SIGN_BIT) | ONE_BITS)
     else:
-        cell = bits_of(tl.fma(tl.abs(x), gain, ROUNDER))
-        if T.bits == 4:
-            level = _entry(cell, table) & LOW_28
-        else:
-            _code, level = _level_of(cell - ROUNDER_BITS, T)
+        level = _entry(bits_of(tl.fma(tl.abs(x), gain, ROUNDER)), table) & LOW_28
         return float_of(bits_of(level.to(tl.float32)) | (bits_of(x) & SIGN_BIT))
 
 
@@ -179,15 +165,3 @@ def _entry(cell, table):
 def as_int32(value):
     """value modulo 2**32, as a signed number."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-@triton.jit
-def _level_of(cell, T: tl.constexpr):
-    """(code of a positive number, level) of each cell."""
-    code = tl.full(cell.shape, T.half, tl.int32)
-    level = tl.full(cell.shape, T.levels[0], tl.int32)
-    for e in tl.static_range(len(T.edges)):
-        over = cell >= T.edges[e]
-        code = tl.where(over, T.half + e + 1, code)
-        level = tl.where(over, T.levels[e + 1], level)
-    return code, level

@@ -35,9 +35,8 @@ def encode_raw(
         inside = at + SIZE <= nbytes_raw
         store_words(wire + plane0 + at, load_words(source + at, inside, SIZE), inside, SIZE)
     if WHOLE and program == tl.num_programs(0) - 1:
-        at = nbytes_raw - nbytes_raw % 16 + column
-        inside = at < nbytes_raw
-        store_words(wire + plane0 + at, load_words(source + at, inside, 1), inside, 1)
+        rest = nbytes_raw - nbytes_raw % 16 + column
+        store_words(wire + plane0 + rest, load_words(source + rest, rest < nbytes_raw, 1), rest < nbytes_raw, 1)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -67,8 +66,8 @@ def encode_plain(
         at, inside = _place(program, group, numel)
         _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
     if program == tl.num_programs(0) - 1:
-        at, inside = _left_over(numel)
-        _encode_group(x, residual, wire + plane0, at, inside, SHORT, 1, GROUPED, RESIDUAL)
+        rest, some = _left_over(numel)
+        _encode_group(x, residual, wire + plane0, rest, some, SHORT, 1, GROUPED, RESIDUAL)
 
 
 @triton.jit
@@ -128,10 +127,9 @@ def decode_plain(
         total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
         store_floats(out, total, at, inside, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        at, inside = _left_over(numel)
-        store_floats(
-            out, _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 1, GROUPED), at, inside, 1, False
-        )
+        rest, some = _left_over(numel)
+        last = _sum(wire + plane0, stride, world, rest, some, scale, SHORT, 1, GROUPED)
+        store_floats(out, last, rest, some, 1, False)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -167,9 +165,9 @@ def recode_plain(
         total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
         _put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        at, inside = _left_over(numel)
-        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 1, GROUPED)
-        _put(out + plane0, total, at, inside, SHORT, 1, GROUPED)
+        rest, some = _left_over(numel)
+        last = _sum(wire + plane0, stride, world, rest, some, scale, SHORT, 1, GROUPED)
+        _put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
 
 
 @triton.jit

@@ -117,11 +117,6 @@ class Tile:
         return LLOYD[self.bits].grid
 
     @cached_property
-    def edges(self) -> tuple[int, ...]:
-        """Cells at which the levels of a Lloyd table change."""
-        return LLOYD[self.bits].edges
-
-    @cached_property
     def levels(self) -> tuple[int, ...]:
         """Positive levels of a Lloyd table."""
         return LLOYD[self.bits].levels
