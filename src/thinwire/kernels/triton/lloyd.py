@@ -113,9 +113,9 @@ def _shift_in(word, other, WIDTH: tl.constexpr):
 
 
 # [Note: Sums of table entries]
-# An entry of the table has the code of a size in its top bits, at most 4, and a level in its lowest: modulo 2**28 sums of
-# entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come, with
-# the bits of ROUNDER; `_sums` takes both out once a thread.
+# An entry of the table has the code of a size in its top bits, at most 4, and a level in its lowest: modulo 2**28 sums
+# of entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come,
+# with the bits of ROUNDER; `_sums` takes both out once a thread.
 LOW_28 = tl.constexpr((1 << 28) - 1)
 
 
