@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.kernels import reference
 from thinwire.kernels.schema import LLOYD, Encoding, decoding
 from thinwire.kernels.triton import INTERPRETED, blocks, plain
-from thinwire.kernels.triton.tile import Tile, tile
+from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
 from thinwire.wire import Format, Kind, Layout
 
 _MOST_UNROLLED = 8  # wires; sums of more are loops
@@ -58,7 +58,7 @@ def encode(
             *(*shape.tail, *shape.frame, *shape.planes, *shape.ends, shape.root, shape.tail_root),
         ),
         {"T": shape.tile, "TAIL": shape.ragged, "RESIDUAL": residual is not None},
-        config.warps,
+        shape.warps,
     )
 
 
@@ -101,7 +101,7 @@ def decode_sum(
             "CHECK": check,
             "CALM": abs(scale) * world < _SMALL_NORM,
         },
-        config.warps,
+        shape.warps,
     )
 
 
@@ -154,7 +154,7 @@ def recode(
             "WORLD": world if world <= _MOST_UNROLLED else 0,
             "CHECK": check,
         },
-        config.warps,
+        shape.warps,
     )
 
 
@@ -227,6 +227,7 @@ class _Shape:
     ends: tuple[int, int]  # of codes and wire
     root: float  # 1 / sqrt(codes of a block)
     tail_root: float
+    warps: int
 
 
 @lru_cache(maxsize=4096)
@@ -256,6 +257,7 @@ def _shape(
         ends=(at + layout.num_codes * width // 8, layout.nbytes),
         root=reference.root(block) if lloyd else 1.0,
         tail_root=reference.root(layout.tail) if lloyd and layout.tail else 1.0,
+        warps=LONG_WARPS if T.pieces else config.warps,
     )
 
 

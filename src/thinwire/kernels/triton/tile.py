@@ -15,6 +15,8 @@ from thinwire.kernels.schema import LLOYD, Encoding
 from thinwire.wire import PLANES, CastVariant, Format, IntVariant, Kind, LloydVariant
 
 MOST_CODES = 8192  # in a tile; a longer block is read twice, piece by piece
+MOST_RAGGED = 128  # columns of a short last block; a longer one too is read piece by piece
+LONG_COLUMNS, LONG_WARPS = 512, 16  # of blocks longer than a tile
 
 
 @dataclass(frozen=True)
@@ -124,18 +126,15 @@ class Tile:
     @cached_property
     def ragged(self) -> "Tile":
         """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
-        lanes = fewest_lanes(self.bits)
-        columns = min(_power_of_two(self.block // lanes), max(1, MOST_CODES // 4 // lanes))
+        if self.pieces:
+            return self
+        lanes = _ragged_lanes(self.kind)
+        columns = _power_of_two(self.block // lanes)
+        if not self.lloyd:
+            columns = min(columns, MOST_RAGGED)
+        plain = (False,) * len(self.words)
         return replace(
-            self,
-            lanes=lanes,
-            vector=1,
-            columns=columns,
-            rows=1,
-            words=(False,) * len(self.words),
-            whole=False,
-            grouped=False,
-            even=False,
+            self, lanes=lanes, vector=1, columns=columns, rows=1, words=plain, whole=False, grouped=False, even=False
         )
 
     def __hash__(self) -> int:
@@ -163,8 +162,8 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     vector = next(v for v in (4, 2, 1) if span % v == 0)
     columns = _power_of_two(span // vector)
     if lanes * vector * columns > MOST_CODES:
-        long = Tile(*_fields(how), lanes, 1, 1, 1, how.stochastic, how.unbiased, (False,) * len(words))
-        return long.ragged
+        lanes, plain = _ragged_lanes(format.kind), (False,) * len(words)
+        return Tile(*_fields(how), lanes, 1, LONG_COLUMNS, 1, how.stochastic, how.unbiased, plain)
     rows = max(1, threads // columns)
     whole = columns * vector == span
     choices = how.stochastic, how.unbiased
@@ -174,6 +173,11 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
 def fewest_lanes(bits: int) -> int:
     """Codes that share a byte of the narrowest plane."""
     return max(1, 8 // min(PLANES.get(bits, (8,))))
+
+
+def _ragged_lanes(kind: int) -> int:
+    """Lanes of blocks of any length: their codes are a multiple of 8, but those of casts."""
+    return 1 if kind == Kind.CAST else 8
 
 
 def _lanes(format: Format, wanted: int) -> int:

@@ -229,9 +229,12 @@ def largest(tile, column, T: tl.constexpr):
     most = tile[0]
     for i in tl.static_range(1, T.size):
         most = tl.maximum(most, tile[i])
-    for stage in tl.static_range(log2(T.columns)):
-        most = tl.maximum(most, partner(most, column, T.columns >> (stage + 1)))
-    return most
+    if T.columns > 32 and not T.lloyd:  # more than a warp
+        return tl.broadcast_to(tl.max(most, axis=1, keep_dims=True), (T.rows, T.columns))
+    else:
+        for stage in tl.static_range(log2(T.columns)):
+            most = tl.maximum(most, partner(most, column, T.columns >> (stage + 1)))
+        return most
 
 
 @triton.jit

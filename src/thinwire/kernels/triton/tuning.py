@@ -1,8 +1,8 @@
 """How kernels are cut up: measured once on a machine, remembered on disk. No choice changes a byte.
 
 The first large tensor of a kind is preceded by a measurement of a few configurations on buffers of its own, which waits
-for the device; small tensors, and all while a CUDA graph is being captured, take what is known or the default. Results
-are kept in THINWIRE_CACHE, or thinwire/ in the user's cache directory; THINWIRE_TUNE=0 keeps the defaults.
+for the device; others, and all while a CUDA graph is being captured, take what is known or the default. Results are
+kept in THINWIRE_CACHE, or thinwire/ in the user's cache directory; THINWIRE_TUNE=0 keeps the defaults.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ from thinwire.kernels.triton import launch
 from thinwire.kernels.triton.launch import Config
 from thinwire.wire import Format, Kind
 
-LARGE = 1 << 22  # elements; from here on a better configuration is worth a measurement
+SMALL = 1 << 20  # elements; fewer do not fill the card, so that a thread should have little to do
+LARGE = 1 << 22  # from here on a better configuration is worth a measurement
+SHORT = Config(4, 1)
 _ELEMENTS = 1 << 25  # measured on: more than an L2 cache holds
 _ROUNDS = 5
 _say = logging.getLogger("thinwire")
@@ -34,6 +37,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`."""
     if not how.format.block:
         return Config()
+    if numel < SMALL:
+        return SHORT
     key = (op if world == 1 or op == "recode" else f"{op}_{world}", how, dtype, device.index or 0)
     found = _chosen.get(key)
     if found is not None:
@@ -67,13 +72,16 @@ def _first_choice(
 ) -> Config:
     """Called with the lock: what the disk says, what a measurement says, or for now the default."""
     name = f"{key[0]} {_text(key[1])} {str(key[2]).removeprefix('torch.')}"
-    known = _read(device).get(name)
+    known = _known(device).get(name)
     if isinstance(known, list) and len(known) == 2:
         _chosen[key] = Config(*known)
         return _chosen[key]
     _announce(device)
     tunes = os.environ.get("THINWIRE_TUNE", "1") != "0"
-    if not tunes or numel < LARGE or torch.cuda.is_current_stream_capturing():
+    if not tunes:
+        _chosen[key] = default(op, key[1].format, key[2])
+        return _chosen[key]
+    if numel < LARGE or torch.cuda.is_current_stream_capturing():
         return default(op, key[1].format, key[2])
     _say.info("thinwire: measuring configurations of %s", name)
     best = _measured(op, key[1], key[2], device, world)
@@ -151,6 +159,12 @@ def _file(device: torch.device) -> Path:
     home = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
     card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device)).strip("-").lower()
     return home / f"kernels-{card}-triton-{triton.__version__}.json"
+
+
+@lru_cache(maxsize=16)
+def _known(device: torch.device) -> dict[str, list[int]]:
+    """What the file said when this process first looked."""
+    return _read(device)
 
 
 def _read(device: torch.device) -> dict[str, list[int]]:
