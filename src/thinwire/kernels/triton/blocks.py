@@ -505,6 +505,7 @@ def decode_kernel(
     so small that a usual sum stays inside the range of the output.
     """
     program = tl.program_id(0)
+    stride = wide(stride)
     keys = (key_low, key_high)
     if CHECK:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
@@ -655,6 +656,7 @@ def recode_kernel(
 ):
     """out = encode(scale * sum of decode(wires)), without leaving the rotated domain."""
     program = tl.program_id(0)
+    stride = wide(stride)
     if CHECK:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
         key_low, key_high, fine = check_headers(wire, stride, world, header, T.rotated)

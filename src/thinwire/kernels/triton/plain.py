@@ -6,7 +6,7 @@ A program takes GROUPS times COLUMNS groups of four numbers; the last one also t
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.blocks import check_headers, write_frame
+from thinwire.kernels.triton.blocks import check_headers, wide, write_frame
 from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
 
@@ -118,6 +118,7 @@ def decode_plain(
 ):
     """out = scale * sum over ranks, in rank order in fp32."""
     program = tl.program_id(0)
+    stride = wide(stride)
     if CHECK:
         header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
         _low, _high, fine = check_headers(wire, stride, world, header, False)
@@ -153,6 +154,7 @@ def recode_plain(
     CHECK: tl.constexpr,
 ):
     """out = scale * sum over ranks, in the format of the wires."""
+    stride = wide(stride)
     header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
     program = tl.program_id(0)
     if CHECK:
@@ -180,7 +182,7 @@ def _place(program, group: tl.constexpr, numel):
 @triton.jit
 def _left_over(numel):
     """The last elements, fewer than four."""
-    at = tl.full((), 0, tl.int64) + numel - numel % 4 + tl.arange(0, COLUMNS)
+    at = wide(numel) - numel % 4 + tl.arange(0, COLUMNS)
     return at, at < numel
 
 
