@@ -117,6 +117,15 @@ def look_up(table, index, START: tl.constexpr):
         )
 
 
+@triton.jit
+def opaque(x):
+    """x, an int32, hidden from the compiler: LLVM's vectoriser fails on 7-bit codes unpacked and packed again."""
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
 # --- floats -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ also the numbers that a row has once: these are the same in all columns. `inside
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
+from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def store_codes(planes, words, row, column, span, inside, bad, zero, T: tl.const
 
 @triton.jit
 def packed(codes, BIAS: tl.constexpr, T: tl.constexpr):
-    """The words of every bank of every plane. `codes` are int32, each BIAS more than the code."""
+    """The words of every bank of every plane. `codes` are int32, each BIAS, a multiple of 256, more than the code."""
     words = ()
     for p in tl.static_range(len(T.planes)):
         for bank in tl.static_range(T.banks[p]):
@@ -114,8 +114,10 @@ def pack(codes, p: tl.constexpr, bank: tl.constexpr, BIAS: tl.constexpr, T: tl.c
     for v in tl.static_range(T.vector):
         for high in tl.static_range(8 // WIDTH):
             code = codes[(bank + high * T.banks[p]) * T.vector + v]
+            if len(T.planes) > 2:
+                code = opaque(code)
             if len(T.planes) > 1:
-                code = ((code - BIAS) >> T.shifts[p]) & ((1 << WIDTH) - 1)
+                code = (code >> T.shifts[p]) & ((1 << WIDTH) - 1)
             word = word + (code << (8 * v + high * WIDTH))
     if len(T.planes) == 1:
         word = word - everywhere(BIAS, WIDTH, T.vector)
