@@ -73,7 +73,7 @@ def decode_sum(
         _run(
             plain.decode_plain,
             _plain_grid(4 * layout.numel),
-            (wires_WN, out, stride, world, *_plain_head(layout), layout.numel, layout.planes[0][1], scale),
+            (wires_WN, out, stride, world, *_plain_head(layout), layout.numel, layout.planes[0][1], float(scale)),
             {
                 "SHORT": _SHORT[layout.plain_dtype],
                 "GROUPED": _grouped(out) and (wires_WN.data_ptr() | stride) % 16 == 0,
@@ -123,7 +123,7 @@ def recode(
         _run(
             plain.recode_plain,
             _plain_grid(4 * numel),
-            (wires_WN, wire, stride, world, *_plain_head(layout), numel, *_plain_ends(layout), scale),
+            (wires_WN, wire, stride, world, *_plain_head(layout), numel, *_plain_ends(layout), float(scale)),
             {
                 "SHORT": _SHORT[layout.plain_dtype],
                 "GROUPED": (wires_WN.data_ptr() | stride | wire.data_ptr()) % 16 == 0,
@@ -146,7 +146,7 @@ def recode(
                 world,
             ),
             *(*_head(layout)[:3], *_halves(rotation or 0), *_head(layout)[6:], *_halves(dither)),
-            *(*shape.tail, *shape.frame, *shape.planes, *shape.ends, scale),
+            *(*shape.tail, *shape.frame, *shape.planes, *shape.ends, float(scale)),
         ),
         {
             "T": shape.tile,

@@ -38,6 +38,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     if not how.format.block:
         return Config()
     if numel < SMALL:
+        if not _announced and device.type == "cuda":
+            _meet(device)
         return SHORT
     key = (op if world == 1 or op == "recode" else f"{op}_{world}", how, dtype, device.index or 0)
     found = _chosen.get(key)
@@ -88,7 +90,7 @@ def _first_choice(
     if best is None:
         return default(op, key[1].format, key[2])
     _chosen[key] = best
-    _write(device, name, best)
+    _write(device, {name: [best.lanes, best.warps]})
     return best
 
 
@@ -102,6 +104,16 @@ def _announce(device: torch.device) -> None:
             "in Triton's cache, with their measured configurations in %s",
             _file(device),
         )
+
+
+def _meet(device: torch.device) -> None:
+    """Announce compilation on a machine where no file of this card says that it happened before, and leave one."""
+    global _announced
+    with _lock:
+        if not _file(device).exists():
+            _announce(device)
+            _write(device, {})
+        _announced = True
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -176,12 +188,11 @@ def _read(device: torch.device) -> dict[str, list[int]]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(device: torch.device, name: str, config: Config) -> None:
-    """Add an entry. Other processes may be writing: the file is replaced as a whole, the last one wins."""
+def _write(device: torch.device, entries: dict[str, list[int]]) -> None:
+    """Add entries. Other processes may be writing: the file is replaced as a whole, the last one wins."""
     file = _file(device)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**_read(device), name: [config.lanes, config.warps]}
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(entries, indent=1, sort_keys=True))
+        partial.write_text(json.dumps({**_read(device), **entries}, indent=1, sort_keys=True))
         partial.replace(file)
