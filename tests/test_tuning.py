@@ -17,7 +17,7 @@ from thinwire.kernels.triton.launch import Config
 GPU = torch.device("cuda", 0)
 INT8 = BlockInt(8).encoding(torch.float32)
 NAME = "encode block_int8.0/128 float32"
-BEST = Config(8, 4)
+BEST = Config(8, 2)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuning, "_chosen", {})
     monkeypatch.setattr(tuning, "_announced", False)
     monkeypatch.setattr(tuning, "_measured", lambda *request: BEST)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_capturing", lambda device: False)
     monkeypatch.delenv("THINWIRE_TUNE", raising=False)
     tuning._known.cache_clear()
     yield path
@@ -41,16 +41,16 @@ def choose(numel: int = tuning.LARGE, how: object = INT8, op: str = "encode") ->
 
 def test_a_large_tensor_is_measured_once_and_remembered(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose() == BEST
-    assert json.loads(file.read_text()) == {NAME: [8, 4]}
+    assert json.loads(file.read_text()) == {NAME: [8, 2]}
     monkeypatch.setattr(tuning, "_measured", lambda *request: pytest.fail("measured again"))
     assert choose() == choose(tuning.SMALL) == BEST
 
 
 def test_what_the_disk_says_is_not_measured(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.parent.mkdir()
-    file.write_text(json.dumps({NAME: [2, 1]}))
+    file.write_text(json.dumps({NAME: [4, 4]}))
     monkeypatch.setattr(tuning, "_measured", lambda *request: pytest.fail("measured"))
-    assert choose() == Config(2, 1)
+    assert choose() == Config(4, 4)
 
 
 def test_entries_of_others_are_kept(file: Path) -> None:
@@ -61,7 +61,7 @@ def test_entries_of_others_are_kept(file: Path) -> None:
     assert [left.name for left in file.parent.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[1, 2]", json.dumps({NAME: 3}), json.dumps({NAME: [1]})])
+@pytest.mark.parametrize("text", ["", "no json", "[1, 2]", json.dumps({NAME: 3}), json.dumps({NAME: [1, 3]})])
 def test_a_broken_file_counts_for_nothing(file: Path, text: str) -> None:
     file.parent.mkdir()
     file.write_text(text)
@@ -78,9 +78,9 @@ def test_nothing_is_measured_where_it_cannot_be(file: Path, monkeypatch: pytest.
     default = tuning.default("encode", INT8.format, torch.float32)
     assert choose(tuning.LARGE - 1) == default
     assert choose(how=Identity().encoding(torch.float32)) == Config()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(tuning, "_capturing", lambda device: True)
     assert choose() == default
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_capturing", lambda device: False)
     monkeypatch.setenv("THINWIRE_TUNE", "0")
     assert choose() == default
     assert not file.exists()

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from thinwire.errors import ThinwireError
@@ -120,25 +119,15 @@ def sent() -> Sent:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """By default SIGTERM ends a process before it can clean up.
-
-    Only the first one counts: `timeout` sends it to the process and to its group, and what was measured is still to be
-    written after the block.
-    """
+    """By default SIGTERM ends a process before it can clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _stop_once)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is _stop_once:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _stop_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plug(name: str, number: int, switch: str, link: Link) -> None:

@@ -141,7 +141,12 @@ def _encode_tile(
 ):
     row, column = places(T)
     inside = masks(row, column, first, end, span, T)
-    tile = _input(x, residual, first, row, column, span, length, inside, T, RAGGED, RESIDUAL)
+    last = 0.0
+    if RAGGED and T.affine:
+        last = _last(x, residual, first, length, T, RESIDUAL)
+    tile = _input(x, residual, first, row, column, span, length, last, inside, T, RAGGED, RESIDUAL)
+    if RAGGED and RESIDUAL:
+        tl.debug_barrier()  # a short tile is held by several warps, and none may store what another has still to load
     if T.lloyd:
         scale, minimum, values = _put_lloyd(
             tile, wires, table, keys, first, row, column, span, root, inside, T, RAGGED, RESIDUAL
@@ -159,9 +164,20 @@ def _encode_tile(
 
 @triton.jit
 def _input(
-    x, residual, first, row, column, span, length, inside, T: tl.constexpr, RAGGED: tl.constexpr, RESIDUAL: tl.constexpr
+    x,
+    residual,
+    first,
+    row,
+    column,
+    span,
+    length,
+    last,
+    inside,
+    T: tl.constexpr,
+    RAGGED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):
-    """x + residual. Past the end of a ragged block zeros, or its last element where a zero would widen its range."""
+    """x + residual. Past the end of a ragged block zeros, or its `last` element where a zero would widen its range."""
     start = first * T.block
     tile = load(x + start, row, column, span, length, inside, T, RAGGED)
     if RESIDUAL:
@@ -171,9 +187,6 @@ def _input(
             summed = summed + (tile[i] + carried[i],)
         tile = summed
     if RAGGED and T.affine:
-        last = _last(x + start, length, T)
-        if RESIDUAL:
-            last = last + _last(residual + start, length, T)
         filled = ()
         for i in tl.static_range(T.size):
             filled = filled + (tl.where(i * span + column < length, tile[i], last),)
@@ -182,10 +195,13 @@ def _input(
 
 
 @triton.jit
-def _last(pointer, length, T: tl.constexpr):
-    """The last element of a block, everywhere."""
+def _last(x, residual, first, length, T: tl.constexpr, RESIDUAL: tl.constexpr):
+    """The last element of a block of x + residual, everywhere."""
     at = tl.zeros((T.rows, T.columns), tl.int32) + (length - 1)
-    return load_floats(pointer, at, at >= 0, 1, True)[0]
+    last = load_floats(x + first * T.block, at, at >= 0, 1, True)[0]
+    if RESIDUAL:
+        last = last + load_floats(residual + first * T.block, at, at >= 0, 1, True)[0]
+    return last
 
 
 @triton.jit
@@ -193,12 +209,16 @@ def _encode_pieces(x, residual, wires, keys, first, length, span, T: tl.constexp
     """A block longer than a tile: once for its scale, once for its codes."""
     row, column = places(T)
     there = row >= 0
+    last = 0.0
+    if T.affine:  # before a residual is written
+        last = _last(x, residual, first, length, T, RESIDUAL)
+        tl.debug_barrier()
     peak = tl.zeros((T.rows, T.columns), tl.int32)
     low = tl.full((T.rows, T.columns), float("inf"), tl.float32)
     high = tl.full((T.rows, T.columns), float("-inf"), tl.float32)
     for start in range(0, span, T.columns):
         inside = there & (column + start < span)
-        tile = _input(x, residual, first, row, column + start, span, length, inside, T, True, RESIDUAL)
+        tile = _input(x, residual, first, row, column + start, span, length, last, inside, T, True, RESIDUAL)
         piece_peak, piece_low, piece_high = _extent(tile, column, inside, T)
         peak = tl.maximum(peak, piece_peak)
         low = tl.minimum(low, piece_low)
@@ -207,7 +227,7 @@ def _encode_pieces(x, residual, wires, keys, first, length, span, T: tl.constexp
     for start in range(0, span, T.columns):
         at = column + start
         inside = there & (at < span)
-        tile = _input(x, residual, first, row, at, span, length, inside, T, True, RESIDUAL)
+        tile = _input(x, residual, first, row, at, span, length, last, inside, T, True, RESIDUAL)
         scale, minimum, values = _put_scaled(
             tile, peak, low, high, factor, undo(factor), wires, keys, first, row, at, span, inside, T
         )
@@ -714,6 +734,8 @@ def _put_sum(z, post, scale, target, cells, keys, first, row, column, span, insi
         for i in tl.static_range(T.size):
             kept = kept + (_kept(z[i], inside, 0.0, T),)
         tile, energy, up, post, bad = _in_domain(kept, post, column, ANY, T)
+        factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
+        bad = bad | (factor != factor)  # of wires that do not fit
         power = tl.div_rn(energy, tl.full((), 0.0, tl.float32) + span * T.lanes)
         _put_levels(tile, power, up, post, bad, scale, target, cells, row, column, span, inside, T, False)
     else:
@@ -802,9 +824,9 @@ def write_frame(wire, header, scales_end, minima_at, minima_end, planes_at, code
         word = tl.where(i // 4 == k, header[k], word)
     tl.store(wire + i, ((word >> (8 * (i % 4))) & 0xFF).to(tl.uint8))
     nothing = tl.zeros((32,), tl.uint8)
-    tl.store(wire + scales_end + i, nothing, mask=scales_end + i < minima_at)
-    tl.store(wire + minima_end + i, nothing, mask=minima_end + i < planes_at)
-    tl.store(wire + codes_end + i, nothing, mask=codes_end + i < nbytes)
+    tl.store(wire + (wide(scales_end) + i), nothing, mask=wide(scales_end) + i < minima_at)
+    tl.store(wire + (wide(minima_end) + i), nothing, mask=wide(minima_end) + i < planes_at)
+    tl.store(wire + (wide(codes_end) + i), nothing, mask=wide(codes_end) + i < nbytes)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from thinwire.kernels.triton import INTERPRETED, blocks, plain
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
 from thinwire.wire import Format, Kind, Layout
 
-_MOST_UNROLLED = 8  # wires; sums of more are loops
+MOST_UNROLLED = 8  # wires; sums of more are loops
 _PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # a program, of wires without blocks
 _PLAIN_WARPS = 8
 _SHORT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -48,7 +48,7 @@ def encode(
         blocks.encode_kernel,
         shape.grid,
         (
-            *(x, carried, wire, _cells(how.format.bits, x.device)),
+            *(x, carried, wire, _cells(_table(how.format), x.device)),
             *(
                 *_head(layout)[:3],
                 *_halves(rotation if how.format.rotated else 0),
@@ -90,14 +90,14 @@ def decode_sum(
         blocks.decode_kernel,
         shape.grid,
         (
-            *(wires_WN, out, _levels(format.bits, out.device), stride, world),
+            *(wires_WN, out, _levels(_table(format), out.device), stride, world),
             *(*_head(layout)[:3], *_halves(rotation or 0), *_head(layout)[6:]),
             *(*shape.tail, shape.frame[0], shape.frame[2], *shape.planes, norm, tail_norm),
         ),
         {
             "T": shape.tile,
             "TAIL": shape.ragged,
-            "WORLD": world if world <= _MOST_UNROLLED else 0,
+            "WORLD": world if world <= MOST_UNROLLED else 0,
             "CHECK": check,
             "CALM": abs(scale) * world < _SMALL_NORM,
         },
@@ -140,8 +140,8 @@ def recode(
             *(
                 wires_WN,
                 wire,
-                _levels(how.format.bits, wire.device),
-                _cells(how.format.bits, wire.device),
+                _levels(_table(how.format), wire.device),
+                _cells(_table(how.format), wire.device),
                 stride,
                 world,
             ),
@@ -151,7 +151,7 @@ def recode(
         {
             "T": shape.tile,
             "TAIL": shape.ragged,
-            "WORLD": world if world <= _MOST_UNROLLED else 0,
+            "WORLD": world if world <= MOST_UNROLLED else 0,
             "CHECK": check,
         },
         shape.warps,
@@ -294,7 +294,12 @@ def _halves(key: int) -> tuple[int, int]:
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
-@lru_cache(maxsize=64)
+def _table(format: Format) -> int:
+    """The width whose table a kernel looks into; 0 for none."""
+    return format.bits if format.kind == Kind.LLOYD else 0
+
+
+@cache  # never dropped: a CUDA graph may hold their addresses
 def _levels(bits: int, device: torch.device) -> Tensor:
     """The signed levels of a Lloyd table, as the bits of floats; something where there is none."""
     levels = LLOYD[bits].signed_levels if bits in LLOYD else (0,)
@@ -302,7 +307,7 @@ def _levels(bits: int, device: torch.device) -> Tensor:
         return torch.tensor(levels, dtype=torch.float32).view(torch.int32).to(device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _cells(bits: int, device: torch.device) -> Tensor:
     """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]

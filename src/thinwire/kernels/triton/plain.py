@@ -35,7 +35,7 @@ def encode_raw(
         inside = at + SIZE <= nbytes_raw
         store_words(wire + plane0 + at, load_words(source + at, inside, SIZE), inside, SIZE)
     if WHOLE and program == tl.num_programs(0) - 1:
-        rest = nbytes_raw - nbytes_raw % 16 + column
+        rest = wide(nbytes_raw) - nbytes_raw % 16 + column
         store_words(wire + plane0 + rest, load_words(source + rest, rest < nbytes_raw, 1), rest < nbytes_raw, 1)
 
 

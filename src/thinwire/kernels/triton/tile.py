@@ -146,8 +146,12 @@ class Tile:
 
     @cached_property
     def _text(self) -> str:
+        """Everything that a kernel sees, derived numbers too: Triton keeps compiled kernels on disk under this."""
         fields = (self.kind, self.bits, self.variant, self.block, self.lanes, self.vector, self.columns, self.rows)
-        return f"Tile{(*fields, self.stochastic, self.unbiased, self.words, self.whole, self.grouped, self.even)}"
+        flags = (self.stochastic, self.unbiased, self.words, self.whole, self.grouped, self.even)
+        table = LLOYD[self.bits] if self.lloyd else None
+        ragged = None if self.pieces else (self.ragged.lanes, self.ragged.columns)
+        return f"Tile{(*fields, *flags, self.planes, table, ragged)}"
 
     def __repr__(self) -> str:  # part of the key under which a compiled kernel is found, at every launch
         return self._text

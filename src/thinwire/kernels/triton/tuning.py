@@ -19,7 +19,8 @@ import triton
 
 from thinwire.kernels.schema import Encoding
 from thinwire.kernels.triton import launch
-from thinwire.kernels.triton.launch import Config
+from thinwire.kernels.triton.launch import MOST_UNROLLED, Config
+from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.wire import Format, Kind
 
 SMALL = 1 << 20  # elements; fewer do not fill the card, so that a thread should have little to do
@@ -37,11 +38,14 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`."""
     if not how.format.block:
         return Config()
+    if how.format.block > MOST_CODES:  # one program a block, whatever the configuration
+        return SHORT
     if numel < SMALL:
         if not _announced and device.type == "cuda":
             _meet(device)
         return SHORT
-    key = (op if world == 1 or op == "recode" else f"{op}_{world}", how, dtype, device.index or 0)
+    world = min(world, MOST_UNROLLED + 1)  # more are one kernel
+    key = (op if world == 1 else f"{op}_{world}", how, dtype, device.index or 0)
     found = _chosen.get(key)
     if found is not None:
         return found
@@ -75,15 +79,16 @@ def _first_choice(
     """Called with the lock: what the disk says, what a measurement says, or for now the default."""
     name = f"{key[0]} {_text(key[1])} {str(key[2]).removeprefix('torch.')}"
     known = _known(device).get(name)
-    if isinstance(known, list) and len(known) == 2:
-        _chosen[key] = Config(*known)
-        return _chosen[key]
+    for config in candidates(op, key[1].format, key[2]):
+        if known == [config.lanes, config.warps]:
+            _chosen[key] = config
+            return config
     _announce(device)
     tunes = os.environ.get("THINWIRE_TUNE", "1") != "0"
     if not tunes:
         _chosen[key] = default(op, key[1].format, key[2])
         return _chosen[key]
-    if numel < LARGE or torch.cuda.is_current_stream_capturing():
+    if numel < LARGE or _capturing(device):
         return default(op, key[1].format, key[2])
     _say.info("thinwire: measuring configurations of %s", name)
     best = _measured(op, key[1], key[2], device, world)
@@ -92,6 +97,11 @@ def _first_choice(
     _chosen[key] = best
     _write(device, {name: [best.lanes, best.warps]})
     return best
+
+
+def _capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _announce(device: torch.device) -> None:
@@ -110,7 +120,10 @@ def _meet(device: torch.device) -> None:
     """Announce compilation on a machine where no file of this card says that it happened before, and leave one."""
     global _announced
     with _lock:
-        if not _file(device).exists():
+        new = True
+        with contextlib.suppress(OSError):
+            new = not _file(device).exists()
+        if new:
             _announce(device)
             _write(device, {})
         _announced = True
@@ -120,9 +133,9 @@ def _meet(device: torch.device) -> None:
 
 
 def _measured(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, world: int) -> Config | None:
-    """The fastest candidate, or None where there is no memory for the measurement."""
-    with torch.cuda.device(device), contextlib.suppress(torch.cuda.OutOfMemoryError):
-        run = _trial(op, how, dtype, device, min(world, 8))
+    """The fastest candidate, or None where the measurement fails, for want of memory or otherwise."""
+    with torch.cuda.device(device), contextlib.suppress(RuntimeError):
+        run = _trial(op, how, dtype, device, world)
         times = {config: _milliseconds(run, config) for config in candidates(op, how.format, dtype)}
         return min(times, key=lambda config: times[config])
     return None
@@ -138,7 +151,7 @@ def _trial(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, wor
         residual = torch.zeros(_ELEMENTS, device=device) if op == "encode_residual" else None
         return lambda config: launch.encode(how, x, wire, residual, 1, 1, config)
     launch.encode(how, x, wire, None, 1, 1, default("encode", how.format, dtype))
-    wires_WN = wire.expand(world, nbytes).contiguous()
+    wires_WN = wire.repeat(world, 1)
     if op == "decode_sum":
         return lambda config: launch.decode_sum(how.format, wires_WN, x, 1 / world, 1, config)
     return lambda config: launch.recode(how, wires_WN, wire, _ELEMENTS, 1 / world, 1, 1, config)
@@ -168,7 +181,7 @@ def _text(how: Encoding) -> str:
 
 def _file(device: torch.device) -> Path:
     root = os.environ.get("THINWIRE_CACHE")
-    home = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    home = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "thinwire"
     card = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device)).strip("-").lower()
     return home / f"kernels-{card}-triton-{triton.__version__}.json"
 
