@@ -86,6 +86,18 @@ def test_sigterm_removes_hosts_too(commands: list[str]) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_second_sigterm_does_not_stop_the_cleaning_up() -> None:
+    before, done = signal.getsignal(signal.SIGTERM), []
+    with links.sigterm_as_ctrl_c():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGTERM)
+            done.append("written")
+    assert done == ["written"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_link_that_cannot_be_made_leaves_nothing(commands: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: Any) -> None:
         raise links.LinkError("no sch_tbf")

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from thinwire.errors import ThinwireError
@@ -119,15 +120,24 @@ def sent() -> Sent:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """By default SIGTERM ends a process before it can clean up."""
+    """By default SIGTERM ends a process before it can clean up.
+
+    Only the first one counts: `timeout` sends it to the process and then to its group, while what was measured is being
+    written.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, _stop_once)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _stop_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _plug(name: str, number: int, switch: str, link: Link) -> None:
