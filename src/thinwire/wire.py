@@ -20,6 +20,7 @@ MAGIC = b"TW"
 VERSION = 1
 HEADER_BYTES = 32
 ALIGN = 16  # scales, minima and the first plane start on it, and a wire ends on it
+KEY_AT = 16  # in the header, the 8 bytes of the rotation's key
 _HEADER = struct.Struct("<2sBBBBHIIQQ")  # magic version kind bits variant 0 block 0 key numel
 
 # A width is stored as planes of 8, 4, 2 or 1 bits, the low bits of a code first.

@@ -8,6 +8,7 @@ sections. Offsets inside a tile are 32-bit numbers; where a tile starts is a 64-
 import triton
 import triton.language as tl
 
+from thinwire import wire as wire_format
 from thinwire.kernels import schema
 from thinwire.kernels.triton.lloyd import SURELY_NOT_HUGE, SURELY_NOT_TINY, lloyd_words, settle
 from thinwire.kernels.triton.memory import load_floats
@@ -31,6 +32,7 @@ from thinwire.kernels.triton.numbers import (
 )
 from thinwire.kernels.triton.rotation import flip, hadamard, square_sum
 from thinwire.kernels.triton.scaled import (
+    BF16_MAX,
     FLOAT_MAX,
     cast_codes,
     cast_value,
@@ -53,6 +55,8 @@ from thinwire.kernels.triton.tiles import (
     store_scale,
 )
 
+LLOYD_REACH, OTHER_REACH = tl.constexpr(schema.LLOYD_REACH), tl.constexpr(schema.OTHER_REACH)
+KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # of the header's words; the next one is its upper half
 # Arguments that change from call to call: a kernel compiled for one value serves all.
 _CHANGING = (
     *("head0", "head1", "head2", "key_low", "key_high", "numel_low", "numel_high", "dither_low", "dither_high"),
@@ -313,7 +317,7 @@ def _put_lloyd(
     RAGGED: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Rotate, write scales and codes; (stored scale, its sign bit dropped minimum, values of the codes)."""
+    """Rotate, write scales and codes; (stored scale, the same in place of a minimum, values of the codes)."""
     post = tl.full((T.rows, T.columns), 1.0, tl.float32)
     tile, energy, up, post, bad = _in_domain(tile, post, column, False, T)
     count = span * T.lanes
@@ -394,34 +398,19 @@ def _decoded(values, stored, minimum, root, keys, first, row, column, span, T: t
             z = z + (tl.fma(values[i], scale, base),)
     if not T.rotated:
         root = 1.0
-    z = _finish(z, root, post, keys, first, row, column, span, T, RAGGED, False)
+    z = _finish(z, root, keys, first, row, column, span, T, RAGGED)
     if anywhere((post != 1).to(tl.int32)) > 0:
         z = _leave(z, post, T)
     return z
 
 
 @triton.jit
-def _finish(
-    z,
-    norm,
-    post,
-    keys,
-    first,
-    row,
-    column,
-    span,
-    T: tl.constexpr,
-    RAGGED: tl.constexpr,
-    ANY: tl.constexpr,
-):
-    """Rotate a sum back and multiply by `norm`; out of its domain, if ANY."""
+def _finish(z, norm, keys, first, row, column, span, T: tl.constexpr, RAGGED: tl.constexpr):
+    """Rotate a sum back and multiply by `norm`."""
     if T.rotated:
         z = hadamard(z, column, span, T, not RAGGED)
         z = flip(z, (first * T.block // 32).to(tl.uint32), row, column, span, keys[0], keys[1], T)
-    z = _times(z, norm, T)
-    if ANY:
-        z = _leave(z, post, T)
-    return z
+    return _times(z, norm, T)
 
 
 @triton.jit
@@ -451,9 +440,6 @@ def beyond(most, reach):
     product = min(most * reach, largest_float)
     (rounded,) = struct.unpack("<f", struct.pack("<f", product))
     return rounded
-
-
-LLOYD_REACH, OTHER_REACH = tl.constexpr(schema.LLOYD_REACH), tl.constexpr(schema.OTHER_REACH)
 
 
 @triton.jit
@@ -613,12 +599,11 @@ def _decode_tile(
     if trouble == 0:
         if WORLD:
             z = sum_loaded(words, bits, low_bits, table, T, WORLD)
-        one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-        z = _finish(z, norm, one, keys, first, row, column, span, T, RAGGED, False)
+        z = _finish(z, norm, keys, first, row, column, span, T, RAGGED)
         store(target, _fitted(z, out, T, False), row, column, span, length, inside, T, RAGGED)
     else:
         z, post = sum_any(planes, scales, minima, stride, table, row, column, span, inside, T, world)
-        z = _finish(z, norm, post, keys, first, row, column, span, T, RAGGED, True)
+        z = _leave(_finish(z, norm, keys, first, row, column, span, T, RAGGED), post, T)
         store(target, _fitted(z, out, T, True), row, column, span, length, inside, T, RAGGED)
 
 
@@ -630,7 +615,7 @@ def _fitted(z, out, T: tl.constexpr, ANY: tl.constexpr):
         if out.dtype.element_ty == tl.float16:
             done = done + (saturated(z[i], 65504.0, T),)
         elif out.dtype.element_ty == tl.bfloat16 and ANY:
-            done = done + (saturated(z[i], 3.3895313892515355e38, T),)
+            done = done + (saturated(z[i], BF16_MAX, T),)
         else:
             done = done + (z[i],)
     return done
@@ -838,11 +823,11 @@ def check_headers(wires, stride, world, header, ROTATED: tl.constexpr):
         expected = tl.where(i == k, header[k], expected)
     found = load_bytes(wires, i, i >= 0, False, 4)
     if ROTATED:
-        expected = tl.where((i == 4) | (i == 5), found, expected)
+        expected = tl.where((i == KEY_WORD) | (i == KEY_WORD + 1), found, expected)
     wrong = tl.zeros((8,), tl.int32)
     for w in range(world):
         wrong = wrong | (load_bytes(wires + w * stride, i, i >= 0, False, 4) ^ expected)
     fine = tl.max((wrong != 0).to(tl.int32), axis=0) == 0
-    key_low = tl.sum(tl.where(i == 4, expected, 0), axis=0)
-    key_high = tl.sum(tl.where(i == 5, expected, 0), axis=0)
+    key_low = tl.sum(tl.where(i == KEY_WORD, expected, 0), axis=0)
+    key_high = tl.sum(tl.where(i == KEY_WORD + 1, expected, 0), axis=0)
     return key_low, key_high, fine

@@ -4,14 +4,17 @@ Products, quotients and roots must round as IEEE says, once: kernels are compile
 `tl.div_rn` and `tl.sqrt_rn` are the exact ones, and `tl.fma` stands only where one rounding is meant or none happens.
 """
 
+import struct
+
 import triton
 import triton.language as tl
 
 from thinwire.kernels import schema
+from thinwire.kernels.schema import HUGE_PEAK, TINY_PEAK
 
 LIFT, LOWER = tl.constexpr(schema.LIFT), tl.constexpr(schema.LOWER)
 UNLIFT, UNLOWER = tl.constexpr(1 / schema.LIFT), tl.constexpr(1 / schema.LOWER)
-TINY_BITS, HUGE_BITS = tl.constexpr((127 - 40) << 23), tl.constexpr((127 + 48) << 23)
+TINY_BITS, HUGE_BITS = (tl.constexpr(struct.unpack("<i", struct.pack("<f", p))[0]) for p in (TINY_PEAK, HUGE_PEAK))
 SIGN_BIT = tl.constexpr(-(1 << 31))
 ONE_BITS = tl.constexpr(0x3F800000)
 INF_BITS = tl.constexpr(0x7F800000)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from thinwire.kernels import reference
 from thinwire.kernels.triton.numbers import (
     INF_BITS,
     ROUNDER,
@@ -16,9 +17,8 @@ from thinwire.kernels.triton.numbers import (
 )
 from thinwire.kernels.triton.tiles import row_start
 
-BF16_MAX = tl.constexpr(3.3895313892515355e38)
-FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-NEAR_FLOAT_MAX = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-20))
+BF16_MAX, FLOAT_MAX = tl.constexpr(reference.BF16_MAX), tl.constexpr(reference.FLOAT_MAX)
+NEAR_FLOAT_MAX = tl.constexpr(reference.FLOAT_MAX * (1 - 2.0**-20))
 LAST_POWER = tl.constexpr(2.0**127)
 
 
