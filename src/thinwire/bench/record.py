@@ -1,8 +1,12 @@
 """The one JSON schema of benchmark records. Open to report and advise, which read what bench wrote.
 
 {"schema": 1, "kind": ..., "conditions": {...}, "rows": [{flat columns}]}
+
+Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...], which a training row may carry.
 """
 
+import csv
+import io
 import json
 import math
 import os
@@ -47,7 +51,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times_torch", "peak_bytes_per_element")
 CONDITIONS = ("date", "thinwire", "torch", "triton", "python", "device", "cpu", "threads", "commit", "command")
 
-Value = str | int | float | bool | None
+CURVE = "curve"
+Curve = list[list[float | None]]  # [step, value] of each point; None where the value is not finite
+Value = str | int | float | bool | Curve | None
 Row = dict[str, Value]
 Progress = Callable[[Sequence[Any]], Iterable[Any]]  # hands the cases on, and shows how far the run has come
 
@@ -106,20 +112,33 @@ def version() -> str:
     return text
 
 
-def write(record: Record, path: str) -> None:
-    """Write `record` as JSON, one row a line; "-" is standard output. JSON has no NaN or Inf: they become null."""
-    text = dumps(record)
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
-
-
 def dumps(record: Record) -> str:
-    """The JSON text of a record."""
+    """The JSON text of a record, one row a line. JSON has no NaN or Inf: they become null."""
     rows = ",\n  ".join(_json(row) for row in record.rows)
     head = f'{{"schema": {SCHEMA}, "kind": {_json(record.kind)},\n "conditions": {_json(record.conditions)},\n '
     return f'{head}"rows": [\n  {rows}\n ]}}\n' if record.rows else f'{head}"rows": []}}\n'
+
+
+def as_csv(record: Record) -> str:
+    """The rows with a header, every column that a row has, then the conditions as `conditions.date` and so on.
+
+    A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text.
+    """
+    told = {f"conditions.{name}": value for name, value in record.conditions.items()}
+    header = list(dict.fromkeys([*(name for row in record.rows for name in row), *told]))
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(header)
+    lines.writerows([_cell({**row, **told}.get(name)) for name in header] for row in record.rows)
+    return text.getvalue()
+
+
+def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> None:
+    """Write `record` in a form, JSON or CSV, to a file; "-" is standard output."""
+    if path == "-":
+        sys.stdout.write(form(record))
+    else:
+        Path(path).write_text(form(record), encoding="utf-8")
 
 
 def read(path: str) -> Record:
@@ -136,7 +155,7 @@ def read(path: str) -> Record:
 def loads(text: str) -> Record:
     """The record in a JSON text, checked against the schema."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         raise RecordError(f"not JSON ({error}); expected what `thinwire bench ... --json FILE` writes") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
@@ -147,6 +166,10 @@ def loads(text: str) -> Record:
     for number, row in enumerate(record.rows):
         _check_row(record.kind, number, row)
     return record
+
+
+def _refuse(constant: str) -> None:
+    raise RecordError(f"{constant} is no JSON number; what is not finite is null")
 
 
 def columns(kind: str, row: Row) -> tuple[str, ...]:
@@ -169,6 +192,22 @@ def _check_row(kind: str, number: int, row: object) -> None:
     missing = [name for name in columns(kind, row) if name not in row]
     if missing:
         raise RecordError(f"row {number} of this {kind} record lacks {', '.join(missing)}")
+    for name, value in row.items():
+        if not (_is_curve(value) if name == CURVE and value is not None else _is_flat(value)):
+            allowed = "a list of [step, value]" if name == CURVE else "one text, number, true, false or null"
+            raise RecordError(f"row {number}: expected {name!r} to be {allowed}, got a {type(value).__name__}")
+
+
+def _is_flat(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _is_curve(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(point, list) and _is_point(point) for point in value)
+
+
+def _is_point(point: list[object]) -> bool:
+    return len(point) == 2 and all(part is None or isinstance(part, float | int) for part in point)
 
 
 def _json(value: Value | Row) -> str:
@@ -177,8 +216,17 @@ def _json(value: Value | Row) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _number(value: Value) -> Value:
+def _number(value: Any) -> Any:
+    """The value, with null for what JSON cannot say."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(value: Value) -> str:
+    if isinstance(value, str) or value is None:
+        return value or ""
+    return _json(_number(value))
 
 
 def _installed(*names: str) -> str | None:

@@ -1,6 +1,7 @@
 """`thinwire bench`: run a benchmark, print its table, write its record."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from thinwire.bench import (
     train as train_bench,
 )
 from thinwire.bench.data import DISTRIBUTIONS
-from thinwire.bench.record import Interrupted, Progress, Record, write
+from thinwire.bench.record import Interrupted, Progress, Record, as_csv, write
 from thinwire.cli import flags, screen
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
@@ -68,6 +69,12 @@ Json = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help='Write the record there; "-" is standard output, with no table.'),
 ]
+Csv = Annotated[
+    str | None,
+    typer.Option(
+        "--csv", metavar="FILE", help='Write rows and conditions there as CSV; "-" is standard output, with no table.'
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
 
 
@@ -84,6 +91,7 @@ def codec_command(
         ),
     ] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
 ) -> None:
     """Bits on the wire and what they lose (NMSE), on six distributions.
@@ -99,7 +107,7 @@ def codec_command(
     chosen = flags.codecs(codecs, codec_bench.CODECS)
     names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
     size = numel or (codec_bench.QUICK_NUMEL if quick else codec_bench.NUMEL)
-    _deliver(lambda progress: codec_bench.run(chosen, names, size, progress), flags.target(json))
+    _deliver(lambda progress: codec_bench.run(chosen, names, size, progress), Targets(json, csv))
 
 
 @app.command("kernels")
@@ -146,6 +154,7 @@ def kernels_command(
         bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds a case more.")
     ] = False,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
 ) -> None:
     """What the kernels cost beside a plain copy and torch eager.
@@ -184,7 +193,7 @@ def kernels_command(
         )
 
     with links.sigterm_as_ctrl_c():
-        _deliver(measure, flags.target(json))
+        _deliver(measure, Targets(json, csv))
 
 
 @app.command("collectives")
@@ -220,6 +229,7 @@ def collectives_command(
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: 5 or more, as time allows.")] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
@@ -249,7 +259,7 @@ def collectives_command(
     def measure(progress: Progress) -> Record:
         return collectives_bench.run(worlds, shaped, sizes, some, names, algorithm, rounds, quick, progress=progress)
 
-    _deliver(measure, flags.target(json))
+    _deliver(measure, Targets(json, csv))
 
 
 @app.command("train")
@@ -275,6 +285,7 @@ def train_command(
     feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback.auto,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of a run; default by task.")] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
 ) -> None:
     """What compressed gradients do to the loss, and to the time of a step.
@@ -309,7 +320,33 @@ def train_command(
             task.value, world, named or None, kind, seeds, shaped, feedback.value, steps, quick, progress=progress
         )
 
-    _deliver(measure, flags.target(json))
+    _deliver(measure, Targets(json, csv))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where the record goes: files, "-" for standard output, None for nowhere."""
+
+    json: str | None
+    csv: str | None
+
+    def __post_init__(self) -> None:
+        flags.writable(self.json, "--json")
+        flags.writable(self.csv, "--csv")
+        if self.json is not None and self.json == self.csv:
+            raise typer.BadParameter(f"--json writes to {self.json} already; name another file", param_hint="--csv")
+
+    @property
+    def fill_the_output(self) -> bool:
+        """Whether the record itself is on standard output, where a table would spoil it."""
+        return "-" in (self.json, self.csv)
+
+    def write(self, record: Record) -> None:
+        """Write what was asked for."""
+        if self.json is not None:
+            write(record, self.json)
+        if self.csv is not None:
+            write(record, self.csv, as_csv)
 
 
 def _names(given: list[str]) -> list[str]:
@@ -327,7 +364,7 @@ def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
             raise typer.BadParameter(f"{verb} has {', '.join(known)}, not {algorithm!r}", param_hint="--algorithm")
 
 
-def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:
+def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
     What a row notes goes to standard error; where one has no time, the status is 1.
@@ -340,9 +377,8 @@ def _deliver(measure: Callable[[Progress], Record], target: str | None) -> None:
         except Interrupted as stop:
             record, status = stop.record, 130
             typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
-    if target is not None:
-        write(record, target)
-    if target != "-":
+    targets.write(record)
+    if not targets.fill_the_output:
         tables.show(record, screen.console())
     for row in record.rows:
         if row.get("note"):

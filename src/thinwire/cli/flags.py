@@ -55,11 +55,10 @@ def counts(given: Sequence[str] | None, flag: str) -> list[int] | None:
     return list(dict.fromkeys(int(word) for word in found))
 
 
-def target(path: str | None) -> str | None:
-    """The file of --json, refused now rather than after minutes of measuring if it cannot be written."""
+def writable(path: str | None, flag: str) -> None:
+    """Refuse a file that cannot be written now rather than after minutes of measuring; "-" is standard output."""
     if path is None or path == "-":
-        return path
+        return
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint="--json")
-    return path
+        raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint=flag)
