@@ -10,14 +10,22 @@
 would not do: torch names a new group by a count that each rank keeps for itself, so once ranks differ in what they
 belong to, a function that makes a group (as collectives do for their second phase) hangs.
 
+[Note: Two cradles] Ranks are forked, in milliseconds, by processes that have imported torch already: one for even
+ranks and one for odd, so that the ranks of a world differ in their hash seeds, as in a user's job. A set of names that
+is walked on the way to a collective would show.
+
 Results and arguments are pickled by value. Warnings are errors in the ranks. A call that overruns its limit kills the
 ranks of its world; the next call starts new ones.
 """
 
 import faulthandler
+import gc
+import importlib
+import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +33,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -37,7 +45,12 @@ MAX_WORLD = 4
 START_S = 50.0  # four cold imports of torch on a busy machine
 LIMIT_S, GPU_LIMIT_S = 30.0, 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
+END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+IMPORTED = (  # before ranks are forked; nothing that looks for a GPU, which no process may use after a fork
+    *("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("hypothesis", "pytest"),
+)
 
 
 # The test process's side.
@@ -48,23 +61,64 @@ class RankPool:
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
+        self._cradles = (Cradle(), Cradle())
 
     def __call__(self, world: int) -> "World":
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world must be 1..{MAX_WORLD}, got {world}; raise MAX_WORLD in tests/ranks.py for more")
-        return self._worlds.setdefault(world, World(world))
+        return self._worlds.setdefault(world, World(world, self._cradles))
 
     def close(self) -> None:
         """End all ranks."""
         for world in self._worlds.values():
             world.close()
+        for cradle in self._cradles:
+            cradle.close()
+
+
+class Cradle:
+    """A process with torch in it that forks ranks."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(START_S)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
+            )
+
+    def fork(self, number: int, size: int, folder: Path) -> "_Rank":
+        """Rank `number` of `size`, which find each other by a file in `folder`."""
+        ours, theirs = Pipe()
+        log = folder / f"rank{number}.log"
+        with theirs, log.open("wb") as out:
+            pid = self._ask([number, size, str(folder / "store")], theirs.fileno(), out.fileno())
+        return _Rank(number, pid, ours, log, self)
+
+    def status(self, pid: int) -> int | None:
+        """The exit status of a rank that was forked here, or None after END_S."""
+        return self._ask(pid)
+
+    def close(self) -> None:
+        """End the process; its ranks have ended."""
+        self._channel.close()
+        self._process.wait()
+
+    def _ask(self, question: Any, *handles: int) -> Any:
+        socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
+        answer = self._channel.recv(64)
+        if not answer:
+            raise RuntimeError(f"a process that forks ranks died with exit status {self._process.wait()}")
+        return json.loads(answer)
 
 
 class World:
     """`size` ranks, started at the first call and again after a call that had to be cut off."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, cradles: Sequence[Cradle]) -> None:
+        self.size, self._cradles = size, cradles
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -99,7 +153,8 @@ class World:
     def _start(self) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")
         for number in range(self.size):
-            self._ranks.append(_Rank.start(number, self.size, Path(self._dir.name)))
+            cradle = self._cradles[number % len(self._cradles)]
+            self._ranks.append(cradle.fork(number, self.size, Path(self._dir.name)))
         self._collect("the start of the ranks", START_S)
 
     def _collect(self, name: str, timeout: float) -> list[Any]:
@@ -155,26 +210,11 @@ class _Answer:
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen[bytes]
+    pid: int
     pipe: Connection
     log: Path
-
-    @classmethod
-    def start(cls, number: int, size: int, folder: Path) -> "_Rank":
-        ours, theirs = Pipe()
-        log = folder / f"rank{number}.log"
-        command = [sys.executable, __file__, *map(str, (number, size, theirs.fileno(), folder / "store"))]
-        environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as out, theirs:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-            )
-        return cls(number, process, ours, log)
+    cradle: Cradle
+    status: int | None = None  # once it is known to have ended
 
     def send(self, call: bytes) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died between calls: receive tells
@@ -184,31 +224,72 @@ class _Rank:
         try:
             return _Answer(*pickle.loads(self.pipe.recv_bytes()))
         except (EOFError, ConnectionResetError):
-            status = self.process.wait(timeout=5)
-            return _Answer(ok=False, value=f"died with exit status {status}:\n{self._tail(0)}", died=True)
+            self._wait()
+            return _Answer(ok=False, value=f"died with exit status {self.status}:\n{self._tail(0)}", died=True)
 
     def stack(self) -> str:
         """Where the rank's threads are now."""
         start = self.log.stat().st_size
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         time.sleep(0.3)  # faulthandler writes from the signal handler, whatever the rank is stuck in
         return self._tail(start)
 
     def end(self, *, kill: bool) -> None:
         self.pipe.close()
-        if kill:
-            self.process.kill()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if not kill:
+            self._wait()
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self) -> None:
+        self.status = self.cradle.status(self.pid) if self.status is None else self.status
 
     def _tail(self, start: int) -> str:
         return self.log.read_bytes()[start:][-8000:].decode(errors="replace").rstrip()
 
 
-# The ranks' side. torch is imported here only, so that a rank can be asked for its stack from its first moment.
+# The cradles' side.
+
+
+def rock(channel: socket.socket) -> None:
+    """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # ranks share these pages, as long as nobody looks at them
+    while True:
+        question, handles, _, _ = socket.recv_fds(channel, 4096, 2)
+        if not question:
+            os._exit(0)
+        answer = _fork(channel, *json.loads(question), *handles) if handles else _status(json.loads(question))
+        channel.sendall(json.dumps(answer).encode())
+
+
+def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int, log: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        serve(number, size, Connection(pipe), store)
+    for handle in (pipe, log):
+        os.close(handle)
+    return pid
+
+
+def _status(pid: int) -> int | None:
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+# The ranks' side.
 
 
 def serve(number: int, size: int, pipe: Connection, store: str) -> None:
@@ -251,7 +332,5 @@ def _answer(call: bytes, group: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides
-    serve(int(sys.argv[1]), int(sys.argv[2]), Connection(int(sys.argv[3])), sys.argv[4])
+    rock(socket.socket(fileno=int(sys.argv[1])))
