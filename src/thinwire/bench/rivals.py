@@ -28,6 +28,8 @@ class Compiled:
         self.encode = torch.compile(reference.encode, dynamic=False)
         self.decode_sum = torch.compile(reference.decode_sum, dynamic=False)
         self.recode = torch.compile(reference.recode, dynamic=False)
+        self.fake_quantize = torch.compile(reference.fake_quantize, dynamic=False)
+        self.fake_quantize_grad = torch.compile(reference.fake_quantize_grad, dynamic=False)
 
     def serves(self, device: torch.device) -> bool:
         return reference.serves(device)

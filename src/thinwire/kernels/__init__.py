@@ -1,6 +1,6 @@
-"""Kernels: three operations, defined in plain torch, served by the fastest backend that can run."""
+"""Kernels: what codecs and fake quantisation compute, defined in plain torch, on the fastest backend that runs."""
 
 from thinwire.kernels.dispatch import BACKENDS, select, use_backend
-from thinwire.kernels.schema import Backend, Encoding
+from thinwire.kernels.schema import Backend, Encoding, Grid
 
-__all__ = ["BACKENDS", "Backend", "Encoding", "select", "use_backend"]
+__all__ = ["BACKENDS", "Backend", "Encoding", "Grid", "select", "use_backend"]

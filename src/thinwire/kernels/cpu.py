@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
+from thinwire.kernels.fake_quantize import (
+    fake_quantize as fake_quantize,
+    fake_quantize_grad as fake_quantize_grad,
+)
 from thinwire.kernels.schema import LLOYD, Encoding, decoding
 from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 

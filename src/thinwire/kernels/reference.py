@@ -11,6 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.kernels.fake_quantize import (
+    fake_quantize as fake_quantize,
+    fake_quantize_grad as fake_quantize_grad,
+)
 from thinwire.kernels.schema import (
     HUGE_PEAK,
     LIFT,

@@ -31,8 +31,33 @@ class Encoding:
         return self.stochastic or self.format.rotated
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The integers of a fake quantiser and its gradients. A channel has a scale s and a shift.
+
+    The shift is a real offset b (z = 0), or a zero point (b = 0), rounded and brought into the range to be z:
+
+        lo = quant_min - z      v = (x - b) * (1 / s)      y = clamp(r, lo, hi) * s + b
+        hi = quant_max - z      r = round(v), ties to even
+
+    For a gradient g of y, where outside means r < lo or r > hi, by the paper's rule v <= lo or v >= hi:
+
+        dx = 0 outside, g inside
+        ds = factor * sum of g * (clamp(r, lo, hi) outside, r - v inside)
+        db = factor * sum of g outside      dz = -s * db
+
+    All is computed in fp32, doubles in doubles. A channel whose s is not positive, or not finite, or has no finite
+    inverse, is NaN. So is y where x is.
+    """
+
+    quant_min: int
+    quant_max: int
+    offset: bool = False  # True => the shift is b; False => it is a zero point
+    paper: bool = False  # True => the outer half-steps are outside, as in the LSQ paper; False => inside, as in torch
+
+
 class Backend(Protocol):
-    """The three operations of a kernel backend, and whether it can run. Modules serve as backends.
+    """The operations of a kernel backend, and whether it can run. Modules serve as backends.
 
     Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row.
     `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
@@ -67,6 +92,28 @@ class Backend(Protocol):
         dither: int,
     ) -> None:
         """wire = encode(scale * sum of decode(wires)); a rotated format stays in its rotated domain throughout."""
+
+    def fake_quantize(
+        self, grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor
+    ) -> None:
+        """out = y of `Grid`; no shift is a zero point of 0. x and out are contiguous, channels in the middle."""
+
+    def fake_quantize_grad(
+        self,
+        grid: Grid,
+        x_OCI: Tensor,
+        grad_OCI: Tensor,
+        scale_C: Tensor,
+        shift_C: Tensor | None,
+        dx_OCI: Tensor | None,
+        sums_2C: Tensor,
+        *,
+        factor: float,
+    ) -> None:
+        """dx and the parameters' gradients, ds above db or dz, of `Grid`; no dx where nobody wants it.
+
+        dx is the same bytes from every backend. The order of the sums is the backend's own.
+        """
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
+from thinwire.kernels.fake_quantize import (
+    fake_quantize as fake_quantize,
+    fake_quantize_grad as fake_quantize_grad,
+)
 from thinwire.kernels.schema import Encoding, decoding
 from thinwire.wire import CastVariant, Format, Kind
 

@@ -1,0 +1,77 @@
+"""The definition of fake quantisation, in plain torch: a part of the reference.
+
+Shape suffixes: O outer, C channels, I inner, as in `x.flatten(axis + 1).flatten(0, axis - 1)`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.schema import Grid
+
+
+class _Placed(NamedTuple):
+    """Where elements fall on the grid of their channel. Letters as in `Grid`."""
+
+    scale_C1: Tensor
+    offset_C1: Tensor
+    low_C1: Tensor
+    high_C1: Tensor
+    v_OCI: Tensor
+    r_OCI: Tensor
+
+    def codes(self) -> Tensor:
+        return self.r_OCI.clamp(self.low_C1, self.high_C1)
+
+
+def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
+    """out = y of `Grid`."""
+    at = _place(grid, x_OCI, scale_C, shift_C)
+    out_OCI.copy_(at.codes() * at.scale_C1 + at.offset_C1)
+
+
+def fake_quantize_grad(
+    grid: Grid,
+    x_OCI: Tensor,
+    grad_OCI: Tensor,
+    scale_C: Tensor,
+    shift_C: Tensor | None,
+    dx_OCI: Tensor | None,
+    sums_2C: Tensor,
+    *,
+    factor: float,
+) -> None:
+    """dx and the parameters' gradients of `Grid`, added in doubles."""
+    at = _place(grid, x_OCI, scale_C, shift_C)
+    outside = _outside(grid, at)
+    if dx_OCI is not None:
+        dx_OCI.copy_(grad_OCI.masked_fill(outside, 0))
+    g_OCI = grad_OCI.double()
+    ds_C = (g_OCI * torch.where(outside, at.codes(), at.r_OCI - at.v_OCI)).sum((0, 2))
+    db_C = g_OCI.masked_fill(~outside, 0).sum((0, 2))
+    sums_2C[0] = factor * ds_C
+    sums_2C[1] = factor * (db_C if grid.offset else -at.scale_C1[:, 0] * db_C)
+
+
+def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -> _Placed:
+    compute = torch.promote_types(x_OCI.dtype, torch.float32)
+    scale_C1 = _usable(scale_C.to(compute)).unsqueeze(1)
+    offset_C1 = zero_C1 = torch.zeros_like(scale_C1)
+    if shift_C is not None and grid.offset:
+        offset_C1 = shift_C.to(compute).unsqueeze(1)
+    elif shift_C is not None:
+        zero_C1 = shift_C.to(compute).round().clamp(grid.quant_min, grid.quant_max).unsqueeze(1)
+    v_OCI = (x_OCI.to(compute) - offset_C1) * (1 / scale_C1)
+    return _Placed(scale_C1, offset_C1, grid.quant_min - zero_C1, grid.quant_max - zero_C1, v_OCI, v_OCI.round())
+
+
+def _usable(scale_C: Tensor) -> Tensor:
+    """The scales, NaN in place of those that no grid can have."""
+    return scale_C.where((scale_C > 0) & (scale_C < torch.inf) & (1 / scale_C < torch.inf), torch.nan)
+
+
+def _outside(grid: Grid, at: _Placed) -> Tensor:
+    if grid.paper:
+        return (at.v_OCI <= at.low_C1) | (at.v_OCI >= at.high_C1)
+    return (at.r_OCI < at.low_C1) | (at.r_OCI > at.high_C1)

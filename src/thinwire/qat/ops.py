@@ -1,0 +1,250 @@
+"""Fake quantisation as a differentiable torch op over the kernels: the only file of this room that knows layouts.
+
+[Note: Layouts] A kernel sees a contiguous tensor with its channels in the middle: (outer, channels, inner). Which
+dimension is the outermost in memory does not matter to the elements, so a dense tensor in any order of its dimensions,
+channels_last for one, is taken as it lies, and its result lies the same way. Groups are runs of the rows of a
+contiguous tensor: (1, all groups, group).
+
+[Note: Two entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much a call, but
+it is what torch.compile and torch.export can put into a graph whole, so they get one. Both run the same two functions.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from thinwire.kernels import Grid, select
+
+GRADIENTS = ("torch", "lsq")
+MOST_LEVELS = 1 << 20  # of a range; kernels round in fp32
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    *,
+    quant_min: int,
+    quant_max: int,
+    zero_point: Tensor | None = None,
+    offset: Tensor | None = None,
+    axis: int | None = None,
+    group: int = 0,
+    gradient: str = "lsq",
+    scale_gradient: bool = True,
+) -> Tensor:
+    """x on the grid of `scale`, and straight-through gradients for x, the scale and the shift.
+
+    One scale for all, one for every index of `axis`, or one for every `group` elements of a row. The shift, where there
+    is one, has as many elements: `zero_point` in steps (rounded), or `offset` in units of x (LSQ+). `gradient="lsq"` is
+    the paper's rule, "torch" that of torch's learnable fake quantisation. `scale_gradient` multiplies the gradients of
+    scale and shift by 1 / sqrt(n * quant_max), where n are the elements of a channel ("lsq") or of x ("torch").
+    """
+    check_range(quant_min, quant_max)
+    if gradient not in GRADIENTS:
+        raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
+    if zero_point is not None and offset is not None:
+        raise ValueError("give a zero_point or an offset, not both")
+    shift = zero_point if offset is None else offset
+    enter: Callable[..., Tensor] = _op if torch.compiler.is_compiling() else _Function.apply
+    grid = (quant_min, quant_max, offset is not None, gradient == "lsq")
+    return enter(x, scale, shift, axis, group, *grid, scale_gradient)
+
+
+def check_range(quant_min: int, quant_max: int) -> None:
+    """Refuse ranges without two integers, and those that fp32 cannot round in."""
+    if quant_min >= quant_max:
+        raise ValueError(f"quant_min must be below quant_max, got {quant_min} and {quant_max}")
+    if max(-quant_min, quant_max, quant_max - quant_min) >= MOST_LEVELS:
+        raise ValueError(f"quant_min and quant_max must lie within 2**20, got {quant_min} and {quant_max}")
+
+
+def gradient_factor(x_numel: int, channels: int, grid: Grid) -> float:
+    """1 / sqrt(n * quant_max). Ranges below zero count by their lower end, an empty x as one element."""
+    n = x_numel / channels if grid.paper else x_numel
+    reach = grid.quant_max if grid.quant_max > 0 else -grid.quant_min
+    return 1 / math.sqrt(max(n, 1) * reach)
+
+
+class _Laid(NamedTuple):
+    """How a tensor is handed to a kernel: its dimensions from the outermost in memory, and the shape with channels."""
+
+    order: list[int]
+    shape: tuple[int, int, int]
+
+    def view(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).contiguous().view(self.shape)
+
+
+def _lay_out(like: Tensor, channels: int, axis: int | None, group: int) -> _Laid:
+    """The layout of a dense tensor. [Note: Layouts]"""
+    order = list(range(like.dim()))
+    if group:
+        return _Laid(order, (1, channels, group))
+    if not like.is_contiguous():
+        strides = like.stride()
+        order.sort(key=lambda d: -strides[d])
+    if axis is None:
+        return _Laid(order, (1, 1, like.numel()))
+    sizes = [like.shape[d] for d in order]
+    at = order.index(axis % like.dim())
+    return _Laid(order, (math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])))
+
+
+def _empty(x: Tensor, group: int) -> Tensor:
+    """Room for a result: as x lies where that is dense. [Note: Layouts]"""
+    return torch.empty_like(x, memory_format=torch.contiguous_format if group else torch.preserve_format)
+
+
+def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    want = _channels(x, axis, group)
+    if scale.numel() != want:
+        raise ValueError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")
+    if shift is not None and shift.numel() != scale.numel():
+        raise ValueError(f"zero point or offset has {shift.numel()} elements, the scale {scale.numel()}")
+
+
+def _channels(x: Tensor, axis: int | None, group: int) -> int:
+    """How many scales x needs."""
+    if group:
+        if axis is not None:
+            raise ValueError("give an axis or a group, not both")
+        if x.dim() == 0 or x.shape[-1] % group:
+            raise ValueError(f"group={group} does not divide the rows of a tensor of shape {tuple(x.shape)}")
+        return x.numel() // group
+    if axis is None:
+        return 1
+    if not -x.dim() <= axis < x.dim():
+        raise ValueError(
+            f"axis must be within {-x.dim()}..{x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {axis}"
+        )
+    return x.shape[axis]
+
+
+def _check_values(scale: Tensor) -> None:
+    """Name a scale that no grid can have. On a GPU that would make the host wait: there its channel becomes NaN."""
+    if scale.device.type != "cpu":
+        return
+    good = (scale > 0) & (scale < math.inf)
+    if not good.all():
+        at = int(good.flatten().logical_not().nonzero()[0])
+        raise ValueError(
+            f"a scale must be positive and finite, got {scale.flatten()[at].item():g} (channel {at}); "
+            "lower the learning rate of the scales or start from a smaller one (qat.parameter_groups keeps them apart)"
+        )
+
+
+# --- the two functions, and their entrances: [Note: Two entrances] ---------------------------------------------------
+
+
+def _forward(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    axis: int | None,
+    group: int,
+    quant_min: int,
+    quant_max: int,
+    offset: bool,
+    paper: bool,
+    scale_gradient: bool,
+) -> Tensor:
+    _check(x, scale, shift, axis, group)
+    _check_values(scale)
+    out = _empty(x, group)
+    if x.numel():
+        laid = _lay_out(out, scale.numel(), axis, group)
+        grid, parameters = Grid(quant_min, quant_max, offset, paper), _parameters(x, scale, shift)
+        select(x.device).fake_quantize(grid, laid.view(x), *parameters, laid.view(out))
+    return out
+
+
+def _gradients(
+    x: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    axis: int | None,
+    group: int,
+    quant_min: int,
+    quant_max: int,
+    offset: bool,
+    paper: bool,
+    scale_gradient: bool,
+    want_dx: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx or nothing, gradients of scale and shift as two rows)."""
+    dx, parameters = _empty(x, group), _parameters(x, scale, shift)
+    sums_2C = parameters[0].new_zeros(2, scale.numel())
+    if x.numel():
+        laid = _lay_out(dx, scale.numel(), axis, group)
+        grid = Grid(quant_min, quant_max, offset, paper)
+        factor = gradient_factor(x.numel(), scale.numel(), grid) if scale_gradient else 1.0
+        views = laid.view(x), laid.view(grad.to(x.dtype))
+        dx_OCI = laid.view(dx) if want_dx else None
+        select(x.device).fake_quantize_grad(grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
+    return dx if want_dx else x.new_empty(0), sums_2C
+
+
+def _compute(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _parameters(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scale and shift as kernels take them: flat, in the dtype of the computation, beside x."""
+    if scale.device != x.device:
+        raise ValueError(f"x is on {x.device} and the scale on {scale.device}; move the quantiser with the model")
+    flat = scale.detach().to(_compute(x)).reshape(-1)
+    return flat, None if shift is None else shift.detach().to(_compute(x)).reshape(-1)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, shift, *ctx.settings = inputs
+    ctx.save_for_backward(x, scale, shift)
+
+
+def _backward(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, shift = ctx.saved_tensors
+    wants = ctx.needs_input_grad
+    dx, sums_2C = gradients(x, grad, scale, shift, *ctx.settings, wants[0])
+    dscale = sums_2C[0].view(scale.shape).to(scale.dtype) if wants[1] else None
+    dshift = sums_2C[1].view(shift.shape).to(shift.dtype) if wants[2] else None
+    return (dx if wants[0] else None, dscale, dshift, *[None] * len(ctx.settings))
+
+
+class _Function(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(partial(_backward, _gradients))
+
+
+_op = custom_op("thinwire::fake_quantize", _forward, mutates_args=())
+_gradients_op = custom_op("thinwire::fake_quantize_grad", _gradients, mutates_args=())
+_op.register_autograd(partial(_backward, _gradients_op), setup_context=_keep)
+
+
+@_op.register_fake
+def _(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int, *settings: int | bool) -> Tensor:
+    _check(x, scale, shift, axis, group)
+    return _empty(x, group)
+
+
+@_gradients_op.register_fake
+def _(
+    x: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    axis: int | None,
+    group: int,
+    *settings: int | bool,
+) -> tuple[Tensor, Tensor]:
+    want_dx = settings[-1]
+    sums_2C = x.new_empty((2, scale.numel()), dtype=_compute(x))
+    return _empty(x, group) if want_dx else x.new_empty(0), sums_2C
