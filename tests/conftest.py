@@ -4,17 +4,40 @@ from collections.abc import Iterator
 
 import pytest
 
+from programs import Ended, Programs
 from ranks import RankPool
 
 GPU_TEST_S = 300  # kernels are compiled when they are first used
+PROGRAM_TEST_S = 310  # programs have a limit of their own, below that
+PROGRAMS = pytest.StashKey[Programs]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on a GPU may take longer, where pytest-timeout watches them."""
+    """Tests on a GPU, or of a program, may take longer, where pytest-timeout watches them; programs' come last."""
+    items.sort(key=lambda item: item.get_closest_marker("program") is not None)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.timeout(GPU_TEST_S))
+            for name, seconds in (("cuda", GPU_TEST_S), ("program", PROGRAM_TEST_S)):
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.timeout(seconds))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the programs of the tests that will run."""
+    if not session.config.option.collectonly:
+        session.config.stash[PROGRAMS] = Programs(session.items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the programs that no test came to wait for."""
+    if PROGRAMS in session.config.stash:
+        session.config.stash[PROGRAMS].close()
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest) -> Ended:
+    """The test's program, ended; see tests/programs.py."""
+    return request.config.stash[PROGRAMS].ended(request.node.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from programs import Ended
 from thinwire.bench import collectives as bench, link as links, record
 from thinwire.bench.collectives import Case, Sample
 from thinwire.cli.app import app
@@ -198,18 +198,18 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_quick_run_over_loopback(tmp_path: Path) -> None:
-    path = str(tmp_path / "collectives.json")
-    flags = ["--quick", "--world", "2", "--numel", "20000", "--rounds", "2", "--verbs", EVERYTHING]
-    result = CliRunner().invoke(app, ["bench", "collectives", *flags, "--codecs", "int8,auto,plain", "--json", path])
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    found = record.read(path)
+SMALL = ["--quick", "--world", "2", "--numel", "20000", "--rounds", "2", "--codecs", "int8,auto,plain"]
+
+
+@pytest.mark.program("-m", "thinwire", "bench", "collectives", *SMALL, "--verbs", EVERYTHING, "--json", "found.json")
+def test_a_quick_run_over_loopback(program: Ended) -> None:
+    assert (program.status, program.err) == (0, ""), program.told
+    assert program.alone
+    found = record.read(str(program.folder / "found.json"))
     assert found.conditions["threads"] == 1
     assert [(row["verb"], row["codec"]) for row in found.rows] == [
         (verb, name) for verb in bench.VERBS for name in ("int8", "auto", "plain")
     ]
-    assert multiprocessing.active_children() == []
     for row in found.rows:
         assert row["identical"] is True, row
         assert row["link"] == "loopback"

@@ -4,16 +4,18 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from programs import Ended
+from ranks import RankPool
 from test_bench_collectives import shapes_links
-from thinwire.bench import launch, link as links, record, schemes, tasks, train as bench
+from thinwire.bench import link as links, record, schemes, tasks, train as bench
 from thinwire.bench.schemes import Scheme
 from thinwire.bench.tasks import Task, Total
 from thinwire.bench.train import Outcome, Plan, Sample
@@ -268,16 +270,16 @@ def test_validation_gaps_divergence_and_ranks_that_differ() -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
-def test_a_quick_run_on_digits(tmp_path: Path) -> None:
-    path = str(tmp_path / "train.json")
-    names = "bf16,int8,lloyd2,lloyd2@none,onebit,powersgd1,auto:2.5,sign,int2"
-    result = invoke("--quick", "--world", "2", "--codecs", names, "--steps", "6", "--seeds", "1", "--json", path)
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    assert multiprocessing.active_children() == []
-    found = record.read(path)
-    assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in names.split(","))]
+QUICK = ("-m", "thinwire", "bench", "train", "--quick", "--world", "2", "--json", "found.json")
+NAMES = "bf16,int8,lloyd2,lloyd2@none,onebit,powersgd1,auto:2.5,sign,int2"
+
+
+@pytest.mark.program(*QUICK, "--codecs", NAMES, "--steps", "6", "--seeds", "1")
+def test_a_quick_run_on_digits(program: Ended) -> None:
+    assert (program.status, program.err) == (0, ""), program.told
+    assert program.alone
+    found = record.read(str(program.folder / "found.json"))
+    assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in NAMES.split(","))]
     feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
     assert {("lloyd2", "ef21"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
     assert [row["codec"] for row in found.rows if row["control"]] == ["sign", "int2"]
@@ -300,20 +302,21 @@ def test_a_quick_run_on_digits(tmp_path: Path) -> None:
     assert "val. gap" not in table
 
 
-@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
-def test_a_quick_run_on_text_and_the_same_losses_again(tmp_path: Path) -> None:
-    path = str(tmp_path / "train.json")
-    result = invoke("--task", "gpt", "--quick", "--world", "2", "--codecs", "lloyd2", "--steps", "3", "--json", path)
-    assert result.exit_code == 0, result.output
-    found = record.read(path)
+def learn(group: dist.ProcessGroup, plan: Plan, scheme: Scheme) -> list[Outcome]:
+    return [bench.learn(plan, scheme, seed) for seed in range(plan.seeds)]
+
+
+@pytest.mark.program(*QUICK, "--task", "gpt", "--codecs", "lloyd2", "--steps", "3")
+def test_a_quick_run_on_text_and_the_same_losses_again(program: Ended, ranks: RankPool) -> None:
+    assert program.status == 0, program.told
+    found = record.read(str(program.folder / "found.json"))
     none, lloyd2 = found.rows
     assert (none["val_gap_nats"], none["identical"], lloyd2["identical"]) == (0, True, True)
     assert 0 < abs(number(lloyd2, "val_gap_nats")) < 0.5
     assert number(lloyd2, "noise_floor") > 0 < number(lloyd2, "val_noise_floor")
     assert "val. gap" in tables.grid(found).header
     plan = a_plan("lloyd2", task="gpt")
-    with launch.ranks(2) as world:
-        trained = [world.run(bench.learn, plan, plan.schemes[1], seed) for seed in range(2)]
+    trained = list(zip(*ranks(2).run(learn, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
     assert fmean(bench._losses(trained)) == lloyd2["loss"]
     assert fmean(bench._val_losses(trained)) == lloyd2["val_loss"]
 

@@ -3,10 +3,7 @@
 import faulthandler
 import itertools
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torch import Tensor
 
 import cases
 from cases import CPU, Place
+from programs import Ended
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
 
 CODECS = [
@@ -181,12 +179,18 @@ def torture(rounds: int) -> None:
             assert len(spoiled) == 1, f"{codec} took a broken header"  # the key of a wire alone is any
 
 
-def test_no_wire_crashes_the_process() -> None:
-    runs = [f"with use_backend({name!r}): torture({1000 if name in cases.OTHERS else 50})" for name in cases.SERVING]
-    script = "\n".join(["from test_fuzz import torture", "from thinwire import use_backend", *runs])
-    here = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr[-4000:]
+TORTURE = "\n".join(
+    [
+        "from test_fuzz import torture",
+        "from thinwire import use_backend",
+        *(f"with use_backend({name!r}): torture({1000 if name in cases.OTHERS else 50})" for name in cases.SERVING),
+    ]
+)
+
+
+@pytest.mark.program("-c", TORTURE)
+def test_no_wire_crashes_the_process(program: Ended) -> None:
+    assert program.status == 0, program.told
 
 
 # --- headers and lengths ----------------------------------------------------------------------------------------------

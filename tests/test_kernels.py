@@ -3,7 +3,6 @@
 A GPU's backend is compared with the reference on the CPU. tests/test_kernels_cuda.py has what only a GPU does.
 """
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import cases
 from cases import Place, each_place
+from programs import Ended
 from thinwire import BackendError, BlockInt, Cast, Codec, Identity, Lloyd, kernels, use_backend
 from thinwire.kernels import BACKENDS, cpu, dispatch
 
@@ -287,9 +287,9 @@ print("same")
 
 
 @needs_cpu
-def test_after_fork() -> None:
-    done = subprocess.run([sys.executable, "-c", AFTER_FORK, "cpu"], capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr
+@pytest.mark.program("-c", AFTER_FORK, "cpu")
+def test_after_fork(program: Ended) -> None:
+    assert (program.status, program.out.strip()) == (0, "same"), program.told
 
 
 # --- the choice of a backend ------------------------------------------------------------------------------------------
@@ -328,13 +328,12 @@ for name in ("reference", "nonsense"):
 """
 
 
-def test_backend_of_the_environment() -> None:
-    script = [sys.executable, "-c", FROM_THE_ENVIRONMENT]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=True)
-    assert done.stdout.splitlines() == [
+@pytest.mark.program("-c", FROM_THE_ENVIRONMENT)
+def test_backend_of_the_environment(program: Ended) -> None:
+    assert program.out.splitlines() == [
         "thinwire.kernels.reference",
         f"unknown backend 'nonsense'; known: auto, {', '.join(BACKENDS)}",
-    ]
+    ], program.told
 
 
 def test_named_backend_holds_inside_the_block_alone() -> None:

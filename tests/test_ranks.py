@@ -1,8 +1,6 @@
 """The rank pool itself: reuse, results, and what is said when a rank raises, dies or hangs."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from programs import Ended
 from ranks import RankPool
-
-TESTS = Path(__file__).parent
 
 
 def sum_ranks(group: dist.ProcessGroup, scale: float) -> torch.Tensor:
@@ -143,20 +140,20 @@ def test_a_dead_rank_is_named(ranks: RankPool) -> None:
         ranks(2).run(die_on_one)
 
 
-def test_ranks_end_with_the_test_process() -> None:
-    script = """if True:
-        import os
-        from ranks import RankPool
-        from test_ranks import pid
-        print(*RankPool()(2).run(pid), flush=True)
-        os._exit(1)
-    """
-    parent = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, text=True, timeout=50)
-    pids = [int(word) for word in parent.stdout.split()]
-    assert len(pids) == 2, parent.stderr
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
+ENDS_AT_ONCE = """
+import os
+from ranks import RankPool
+from test_ranks import pid
+print(*RankPool()(2).run(pid), flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.program("-c", ENDS_AT_ONCE)
+def test_ranks_end_with_the_test_process(program: Ended) -> None:
+    pids = [int(word) for word in program.out.split()]
+    assert len(pids) == 2, program.told
+    assert program.alone
     assert not any(alive(pid) for pid in pids)
 
 

@@ -1,0 +1,107 @@
+"""Programs that tests wait for: started with the session, beside the other tests, at a low priority.
+
+    @pytest.mark.program("-m", "thinwire", "bench", "codec", "--json", "found.json", OMP_NUM_THREADS="1")
+    def test_the_bench(program: Ended) -> None:                    # Python's arguments, and the environment's
+        assert program.status == 0, program.told
+        record.read(program.folder / "found.json")                 # where it ran
+
+Most tests keep one core busy; these programs have the others. Tests that wait for one come last (tests/conftest.py).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+AT_ONCE = 2
+LIMIT_S = 300.0  # of a program that has the lowest priority on a busy machine
+LEAVE_S = 5.0  # for what a program started to end after it
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a program that ended leaves."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path  # in which it ran
+    alone: bool  # whether all that it started ended, too
+
+    @property
+    def told(self) -> str:
+        """The end of what it wrote."""
+        return f"status {self.status}\n{self.out[-6000:]}\n{self.err[-4000:]}"
+
+
+class Programs:
+    """The programs of all tests of a session that have one."""
+
+    def __init__(self, items: Iterable[pytest.Item]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-programs-")
+        self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), set[int]()
+        marks = {item.nodeid: item.get_closest_marker("program") for item in items}
+        self._ended: dict[str, Future[Ended]] = {
+            name: self._pool.submit(self._run, mark.args, mark.kwargs) for name, mark in marks.items() if mark
+        }
+
+    def ended(self, name: str) -> Ended:
+        """The program of a test, once it has ended."""
+        return self._ended[name].result()
+
+    def close(self) -> None:
+        """End those that nobody waits for any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for group in list(self._groups):
+            _kill(group)
+        self._pool.shutdown()
+        self._folder.cleanup()
+
+    def _run(self, arguments: tuple[str, ...], environment: Mapping[str, str]) -> Ended:
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        process = subprocess.Popen(
+            ["nice", "-n", "10", sys.executable, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
+            start_new_session=True,  # its number is that of the group of all that it starts
+        )
+        self._groups.add(process.pid)
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            _kill(process.pid)
+            out, err = process.communicate()
+        alone = _is_gone(process.pid)
+        _kill(process.pid)
+        self._groups.discard(process.pid)
+        return Ended(process.returncode, out, err, folder, alone)
+
+
+def _is_gone(group: int) -> bool:
+    deadline = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
