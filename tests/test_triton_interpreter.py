@@ -7,15 +7,18 @@ import pytest
 
 from programs import Ended
 
-SCRIPT = Path(__file__).with_name("interpreted.py")
-HALVES = [
-    pytest.param(marks=pytest.mark.program(SCRIPT, half, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"), id=half)
-    for half in ("even", "odd")
+HERE, APART = Path(__file__).parent, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+PROGRAMS = [
+    *(
+        pytest.param(marks=pytest.mark.program(HERE / "interpreted.py", half, **APART), id=half)
+        for half in ("even", "odd")
+    ),
+    pytest.param(marks=pytest.mark.program(HERE / "interpreted_fakes.py", **APART), id="fakes"),
 ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize((), HALVES)
+@pytest.mark.parametrize((), PROGRAMS)
 def test_interpreted_kernels_give_the_references_bytes(program: Ended) -> None:
     assert program.status == 0, program.told
     assert program.out.startswith("0 of "), program.out

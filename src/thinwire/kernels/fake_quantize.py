@@ -62,6 +62,7 @@ def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -
         offset_C1 = shift_C.to(compute).unsqueeze(1)
     elif shift_C is not None:
         zero_C1 = shift_C.to(compute).round().clamp(grid.quant_min, grid.quant_max).unsqueeze(1)
+        scale_C1 = scale_C1.where(zero_C1.isfinite(), torch.nan)
     v_OCI = (x_OCI.to(compute) - offset_C1) * (1 / scale_C1)
     return _Placed(scale_C1, offset_C1, grid.quant_min - zero_C1, grid.quant_max - zero_C1, v_OCI, v_OCI.round())
 

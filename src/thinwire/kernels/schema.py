@@ -47,7 +47,7 @@ class Grid:
         db = factor * sum of g outside      dz = -s * db
 
     All is computed in fp32, doubles in doubles. A channel whose s is not positive, or not finite, or has no finite
-    inverse, is NaN. So is y where x is.
+    inverse, or whose shift is NaN, is NaN. So is y where x is.
     """
 
     quant_min: int

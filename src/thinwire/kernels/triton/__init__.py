@@ -1,8 +1,8 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
-tile.py says how a program holds its blocks, blocks.py and plain.py are the kernels, launch.py starts them in the
-configuration that tuning.py found. Under Triton's interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for
-tests of their logic.
+tile.py says how a program holds its blocks, blocks.py and plain.py are the kernels of the codecs, launch.py starts them
+in the configuration that tuning.py found; fake.py and fake_launch.py do the same for fake quantisation. Under Triton's
+interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests of their logic.
 """
 
 import importlib.util
@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.fake_quantize import (
-    fake_quantize as fake_quantize,
-    fake_quantize_grad as fake_quantize_grad,
-)
-from thinwire.kernels.schema import Encoding, decoding
+from thinwire.kernels.schema import Encoding, Grid, decoding
 from thinwire.wire import CastVariant, Format, Kind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,6 +72,40 @@ def recode(
     launch, tuning = _modules()
     config = tuning.choose("recode", how, torch.float32, wire.device, numel, wires_WN.shape[0])
     launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
+
+
+def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
+    """out = y of `Grid`. Doubles are left to the reference."""
+    if x_OCI.dtype == torch.float64:
+        reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+        return
+    _fakes(x_OCI.device).fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+
+
+def fake_quantize_grad(
+    grid: Grid,
+    x_OCI: Tensor,
+    grad_OCI: Tensor,
+    scale_C: Tensor,
+    shift_C: Tensor | None,
+    dx_OCI: Tensor | None,
+    sums_2C: Tensor,
+    *,
+    factor: float,
+) -> None:
+    """dx and the parameters' gradients of `Grid`. Doubles are left to the reference."""
+    tensors = (x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C)
+    if x_OCI.dtype == torch.float64:
+        reference.fake_quantize_grad(grid, *tensors, factor=factor)
+        return
+    _fakes(x_OCI.device).fake_quantize_grad(grid, *tensors, factor)
+
+
+def _fakes(device: torch.device) -> ModuleType:
+    from thinwire.kernels.triton import fake_launch, tuning
+
+    tuning.meet(device)
+    return fake_launch
 
 
 def _has(format: Format, device: torch.device) -> bool:

@@ -1,4 +1,5 @@
-"""From a request to a launch: tiles, grids and arguments. The only module of this room that touches tensors."""
+"""From a request to a launch: tiles, grids and arguments. Only here, and for fake quantisation in
+fake_launch.py, this room touches tensors."""
 
 import struct
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def encode(
         return
     grouped = _grouped(x) and _grouped(carried)
     shape = _shape(how, layout, config, wire.data_ptr() % 16, 0, grouped)
-    _run(
+    run(
         blocks.encode_kernel,
         shape.grid,
         (
@@ -70,7 +71,7 @@ def decode_sum(
     world, stride = wires_WN.shape[0], wires_WN.stride(0)
     check = rotation is None
     if not format.block:
-        _run(
+        run(
             plain.decode_plain,
             _plain_grid(4 * layout.numel),
             (wires_WN, out, stride, world, *_plain_head(layout), layout.numel, layout.planes[0][1], float(scale)),
@@ -86,7 +87,7 @@ def decode_sum(
     norm, tail_norm = reference.f32(scale), reference.f32(scale)
     if format.rotated:
         norm, tail_norm = norm * shape.root, tail_norm * shape.tail_root
-    _run(
+    run(
         blocks.decode_kernel,
         shape.grid,
         (
@@ -120,7 +121,7 @@ def recode(
     world, stride = wires_WN.shape[0], wires_WN.stride(0)
     check = rotation is None
     if not how.format.block:
-        _run(
+        run(
             plain.recode_plain,
             _plain_grid(4 * numel),
             (wires_WN, wire, stride, world, *_plain_head(layout), numel, *_plain_ends(layout), float(scale)),
@@ -133,7 +134,7 @@ def recode(
         )
         return
     shape = _shape(how, layout, config, (wires_WN.data_ptr() | wire.data_ptr()) % 16, stride % 16)
-    _run(
+    run(
         blocks.recode_kernel,
         shape.grid,
         (
@@ -161,7 +162,7 @@ def recode(
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None, *, raw: bool) -> None:
     if raw:
         whole = (x.data_ptr() | wire.data_ptr()) % 16 == 0
-        _run(
+        run(
             plain.encode_raw,
             _plain_grid(x.nbytes if whole else 16 * x.nbytes),
             (x, wire, *_plain_head(layout), x.nbytes, *_plain_ends(layout)),
@@ -171,7 +172,7 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
         return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
-    _run(
+    run(
         plain.encode_plain,
         _plain_grid(4 * layout.numel),
         (x, carried, wire, *_plain_head(layout), layout.numel, *_plain_ends(layout)),
@@ -180,7 +181,8 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
     )
 
 
-def _run(kernel: Any, grid: int, args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
+def run(kernel: Any, grid: int, args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
+    """Start a kernel on the device of its first argument."""
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):

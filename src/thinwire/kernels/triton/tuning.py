@@ -41,8 +41,7 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     if how.format.block > MOST_CODES:  # one program a block, whatever the configuration
         return SHORT
     if numel < SMALL:
-        if not _announced and device.type == "cuda":
-            _meet(device)
+        meet(device)
         return SHORT
     world = min(world, MOST_UNROLLED + 1)  # more are one kernel
     key = (op if world == 1 else f"{op}_{world}", how, dtype, device.index or 0)
@@ -116,9 +115,11 @@ def _announce(device: torch.device) -> None:
         )
 
 
-def _meet(device: torch.device) -> None:
+def meet(device: torch.device) -> None:
     """Announce compilation on a machine where no file of this card says that it happened before, and leave one."""
     global _announced
+    if _announced or device.type != "cuda":
+        return
     with _lock:
         new = True
         with contextlib.suppress(OSError):
