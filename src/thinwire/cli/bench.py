@@ -13,6 +13,8 @@ from thinwire.bench import (
     collectives as collectives_bench,
     kernels as kernels_bench,
     link as links,
+    qat as qat_bench,
+    qat_speed,
     schemes,
     train as train_bench,
 )
@@ -25,6 +27,7 @@ from thinwire.report import tables
 
 app = typer.Typer(
     help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
+    epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -177,8 +180,7 @@ def kernels_command(
       thinwire bench kernels --device cuda --json kernels.json
       thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
     """
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+    _check_device(device)
     chosen = flags.codecs(codecs, ())
     some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
     types, count = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes"), flags.counts(threads, "--threads")
@@ -323,6 +325,50 @@ def train_command(
     _deliver(measure, Targets(json, csv))
 
 
+@app.command("qat")
+def qat_command(
+    parts: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(qat_bench.PARTS)}; default all.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the tensors of the speed part are.")] = Device.cpu,
+    numel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of the speed part.")] = 1,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """What fake quantisation costs.
+
+    \b
+    Parts:
+      speed   forward and backward, per tensor and per channel, in fp32 and bf16
+
+    All are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing each
+    tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is faster).
+    Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an element.
+
+    \b
+    Example:
+      thinwire bench qat --parts speed --numel 1048576
+      thinwire bench qat --parts speed --device cuda --json qat.json
+    """
+    _check_device(device)
+    pieces = flags.words(parts, qat_bench.PARTS, "--parts")
+
+    def measure(progress: Progress) -> Record:
+        return qat_bench.run(device.value, pieces, numel, threads, quick, progress)
+
+    with links.sigterm_as_ctrl_c():
+        _deliver(measure, Targets(json, csv))
+
+
 @dataclass(frozen=True)
 class Targets:
     """Where the record goes: files, "-" for standard output, None for nowhere."""
@@ -357,6 +403,11 @@ def _names(given: list[str]) -> list[str]:
         return list(dict.fromkeys(spec if spec in beside else str(codec(spec)) for spec in specs))
 
 
+def _check_device(device: Device) -> None:
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+
+
 def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
     for verb in verbs:
         known = collectives_bench.ALGORITHMS[verb]
@@ -382,6 +433,7 @@ def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
         tables.show(record, screen.console())
     for row in record.rows:
         if row.get("note"):
-            typer.echo(f"{row['op']} {row['codec']} {row['dtype']}, {row['numel']} elements: {row['note']}", err=True)
+            what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
+            typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
     raise typer.Exit(status or int(failed))
