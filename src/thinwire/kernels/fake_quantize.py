@@ -76,3 +76,18 @@ def _outside(grid: Grid, at: _Placed) -> Tensor:
     if grid.paper:
         return (at.v_OCI <= at.low_C1) | (at.v_OCI >= at.high_C1)
     return (at.r_OCI < at.low_C1) | (at.r_OCI > at.high_C1)
+
+
+# --- the integers themselves, for weights that are kept or sent as such -----------------------------------------------
+
+
+def codes_of(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -> Tensor:
+    """clamp(r, lo, hi) - lo of `Grid`: 0 for the lowest level, and for NaN. uint8, so at most 256 levels."""
+    at = _place(grid, x_OCI, scale_C, shift_C)
+    return (at.codes() - at.low_C1).nan_to_num(nan=0.0).to(torch.uint8)
+
+
+def values_of(grid: Grid, codes_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
+    """out = the numbers of these codes: for those of x the y of `Grid`."""
+    at = _place(grid, out_OCI.new_zeros(1, *scale_C.shape, 1), scale_C, shift_C)
+    out_OCI.copy_((codes_OCI.to(at.scale_C1.dtype) + at.low_C1) * at.scale_C1 + at.offset_C1)
