@@ -119,6 +119,10 @@ class Subject:
     inputs: Sequence[Tensor]
     grad: Tensor
 
+    def forward(self) -> None:
+        """The output, ready for a backward, is made and let go."""
+        self.apply()
+
     def forward_backward(self) -> None:
         """The gradients are made and let go."""
         torch.autograd.grad(self.apply(), self.inputs, self.grad)
@@ -127,13 +131,10 @@ class Subject:
         """By op. The forward of the backward is done beforehand, once."""
         y = self.apply()
 
-        def forward() -> None:
-            self.apply()
-
         def backward() -> None:
             torch.autograd.grad(y, self.inputs, self.grad, retain_graph=True)
 
-        return dict(zip(OPS, (forward, backward, self.forward_backward), strict=True))
+        return dict(zip(OPS, (self.forward, backward, self.forward_backward), strict=True))
 
 
 def subjects(case: Case) -> tuple[Subject, Subject]:
@@ -166,19 +167,28 @@ def subjects(case: Case) -> tuple[Subject, Subject]:
 def _measure(case: Case) -> dict[str, Row]:
     """The columns of every op."""
     ours, theirs = subjects(case)
-    calls, failed = _floors(ours), {}
-    peaks = {}
-    for subject in (ours, theirs):
-        try:
+    calls: dict[str, Call] = _floors(ours)
+    peaks: dict[str, float] = {}
+    notes: Row = {"note": None, "torch_note": None, "graph_note": None}
+    for subject, note in ((ours, "note"), (theirs, "torch_note")):
+        with _noted(notes, note):
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
-        except Exception as error:  # of a compiler, a driver or an allocator: any kind
-            failed[subject.name] = _note(error)
-    if case.device.type == "cuda" and ours.name not in failed:
-        calls |= _graphs(ours)
+    if case.device.type == "cuda" and notes["note"] is None:
+        with _noted(notes, "graph_note"):
+            calls |= _graphs(case)
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches)
-    notes: Row = {"note": failed.get(ours.name), "torch_note": failed.get(theirs.name)}
     return {op: {**_times(op, times), **_peaks(op, peaks), **notes} for op in OPS}
+
+
+@contextlib.contextmanager
+def _noted(notes: Row, name: str) -> Iterator[None]:
+    """What fails is noted in a column, and the others are still measured."""
+    try:
+        yield
+    except Exception as error:  # of a compiler, a driver or an allocator: any kind
+        first = next(iter(str(error).strip().splitlines()), "")
+        notes[name] = f"{type(error).__name__}: {first[:200]}"
 
 
 def _floors(subject: Subject) -> dict[str, Call]:
@@ -196,14 +206,16 @@ def _floors(subject: Subject) -> dict[str, Call]:
     return {"floor forward": copy, "floor backward": add}
 
 
-def _graphs(subject: Subject) -> dict[str, Call]:
-    """The ops that can be replayed as one CUDA graph: a backward must be captured with its forward."""
-    chosen = {"forward": subject.calls()["forward"], "forward_backward": subject.forward_backward}
-    graphs = {}
-    for op, call in chosen.items():
-        with contextlib.suppress(RuntimeError):  # a kernel that no graph can hold has no such column
-            graphs[f"graph {op}"] = timing.captured(call)
-    return graphs
+def _graphs(case: Case) -> dict[str, Call]:
+    """Ours replayed as one CUDA graph. A backward must be captured with its forward, so that it is not there alone.
+
+    On inputs of their own: a graph of autograd that lives on ties its leaves to the stream that it was made on.
+    """
+    ours, _ = subjects(case)
+    return {
+        "graph forward": timing.captured(ours.forward),
+        "graph forward_backward": timing.captured(ours.forward_backward),
+    }
 
 
 def _times(op: str, times: dict[str, list[float]]) -> Row:
@@ -267,9 +279,3 @@ def _silent() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _note(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first[:200]}"
