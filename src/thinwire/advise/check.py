@@ -1,0 +1,126 @@
+"""Predictions beside what `thinwire bench collectives` and `thinwire bench train` measured on shaped links.
+
+Inputs are the link, world, sizes and cores of a row, its `compute_ms`, and a machine; never a time that is predicted.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.advise import model, units
+from thinwire.advise.links import LATENCY_S, Cluster, Link
+from thinwire.advise.machine import Machine
+from thinwire.advise.model import Job
+from thinwire.advise.schemes import PLAIN, Scheme
+from thinwire.bench.record import Record, Row
+from thinwire.codecs import Cast, codec
+from thinwire.collectives.reducers import fewest_roundings
+from thinwire.errors import RecordError
+from thinwire.integrations import policy
+
+BF16 = Scheme("ring", Cast("bf16"))
+# Two tensors hold 99 % of the weights of `bench train --task mlp`, and DDP cuts no tensor.
+BUCKETS = {"mlp": 2}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measured time and its prediction."""
+
+    what: str
+    scheme: Scheme
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def off(self) -> float:
+        """By how much the prediction is too long; negative where it is too short."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def compare(record: Record, machine: Machine) -> list[Comparison]:
+    """All times of a record that the model predicts; `machine` is one rank's alone on that computer."""
+    if record.kind not in ("collectives", "train"):
+        raise RecordError(f"expected a record of kind collectives or train, got {record.kind!r}")
+    rows = [row for row in record.rows if row["link"] != "loopback"]
+    found = [item for row in rows for item in _KINDS[record.kind](row, machine)]
+    if not found:
+        raise RecordError("nothing to compare: the record has no all_reduce or DDP step over a shaped link (--link)")
+    # Every row of a case has torch's times beside its own.
+    return list({(item.what, item.scheme, round(item.measured_s, 9)): item for item in found}.values())
+
+
+def _collective(row: Row, machine: Machine) -> Iterator[Comparison]:
+    """The row's own time, and torch's in fp32 and bf16 beside it."""
+    if row["verb"] != "all_reduce":
+        return
+    numel, cluster, own = int(_number(row, "numel")), _cluster(row), _shared(row, machine)
+    what = f"all_reduce of {numel} floats, {cluster.world} ranks, {row['link']}"
+    for scheme, column in ((_scheme(row), "ms_p50"), (PLAIN, "plain_ms"), (BF16, "bf16_ms")):
+        sent = model.message(numel, scheme, cluster, own, torch.float32, "")
+        yield Comparison(what, scheme, 1e-3 * _number(row, column), model.alone_s(sent, own))
+
+
+def _scheme(row: Row) -> Scheme:
+    name, algorithm = str(row["codec"]), str(row["algorithm"])
+    if algorithm == "plain":
+        return PLAIN
+    return Scheme(algorithm, codec("int8" if name == "auto" else name))  # bench's auto has this codec
+
+
+def _step(row: Row, machine: Machine) -> Iterator[Comparison]:
+    """A step of DDP, and that of torch's bf16 hook beside it; peers of other kinds are not predicted."""
+    scheme, cluster = _step_scheme(row), _cluster(row)
+    measured, params = 1e-3 * _number(row, "step_ms"), int(_number(row, "params"))
+    job = Job(
+        params,
+        1e-3 * _number(row, "compute_ms"),
+        bucket_bytes=-(-4 * params // BUCKETS[str(row["task"])]) if row["task"] in BUCKETS else model.BUCKET_BYTES,
+        family="linear" if row["optimizer"] == "sgd" else "adaptive",
+    )
+    what = f"DDP step of {params} parameters, {cluster.world} ranks, {row['link']}"
+    bf16_s = _number(row, "speedup_bf16") * measured
+    for found, seconds in ((scheme, measured), (BF16, bf16_s)):
+        if found is not None:
+            predicted = model.predict(job, found, cluster, _shared(row, machine))
+            yield Comparison(what, found, seconds, predicted.step_s)
+
+
+def _step_scheme(row: Row) -> Scheme | None:
+    """The scheme of a row, where the model knows it and the row's feedback is what compress_ddp adds by itself."""
+    name, algorithm = str(row["codec"]).partition("@")[0], fewest_roundings(int(_number(row, "world")))
+    if name == "none":
+        return PLAIN
+    if row.get("peer") or row.get("control") or not isinstance(row.get("chosen"), str | None):
+        return None
+    if name == "auto":
+        name = str(row.get("chosen") or "").partition(";")[0]
+    try:
+        scheme = Scheme(algorithm, codec(name))
+    except ValueError:
+        return None
+    wanted = policy.feedback_of("auto", scheme.codec, "linear" if row["optimizer"] == "sgd" else "adaptive")
+    return scheme if (wanted or "none") == row["feedback"] else None
+
+
+def _cluster(row: Row) -> Cluster:
+    """Every rank behind a link of its own."""
+    link = Link.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
+    return Cluster(int(_number(row, "world")), 1, across=link, transport="gloo")
+
+
+def _shared(row: Row, machine: Machine) -> Machine:
+    """All ranks of a bench run on one computer."""
+    return machine.shared(int(_number(row, "world")), int(_number(row, "cores")))
+
+
+def _number(row: Row, column: str) -> float:
+    value = row.get(column)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RecordError(f"expected a number in column {column!r}, got {value!r}")
+    return float(value)
+
+
+_KINDS = {"collectives": _collective, "train": _step}
