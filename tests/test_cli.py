@@ -1,10 +1,13 @@
 """The command line, end to end: flags, tables, records, Ctrl-C and what goes to which stream."""
 
 import contextlib
+import csv
+import io
 import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import thinwire
@@ -41,16 +45,31 @@ def test_version() -> None:
     assert call("--version").output == f"thinwire {thinwire.__version__}\n"
 
 
+def every_command(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command and group of commands."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*words, name))
+
+
 @pytest.mark.parametrize(
-    "command", [["bench", "codec"], ["bench", "kernels"], ["bench", "collectives"], ["report"], ["doctor"]]
+    "words", list(every_command(get_command(app))), ids=lambda words: " ".join(words) or "thinwire"
 )
-def test_help_has_an_example_that_parses(command: list[str]) -> None:
-    text = call(*command, "--help").output
-    examples = re.findall(rf"^ +thinwire ({' '.join(command)}.*)$", text, re.MULTILINE)
+def test_help_has_examples_of_flags_that_exist(words: tuple[str, ...]) -> None:
+    text = call(*words, "--help").output
+    examples = re.findall(r"^ +.*\bthinwire ((?:[a-z]|--).*)$", text.partition("Example")[2], re.MULTILINE)
     assert examples, text
     for example in examples:
-        flags = re.findall(r"--[a-z]+", example)
-        assert all(re.search(rf"^ +{flag} ", text, re.MULTILINE) for flag in flags), example
+        command, rest = get_command(app), shlex.split(example)
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command = command.commands[rest.pop(0)]  # type: ignore[attr-defined]
+        known = {name for flag in command.params for name in flag.opts}
+        assert {word for word in rest if word.startswith("--")} <= known, example
+
+
+def test_the_exit_statuses_are_documented() -> None:
+    text = call("--help").output
+    assert [line.split()[0] for line in text.partition("Exit status:")[2].splitlines()[1:5]] == ["0", "1", "2", "130"]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +106,28 @@ def test_json_on_standard_output_is_json_alone() -> None:
     found = record.loads(result.stdout)
     assert result.stdout.startswith('{"schema": 1')
     assert len(found.rows) == 4
+
+
+def test_csv_on_standard_output_is_csv_alone(tmp_path: Path) -> None:
+    path = tmp_path / "codec.json"
+    result = call(*SMALL, "--csv", "-", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    written, found = record.read(str(path)), list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [float(row["nmse"]) for row in found] == [row["nmse"] for row in written.rows]
+    assert {row["conditions.cpu"] for row in found} == {written.conditions["cpu"]}
+
+
+def test_json_and_csv_cannot_share_a_file() -> None:
+    result = call(*SMALL, "--csv", "-", "--json", "-")
+    assert result.exit_code == 2
+    assert "--json writes to - already; name another file" in " ".join(result.stderr.split())
+
+
+def test_every_benchmark_writes_json_and_csv_and_has_a_quick_run() -> None:
+    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    for name, command in bench.commands.items():
+        known = {name for flag in command.params for name in flag.opts}
+        assert {"--json", "--csv", "--quick"} <= known, name
 
 
 def test_repeated_flags_add_up() -> None:
@@ -134,6 +175,9 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["codec", "--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
         (["codec", "--numel", "0"], "Invalid value for '--numel'"),
         (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
+        (["codec", "--csv", "/no/such/folder/x.csv"], "cannot be written"),
+        (["codec", "--fast"], "No such option: --fast (Possible options: --codecs, --csv, --distributions, --json"),
+        (["codek"], "No such command 'codek'. Did you mean 'codec'? The commands are codec, kernels, collectives"),
         (["kernels"], "Missing option '--device'"),
         (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),
         (["kernels", "--device", "cpu", "--ops", "compress"], "'compress' is not one of encode"),
@@ -210,7 +254,9 @@ def test_report_prints_tables_and_markdown(tmp_path: Path) -> None:
     path = str(tmp_path / "codec.json")
     table = call(*SMALL, "--json", path).stdout
     assert call("report", path).stdout == table
-    assert call("report", path, path).stdout == f"{table}\n{table}"
+    other = str(tmp_path / "other.json")
+    record.write(record.Record("kernels", record.conditions(torch.device("cpu")), []), other)
+    assert call("report", path, other).stdout.startswith(f"{table}\nkernels: no rows\n")
     lines = call("report", "--markdown", path).stdout.splitlines()
     assert lines[2:4] == ["| codec | bits | gaussian | sparse | dB |", "| --- | --: | --: | --: | --: |"]
     assert [line.split(" | ")[0] for line in lines[4:6]] == ["| int8", "| lloyd2"]
@@ -222,15 +268,6 @@ def test_report_reads_standard_input() -> None:
     result = CliRunner().invoke(app, ["report", "-"], input=text)
     assert result.exit_code == 0
     assert "lloyd2" in result.stdout
-
-
-def test_report_prints_every_column_of_other_kinds(tmp_path: Path) -> None:
-    path = str(tmp_path / "qat.json")
-    row: record.Row = dict.fromkeys(record.COLUMNS["qat"], 0.25)
-    record.write(record.Record("qat", record.conditions(torch.device("cpu")), [{**row, "method": "lsq"}]), path)
-    header, cells = call("report", path).stdout.splitlines()[1:3]
-    assert header.split() == list(record.COLUMNS["qat"])
-    assert cells.split().count("0.250") == len(record.COLUMNS["qat"]) - 1
 
 
 def test_report_prints_a_record_without_rows(tmp_path: Path) -> None:
@@ -264,11 +301,13 @@ def test_doctor() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert all(line[0] in "✓–" for line in lines)
-    names = {line.split()[1] for line in lines}
-    assert names >= {"python", "torch", "reference", "C", "triton", "CUDA", "gloo", "nccl", "scikit-learn"}
     found = json.loads(call("doctor", "--json").stdout)
     assert found["works"] is True
-    assert len(found["findings"]) == len(lines)
+    names = [finding["name"] for finding in found["findings"]]
+    assert [line[2:].startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * len(lines)
+    assert {"python", "torch", "reference", "C kernels", "triton", "CUDA", "gloo", "nccl", "interfaces", "host name",
+            "shaped links", "scikit-learn", "matplotlib", "lightning", "accelerate"} <= set(names)  # fmt: skip
+    assert all(finding["todo"] for finding in found["findings"] if finding["works"] is None)
 
 
 @pytest.mark.usefixtures("few_codecs")
@@ -296,6 +335,65 @@ def test_doctor_tells_unbuilt_kernels_from_broken_ones(
     assert f"{mark} C kernels            install a compiler" in result.stdout.splitlines()
 
 
+@pytest.mark.usefixtures("few_codecs")
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nowhere0", 1),
+        ("NCCL_SOCKET_IFNAME", "=lo", 0),
+        ("NCCL_SOCKET_IFNAME", "^nowhere", 0),
+    ],
+)
+def test_doctor_fails_on_an_interface_that_is_not_there(
+    variable: str, value: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    result = call("doctor")
+    assert result.exit_code == status
+    broken = [line for line in result.stdout.splitlines() if line.startswith("✗")]
+    assert ["there is no nowhere0 here: unset it, or name one of " in line for line in broken] == [True] * status
+
+
+@pytest.mark.usefixtures("few_codecs")
+def test_doctor_says_what_optional_parts_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = call("doctor")
+    assert result.exit_code == 0
+    assert "shaped links         not here; --link puts every rank into a network namespace" in result.stdout
+    assert "matplotlib           not installed; `report --png` and `--html` need it: pip install" in result.stdout
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+
+
+def completed(shell: str, line: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the command tells a shell that asks how to go on; the shells' own scripts set the same variables."""
+    words = line.split(" ")
+    monkeypatch.setenv("_THINWIRE_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    return call().output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("thinwire be", "bench"),
+        ("thinwire bench col", "collectives"),
+        ("thinwire report --fail", "--fail-on-regression"),
+        ("thinwire bench kernels --device cu", "cuda"),
+    ],
+)
+def test_shells_can_complete(shell: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = completed(shell, line, monkeypatch)
+    assert re.search(rf"(^|\W){expected}(\W|$)", output), output
+    assert "doctor" not in output  # which begins otherwise
+
+
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
@@ -308,14 +406,28 @@ def read_until(terminal: int, mark: bytes, patience: float = 40) -> bytes:
     return seen
 
 
-def test_on_a_terminal_the_bar_shows_and_ctrl_c_keeps_rows(tmp_path: Path) -> None:
+def environment() -> dict[str, str]:
+    """Of a process that finds this thinwire and a terminal of 100 columns, and that no setting keeps from colours."""
+    source = str(Path(thinwire.__file__).parents[1])
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    return {**plain, "PYTHONPATH": source, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+
+
+def test_in_a_pipe_there_are_no_colours_and_no_bar() -> None:
+    command = [sys.executable, "-m", "thinwire", *SMALL]
+    run = subprocess.run(command, capture_output=True, env=environment(), timeout=50)
+    assert run.returncode == 0
+    assert run.stderr == b""
+    assert b"\x1b" not in run.stdout
+    assert b"lloyd2" in run.stdout
+
+
+def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
     command = [sys.executable, "-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4",
                "--numel", "1000000", "--threads", "1,2", "--json", str(path)]  # fmt: skip
-    source = str(Path(thinwire.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     os.close(theirs)
     try:
         shown = read_until(ours, b"1/18")
@@ -327,6 +439,8 @@ def test_on_a_terminal_the_bar_shows_and_ctrl_c_keeps_rows(tmp_path: Path) -> No
         os.close(ours)
     assert b"encode lloyd4 float32, 1 threads" in shown
     assert b"left" in shown
+    assert re.search(rb"\x1b\[[0-9;]*m", shown)  # the bar's colours
+    assert b"\x1b[1mBackend" in shown  # the title of the table, in bold
     assert b"finished rows kept" in shown
     kept = record.read(str(path))
     assert 1 <= len(kept.rows) < 18

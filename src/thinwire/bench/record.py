@@ -122,13 +122,14 @@ def dumps(record: Record) -> str:
 def as_csv(record: Record) -> str:
     """The rows with a header, every column that a row has, then the conditions as `conditions.date` and so on.
 
-    A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text.
+    A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text. Line breaks
+    become spaces: a row is a line.
     """
     told = {f"conditions.{name}": value for name, value in record.conditions.items()}
     header = list(dict.fromkeys([*(name for row in record.rows for name in row), *told]))
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(header)
+    lines.writerow(map(_cell, header))
     lines.writerows([_cell({**row, **told}.get(name)) for name in header] for row in record.rows)
     return text.getvalue()
 
@@ -225,7 +226,7 @@ def _number(value: Any) -> Any:
 
 def _cell(value: Value) -> str:
     if isinstance(value, str) or value is None:
-        return value or ""
+        return " ".join((value or "").splitlines())
     return _json(_number(value))
 
 

@@ -257,11 +257,14 @@ def _error(values: Sequence[float]) -> float | None:
 
 def _time_columns(plan: Plan, scheme: Scheme, times: Times) -> Row:
     mine, plain, bf16, compute = (_step_ms(times, name) for name in (scheme.name, NONE, BF16, COMPUTE))
+    p20, _, p80 = timing.percentiles(_rounds(times, scheme.name))
     power = [_step_ms(times, peer.name) for peer in plan.schemes if peer.label in RANKS]
     sent = _sent(plan, scheme, times)
     limit = compute + 8e3 * sent / plan.link.rate if plan.link and sent is not None else None
     return {
         "step_ms": mine,
+        "step_ms_p20": p20,
+        "step_ms_p80": p80,
         "compute_ms": compute,
         "speedup_plain": plain / mine,
         "speedup_bf16": bf16 / mine,
@@ -276,9 +279,12 @@ def _time_columns(plan: Plan, scheme: Scheme, times: Times) -> Row:
 
 
 def _step_ms(times: Times, name: str) -> float:
-    """Of each round: that of the slowest rank."""
-    slowest: list[float] = [max(of_ranks) for of_ranks in zip(*(part[name].ms for part in times), strict=True)]
-    return median(slowest)
+    return median(_rounds(times, name))
+
+
+def _rounds(times: Times, name: str) -> list[float]:
+    """Of each round: the time of the slowest rank."""
+    return [max(of_ranks) for of_ranks in zip(*(part[name].ms for part in times), strict=True)]
 
 
 def _sent(plan: Plan, scheme: Scheme, times: Times) -> float | None:

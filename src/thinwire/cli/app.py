@@ -1,4 +1,4 @@
-"""The commands that measure nothing: the root, `report` and `doctor`."""
+"""The root of the command line: every command is entered here, one line each."""
 
 import io
 import sys
@@ -8,20 +8,35 @@ from typing import Annotated
 import typer
 
 from thinwire.bench import record
-from thinwire.cli import bench, doctor, screen
-from thinwire.errors import RecordError
-from thinwire.report import tables
+from thinwire.cli import advise, bench, doctor, report, screen
 
+_EPILOG = """\b
+Exit status:
+  0    done
+  1    it failed, something is broken (doctor), or a result got worse (report --fail-on-regression)
+  2    the command was not understood: the message says what is allowed
+  130  interrupted; what was measured until then is kept
+\b
+Example:
+  thinwire doctor
+  thinwire bench codec --quick --json codec.json
+  thinwire report codec.json --html codec.html
+  thinwire --install-completion
+"""
 app = typer.Typer(
     name="thinwire",
+    cls=screen.Group,
     help="Everything a PyTorch training job puts on the wire, in 1 to 8 bits.",
+    epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench")
+app.command("advise")(advise.command)
+app.command("report")(report.command)
+app.command("doctor")(doctor.command)
 
 
 def start() -> None:
@@ -53,48 +68,3 @@ def root(
     ] = False,
 ) -> None:
     """Everything a PyTorch training job puts on the wire, in 1 to 8 bits."""
-
-
-@app.command("report")
-def report_command(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help='Records; "-" is standard input.')],
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
-) -> None:
-    """Print the tables of records that `thinwire bench ... --json FILE` wrote.
-
-    \b
-    Example:
-      thinwire bench codec --quick --json codec.json
-      thinwire report codec.json
-      thinwire report --markdown codec.json >> README.md
-    """
-    with screen.usage_errors("FILE", RecordError):
-        records = [record.read(path) for path in files]
-    console = screen.console()
-    for number, found in enumerate(records):
-        if number:
-            typer.echo()
-        if markdown:
-            typer.echo(tables.markdown(found))
-        else:
-            tables.show(found, console)
-
-
-@app.command("doctor")
-def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Say what works on this machine, and what to do about the rest.
-
-    Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
-    is broken: python or torch is too old, the reference fails its self-test, or an installed kernel backend does not
-    load or gives other bytes than the reference. A missing optional part, a compiler or a GPU say, leaves it at 0.
-
-    \b
-    Example:
-      thinwire doctor
-      thinwire doctor --json
-    """
-    findings = list(doctor.examine())
-    typer.echo(doctor.as_json(findings) if as_json else doctor.as_text(findings, sys.stdout.encoding))
-    raise typer.Exit(int(any(finding.works is False for finding in findings)))

@@ -2,18 +2,28 @@
 
 import importlib
 import json
+import os
 import platform
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
+from rich.text import Text
 
-from thinwire.bench import selftest
+from thinwire.bench import link as links, selftest
+from thinwire.cli import screen
+from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu
 
 MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
+STYLES = {True: "green", False: "bold red", None: "dim"}
 PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that serve
 
 
@@ -27,6 +37,29 @@ class Finding:
     todo: str = ""
 
 
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what works on this machine, and what to do about the rest.
+
+    Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
+    is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
+    load or gives other bytes than the reference, or the environment names a network interface that is not there. A
+    missing optional part, a compiler or a GPU say, leaves it at 0.
+
+    As root, a network namespace with a shaped link is made and removed again.
+
+    \b
+    Example:
+      thinwire doctor
+      thinwire doctor --json
+    """
+    findings = list(examine())
+    if as_json:
+        typer.echo(_as_json(findings))
+    else:
+        _show(findings)
+    raise typer.Exit(int(any(finding.works is False for finding in findings)))
+
+
 def examine() -> Iterator[Finding]:
     """Look at everything thinwire can use here."""
     yield _python()
@@ -38,16 +71,28 @@ def examine() -> Iterator[Finding]:
     yield _cuda()
     yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
     yield _transport("nccl", "collectives on GPU tensors need it: install a CUDA build of torch")
+    yield _interfaces()
+    yield from _chosen_interfaces()
+    yield _host_name()
+    yield _shaping()
     yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
+    yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
+    yield _installed("lightning", "lightning", "pytorch-lightning")
+    yield _installed("accelerate", "accelerate")
 
 
-def as_text(findings: Sequence[Finding], encoding: str | None) -> str:
-    """One line each, in marks the stream can show."""
-    marks = MARKS if (encoding or "").lower().startswith("utf") else ASCII_MARKS
-    return "\n".join(_line(marks[finding.works], finding) for finding in findings)
+def _show(findings: Sequence[Finding]) -> None:
+    """One line each, in marks the stream can show, coloured on a terminal."""
+    marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
+    console = screen.console()
+    for finding in findings:
+        mark = marks[finding.works]
+        line = Text(_line(mark, finding))
+        line.stylize(STYLES[finding.works], 0, len(mark))
+        console.print(line, soft_wrap=True)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def _as_json(findings: Sequence[Finding]) -> str:
     """{"works": whether nothing is broken, "findings": [...]}"""
     works = all(finding.works is not False for finding in findings)
     return json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1)
@@ -123,3 +168,69 @@ def _transport(name: str, todo: str) -> Finding:
     distributed = torch.distributed
     there = distributed.is_available() and getattr(distributed, f"is_{name}_available")()
     return Finding(name, True, "available") if there else Finding(name, None, "not in this torch", todo)
+
+
+def _interfaces() -> Finding:
+    """Network interfaces other than loopback that are not down, with the rate each reports."""
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and _told(name, "operstate") != "down"]
+    if not names:
+        todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
+        return Finding("interfaces", None, "loopback only", todo)
+    return Finding("interfaces", True, ", ".join(map(_interface, names)))
+
+
+def _interface(name: str) -> str:
+    speed = _told(name, "speed")  # of a virtual interface there is none, or it is -1
+    return f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name
+
+
+def _told(interface: str, what: str) -> str:
+    try:
+        return Path("/sys/class/net", interface, what).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _chosen_interfaces() -> Iterator[Finding]:
+    """The interfaces that the environment names, where it does. NCCL's may be prefixes, after "=", or after "^" not."""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = os.environ.get(variable, "^")
+        if not wanted.startswith("^"):
+            names = wanted.lstrip("=").split(",")
+            absent = ", ".join(name for name in names if not any(have.startswith(name) for have in there))
+            todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
+            yield Finding(variable, not absent, wanted, todo)
+
+
+def _host_name() -> Finding:
+    """gloo binds to the address that the host's name stands for, unless it is told an interface."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        todo = "gloo looks it up to choose an interface: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", None, f"{name} has no address ({error})", todo)
+    if address.startswith("127."):
+        todo = "fine on one machine; for several, map it to an outside address, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", None, f"{name} is {address}, loopback", todo)
+    return Finding("host name", True, f"{name} is {address}")
+
+
+def _shaping() -> Finding:
+    """Whether `bench --link` can hold ranks to a rate: made and removed for real."""
+    try:
+        with links.hosts(1, links.parse("1gbit")):
+            return Finding("shaped links", True, "network namespaces and tbf work")
+    except ThinwireError as error:
+        return Finding("shaped links", None, "not here", str(error))
+
+
+def _installed(name: str, *distributions: str) -> Finding:
+    """A version by its metadata: importing these takes seconds."""
+    for distribution in distributions:
+        try:
+            return Finding(name, True, metadata.version(distribution))
+        except metadata.PackageNotFoundError:
+            continue
+    return Finding(name, None, "not installed", f"only if you train with it: pip install {distributions[0]}")

@@ -15,11 +15,45 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from typer.core import TyperGroup
 
 from thinwire.bench.record import Progress
 from thinwire.errors import ThinwireError
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
+
+
+class Group(TyperGroup):
+    """The root command. A flag or a command that does not exist is answered with those that do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Its own flags."""
+        with _say_what_is_allowed():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Everything below it."""
+        with _say_what_is_allowed():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _say_what_is_allowed() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            _add_what_is_allowed(error, context)
+        raise
+
+
+def _add_what_is_allowed(error: Any, context: Any) -> None:
+    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
+    if not getattr(error, "possibilities", True):
+        error.possibilities = [name for flag in context.command.params for name in flag.opts if name.startswith("--")]
+    elif str(getattr(error, "message", "")).startswith("No such command"):
+        error.message += f" The commands are {', '.join(context.command.commands)}."
 
 
 def console(*, stderr: bool = False) -> Console:

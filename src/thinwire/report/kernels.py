@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from thinwire.bench.record import Record, Row, Value
-from thinwire.report.cells import Grid, distinct, percent, significant, text
+from thinwire.report.cells import Grid, distinct, number, percent, significant, text
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -87,9 +87,9 @@ def _worlds(rows: Rows) -> str:
 
 def _by_size(rows: Rows) -> list[Grid]:
     """Ops and codecs against sizes and dtypes."""
-    columns = list(dict.fromkeys((_SHORT[text(row["dtype"])], _size(row)) for row in rows))
+    columns = list(dict.fromkeys((short(row), _size(row)) for row in rows))
     columns.sort(key=_dtype_place)
-    at = {(row["op"], row["codec"], _SHORT[text(row["dtype"])], _size(row)): row for row in rows}
+    at = {(row["op"], row["codec"], short(row), _size(row)): row for row in rows}
     names = [(op, codec) for op in distinct(rows, "op") for codec in distinct(rows, "codec")]
     cells = [
         [*name, *(percent(at.get((*name, *column), {}).get("copy_share")) for column in columns)] for name in names
@@ -99,16 +99,27 @@ def _by_size(rows: Rows) -> list[Grid]:
 
 
 def _dtype_place(column: tuple[str, str]) -> int:
-    return list(_SHORT.values()).index(column[0])
+    known = list(_SHORT.values())
+    return known.index(column[0]) if column[0] in known else len(known)
+
+
+def short(row: Row) -> str:
+    """fp32."""
+    return _SHORT.get(text(row["dtype"]), text(row["dtype"]))
+
+
+def nbytes_of(row: Row) -> float:
+    """Of the tensor; 0 where the record does not say."""
+    return (number(row["numel"]) or 0) * _ITEM_BYTES.get(text(row["dtype"]), 0)
 
 
 def _size(row: Row) -> str:
     """1 MB and 1 GB are 2**20 and 2**30 bytes here."""
-    nbytes = int(text(row["numel"])) * _ITEM_BYTES[text(row["dtype"])]
+    nbytes = nbytes_of(row)
     for unit, shift in (("GB", 30), ("MB", 20), ("kB", 10)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.3g} {unit}"
-    return f"{nbytes} B"
+    return f"{nbytes:.0f} B"
 
 
 def _replays(rows: Rows) -> list[Grid]:
@@ -126,7 +137,8 @@ def _replays(rows: Rows) -> list[Grid]:
 
 
 def _microseconds(value: Value) -> str:
-    return significant(1e3 * value) if isinstance(value, float | int) else significant(None)
+    found = number(value)
+    return significant(None if found is None else 1e3 * found)
 
 
 def _rivals(rows: Rows) -> list[Grid]:
@@ -150,7 +162,8 @@ def _rival_cells(row: Row, ours: dict[str, Value]) -> list[str]:
 
 
 def _ratio(value: Value, other: Value) -> float | None:
-    return value / other if isinstance(value, float) and isinstance(other, float) else None
+    ours, theirs = number(value), number(other)
+    return ours / theirs if ours is not None and theirs else None
 
 
 _PARTS: dict[str, Callable[[Rows], list[Grid]]] = {

@@ -1,7 +1,6 @@
 """Records as tables, for a terminal and for Markdown.
 
-To add the tables of a kind: write a function Record -> list[Grid] and enter it in `_GRIDS`; other kinds print every
-column.
+To add the tables of a kind: write a function Record -> list[Grid] and enter it in `_GRIDS`.
 """
 
 from collections.abc import Callable
@@ -11,16 +10,26 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.bench.record import Record, Row, Value, columns
-from thinwire.report import kernels
-from thinwire.report.cells import ABSENT, Grid, distinct, fixed, percent, scientific, signed, significant, text
+from thinwire.bench.record import Record, Row, Value
+from thinwire.report import kernels, qat
+from thinwire.report.cells import (
+    ABSENT,
+    Grid,
+    Tone,
+    distinct,
+    fixed,
+    number,
+    percent,
+    scientific,
+    signed,
+    significant,
+    text,
+)
 
 
 def grids(record: Record) -> list[Grid]:
     """The tables of a record."""
-    if not record.rows:
-        return [Grid(f"{record.kind}: no rows", [], [])]
-    return _GRIDS.get(record.kind, _every_column)(record)
+    return _GRIDS[record.kind](record) if record.rows else [Grid(f"{record.kind}: no rows", [], [])]
 
 
 def grid(record: Record) -> Grid:
@@ -30,37 +39,47 @@ def grid(record: Record) -> Grid:
 
 def show(record: Record, console: Console) -> None:
     """Print the tables and the conditions: ruled on a terminal, plain aligned columns elsewhere."""
-    for number, laid in enumerate(grids(record)):
-        if number:
+    for place, laid in enumerate(grids(record)):
+        if place:
             console.print()
-        console.print(laid.title, style="bold", soft_wrap=not console.is_terminal)
-        if laid.rows:
-            console.print(_rich(laid, ruled=console.is_terminal))
+        show_grid(laid, console)
     console.print(conditions(record), style="dim", soft_wrap=not console.is_terminal)
+
+
+def show_grid(laid: Grid, console: Console) -> None:
+    """Print one table under its title."""
+    console.print(laid.title, style="bold", soft_wrap=not console.is_terminal)
+    if laid.rows:
+        console.print(_rich(laid, ruled=console.is_terminal))
 
 
 def markdown(record: Record) -> str:
     """The same tables in Markdown."""
-    return "\n".join([line for laid in grids(record) for line in _markdown(laid)] + [conditions(record)])
+    return "\n".join([*map(markdown_grid, grids(record)), conditions(record)])
 
 
-def _markdown(laid: Grid) -> list[str]:
+def markdown_grid(laid: Grid) -> str:
+    """One table in Markdown, its title before it and an empty line after it."""
     rule = ["---" if i < laid.labels else "--:" for i in range(len(laid.header))]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (laid.header, rule, *laid.rows) if cells]
-    return [laid.title, "", *lines, ""]
+    lines = ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in (laid.header, rule, *laid.rows) if cells]
+    return "\n".join([laid.title, "", *lines, ""])
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
 
 
 def conditions(record: Record) -> str:
     """One line that says where the numbers come from."""
-    have = record.conditions
+    have = {name: text(value) for name, value in record.conditions.items()}
     device = "" if have["device"] == "cpu" else f"{have['device']}, "
-    triton = f"triton {have['triton']}, " if device and have["triton"] else ""
+    triton = f"triton {have['triton']}, " if device and have["triton"] != ABSENT else ""
     parts = [
         f"{device}{have['cpu']}, {have['threads']} threads",
         f"thinwire {have['thinwire']}, torch {have['torch']}, {triton}python {have['python']}",
-        f"{have['date']}, commit {str(have['commit'] or ABSENT)[:12]}",
+        f"{have['date']}, commit {have['commit'][:12]}",
     ]
-    return "; ".join([*parts, "interrupted"] if have.get("interrupted") else parts)
+    return "; ".join([*parts, "interrupted"] if record.conditions.get("interrupted") else parts)
 
 
 def _codec_grids(record: Record) -> list[Grid]:
@@ -160,19 +179,16 @@ def _train_cell(row: Row, column: _Column) -> str:
     return column.show(row.get(column.name))
 
 
-def _every_column(record: Record) -> list[Grid]:
-    """Any other kind: the columns of the schema as they are."""
-    header = list(dict.fromkeys(name for row in record.rows for name in columns(record.kind, row)))
-    rows = [[_any(row.get(name)) for name in header] for row in record.rows]
-    return [Grid(record.kind, header, rows)]
-
-
 _GRIDS: dict[str, Callable[[Record], list[Grid]]] = {
     "codec": _codec_grids,
     "kernels": kernels.grids,
     "collectives": _collectives_grids,
     "train": _train_grids,
+    "qat": qat.grids,
 }
+
+
+_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red"}
 
 
 def _rich(laid: Grid, *, ruled: bool) -> Table:
@@ -183,21 +199,18 @@ def _rich(laid: Grid, *, ruled: bool) -> Table:
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
-    for cells in laid.rows:
-        table.add_row(*cells)
+    for place, cells in enumerate(laid.rows):
+        table.add_row(*cells, style=_STYLES[laid.tones[place]] if laid.tones else None)
     return table
 
 
 def _megabytes(value: Value) -> str:
-    return significant(value / 1e6) if isinstance(value, float | int) else ABSENT
+    found = number(value)
+    return ABSENT if found is None else significant(found / 1e6)
 
 
 def _verdict(value: Value) -> str:
     return ABSENT if value is None else "yes" if value else "NO"
-
-
-def _any(value: Value) -> str:
-    return significant(value) if isinstance(value, float) else text(value)
 
 
 _TRAIN = (
@@ -212,8 +225,6 @@ _TRAIN = (
     _Column("×PowerSGD", "speedup_powersgd", significant),
     _Column("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
     _Column("over limit", "over_limit", percent),
-    _Column(
-        "extra MB", "extra_bytes", lambda value: significant(value / 1e6) if isinstance(value, float | int) else ABSENT
-    ),
+    _Column("extra MB", "extra_bytes", _megabytes),
     _Column("identical", "identical", _verdict),
 )

@@ -1,0 +1,96 @@
+"""The shapes a chart can have: bars by name, and curves over a number."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is measured, with its unit."""
+
+    label: str
+    log: bool = False
+
+
+def in_bytes(what: str, counts: Sequence[Number], *, log: bool = False) -> tuple[Axis, list[Number]]:
+    """An axis of bytes, in the unit that suits the largest of `counts`, and the counts in that unit."""
+    most = max((count for count in counts if count is not None), default=0.0)
+    unit, size = next((entry for entry in _BYTES if most >= entry[1]), ("bytes", 1.0))
+    return Axis(what.format(unit), log), [None if count is None else count / size for count in counts]
+
+
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A value to compare with, across the chart."""
+
+    at: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """A range of values that mean the same, across the chart."""
+
+    low: float
+    high: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Values:
+    """One value for every label; None draws nothing."""
+
+    name: str
+    values: Sequence[Number]
+    errors: Sequence[Number] | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Values by name, one under the other. On a logarithmic axis, which has no zero to grow from, they are points."""
+
+    name: str  # of its file
+    title: str
+    axis: Axis
+    labels: Sequence[str]
+    series: Sequence[Values]
+    marks: Sequence[Line | Band] = ()
+    points: bool = False  # even on an axis with a zero
+
+    def __bool__(self) -> bool:
+        return any(value is not None for values in self.series for value in values.values)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y), in order."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    errors: Sequence[Number] | None = None
+    joined: bool = True  # by a line
+    dots: bool = True  # one at every point
+    known: bool = False  # a limit or a theory, not a measurement
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over a common axis."""
+
+    name: str  # of its file
+    title: str
+    across: Axis
+    axis: Axis
+    curves: Sequence[Curve]
+    marks: Sequence[Line | Band] = ()
+
+    def __bool__(self) -> bool:
+        return any(curve.points for curve in self.curves if not curve.known)
+
+
+Chart = Bars | Lines

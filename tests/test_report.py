@@ -1,0 +1,625 @@
+"""Reports: CSV, charts, the page (in a real browser where there is one), and two records compared."""
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import html
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from typer.testing import CliRunner, Result
+
+from thinwire.bench import record
+from thinwire.bench.record import Record, Row
+from thinwire.cli.app import app
+from thinwire.errors import RecordError
+from thinwire.report import cells, charts, compare, page, tables
+from thinwire.report.charts import Bars, Lines, draw
+from thinwire.report.charts.look import DARK, LIGHT, Palette
+from thinwire.report.markup import element
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"
+
+
+def committed(name: str) -> Record:
+    return record.read(str(BENCHMARKS / name))
+
+
+@functools.cache
+def here() -> dict[str, record.Value]:
+    return record.conditions(torch.device("cpu"))
+
+
+def made(kind: str, rows: list[Row], **conditions: record.Value) -> Record:
+    return Record(kind, {**here(), **conditions}, rows)
+
+
+def train_row(codec: str, **columns: record.Value) -> Row:
+    row: Row = dict.fromkeys(record.COLUMNS["train"])
+    labels: Row = {"task": "gpt", "codec": codec, "feedback": "none", "world": 2, "link": "1gbit", "seeds": 3}
+    return {**row, **labels, **columns}
+
+
+def qat_record() -> Record:
+    trained: list[Row] = [
+        {"task": "digits", "method": method, "weight_bits": bits, "act_bits": bits, "seeds": 5,
+         "train_loss": loss / bits, "train_loss_error": 0.001, "accuracy": 0.98 - loss / 10}
+        for method, loss in (("lsq", 0.01), ("absmax", 0.4)) for bits in (2, 4)
+    ]  # fmt: skip
+    speed: Row = {"op": "forward_backward", "backend": "cpu", "device": "cpu", "numel": 1024, "ms_p50": 0.5,
+                  "times_floor": 1.2, "times_torch": 3.5, "peak_bytes_per_element": 4.0}  # fmt: skip
+    return made("qat", [*trained, speed])
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), prog_name="thinwire")
+
+
+# --- records as CSV, and their curves ---------------------------------------------------------------------------------
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@given(st.lists(st.dictionaries(st.text(min_size=1), VALUES, max_size=4), max_size=4))
+def test_csv_holds_what_the_rows_hold(rows: list[Row]) -> None:
+    written = record.as_csv(Record("codec", {"date": "today"}, rows))
+    header, *lines = csv.reader(io.StringIO(written, newline=""))
+    assert written.count("\n") == len(lines) + 1 == len(rows) + 1
+    assert header[-1] == "conditions.date"
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for row, line in zip(rows, lines, strict=True):
+        assert line[-1] == "today"
+        for name, told in zip(names, line, strict=False):
+            value = row.get(name)
+            same = told == " ".join((value or "").splitlines()) if isinstance(value, str | None) else None
+            assert json.loads(told) == value if same is None else same
+
+
+def test_a_curve_survives_json_and_csv() -> None:
+    row = {**dict.fromkeys(record.COLUMNS["train"]), "curve": [[0, 2.5], [10, math.inf]]}
+    written = made("train", [row])
+    kept = [[0, 2.5], [10, None]]  # JSON has no infinity
+    assert record.loads(record.dumps(written)).rows[0]["curve"] == kept
+    (line,) = csv.DictReader(io.StringIO(record.as_csv(written)))
+    assert json.loads(line["curve"]) == kept
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "complaint"),
+    [
+        ("note", [1], "row 0: expected 'note' to be one text, number, true, false or null, got a list"),
+        ("note", {"a": 1}, "got a dict"),
+        ("curve", [[1, 2, 3]], "row 0: expected 'curve' to be a list of [step, value], got a list"),
+        ("curve", 3.5, "got a float"),
+        ("loss", math.nan, "NaN is no JSON number; what is not finite is null"),
+    ],
+)
+def test_columns_that_are_not_flat_are_refused(column: str, value: Any, complaint: str) -> None:
+    data = json.loads(record.dumps(made("train", [train_row("int8")])))
+    data["rows"][0][column] = value
+    with pytest.raises(RecordError, match=re.escape(complaint)):
+        record.loads(json.dumps(data))
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text() | st.floats() | st.integers() | st.none() | st.booleans())
+def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
+    shown = cells.text(value)
+    assert shown.isprintable()
+    shown.encode()
+
+
+@given(st.floats())
+def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
+    for show in (cells.significant, cells.scientific, cells.signed, cells.percent, lambda x: cells.fixed(x, 2)):
+        assert (show(value) == cells.ABSENT) == (not math.isfinite(value))
+
+
+def test_pipes_do_not_break_markdown() -> None:
+    grid = cells.Grid("title", ["a|b", "c"], [["x|y", "1"]])
+    assert "| x\\|y | 1 |" in tables.markdown_grid(grid)
+
+
+def test_qat_tables_are_of_training_and_of_speed() -> None:
+    trained, speed = tables.grids(qat_record())
+    assert trained.header == ["task", "method", "W", "A", "seeds", "train loss", "±", "accuracy"]
+    assert trained.rows[0] == ["digits", "lsq", "2", "2", "5", "5.00e-3", "1.00e-3", "97.90%"]
+    assert speed.rows == [["forward_backward", "cpu", "cpu", "1024", "0.500", "1.20", "3.50", "4.00"]]
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+RECORDS = ("codec_cpu", "kernels_cpu_aarch64", "collectives_1gbit", "train_digits")
+
+
+@functools.cache
+def drawn(name: str) -> tuple[list[charts.Chart], list[str]]:
+    """The charts of a committed record, and their SVG: drawn once for all tests."""
+    found = charts.of(qat_record() if name == "qat" else committed(f"{name}.json"))
+    return found, [draw.svg(chart, f"c{number}") for number, chart in enumerate(found)]
+
+
+@pytest.mark.parametrize("name", [*RECORDS, "qat"])
+def test_every_chart_says_what_it_shows(name: str) -> None:
+    """Title, both axes with their words, every label and every name of a legend are there to read."""
+    found, pictures = drawn(name)
+    assert len({chart.title for chart in found}) == len(found) > 0
+    for chart, picture in zip(found, pictures, strict=True):
+        root = ElementTree.fromstring(picture)
+        words = {"".join(text.itertext()).strip() for text in root.iter("text")}
+        assert root.get("aria-label") == chart.title
+        assert chart.axis.label in words
+        series = chart.series if isinstance(chart, Bars) else chart.curves
+        legend = {part.name for part in (*series, *chart.marks)}
+        assert words >= (legend if len(legend) > 1 else set())
+        assert words >= set(chart.labels if isinstance(chart, Bars) else [chart.across.label])
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_chart_takes_its_colours_from_the_page_and_nothing_from_elsewhere(name: str) -> None:
+    for number, picture in enumerate(drawn(name)[1]):
+        assert not re.findall(r"#[0-9a-f]{6}\b", picture)  # every colour has a name
+        assert set(re.findall(r"var\((--\w+)\)", picture)) <= set(LIGHT.names())
+        assert "http" not in picture
+        identifiers = re.findall(r'id="([^"]*)"', picture)
+        assert len(set(identifiers)) == len(identifiers)
+        assert all(identifier.startswith(f"c{number}-") for identifier in identifiers)
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', picture)) <= set(identifiers)
+
+
+def test_the_same_chart_has_the_same_bytes() -> None:
+    found, pictures = drawn("train_digits")
+    assert draw.svg(found[0], "c0") == pictures[0]
+
+
+def test_a_png_has_the_chart_on_white() -> None:
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(io.BytesIO(draw.png(drawn("collectives_1gbit")[0][0])), format="png")
+    assert pixels.shape[1] > 800
+    assert pixels[0, 0, :3].tolist() == [1, 1, 1]
+    first = [int(LIGHT.series[0][at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    assert (abs(pixels[..., :3] - first).max(axis=2) < 0.01).mean() > 0.02  # the bars of the first series
+
+
+def test_charts_show_the_numbers_of_the_record() -> None:
+    rows = committed("train_mlp_1gbit.json").rows
+    bars = {chart.name: chart for chart in charts.of(committed("train_mlp_1gbit.json")) if isinstance(chart, Bars)}
+    assert list(bars["step_time"].series[0].values) == [row["step_ms"] for row in rows]
+    assert bars["bytes"].axis.label == "sent by a rank, MB a step"
+    sent = [float(str(row["bytes_per_step"])) / 1e6 for row in rows]
+    assert list(bars["bytes"].series[0].values) == pytest.approx(sent)
+    rate = charts.of(committed("codec_cpu.json"))[0]
+    assert isinstance(rate, Lines)
+    by_name = {curve.name: list(curve.points) for curve in rate.curves}
+    assert all(lost == 2 ** (-2 * bits) for bits, lost in by_name["rate-distortion bound of a Gaussian"])
+    measured = [row for row in committed("codec_cpu.json").rows if row["distribution"] == "gaussian"]
+    lloyd = [(row["wire_bits"], row["nmse"]) for row in measured if str(row["codec"]).startswith("lloyd")]
+    assert by_name["Lloyd-Max levels after rotation"] == sorted(lloyd)
+    known = {row["lloyd_max_nmse"] for row in measured if row["lloyd_max_nmse"]}  # to four digits in the chart
+    drawn_levels = [lost for _, lost in by_name["Lloyd-Max quantiser of a Gaussian"]]
+    assert drawn_levels == pytest.approx(sorted(known, reverse=True), rel=1e-3)
+
+
+def test_loss_curves_are_drawn_where_rows_carry_them() -> None:
+    rows = [train_row("none", curve=[[0, 4.0], [10, 2.0]]), train_row("int8", curve=[[0, 4.0], [10, None], [20, 1.5]])]
+    (chart,) = charts.of(made("train", rows))
+    assert isinstance(chart, Lines)
+    assert chart.name == "loss"
+    assert [list(curve.points) for curve in chart.curves] == [[(0, 4), (10, 2)], [(0, 4), (20, 1.5)]]
+
+
+def test_a_record_without_rows_has_no_charts() -> None:
+    assert [charts.of(made(kind, [])) for kind in record.COLUMNS] == [[]] * len(record.COLUMNS)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+def test_colours_stand_out_from_their_page(palette: Palette) -> None:
+    """WCAG 2: 4.5 for text, of which coloured rows and links are too."""
+    assert contrast(palette.ink, palette.page) > 7
+    assert min(contrast(colour, palette.page) for colour in palette.series) > 4.5
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(draw, "find_spec", lambda name: None)
+    path = str(BENCHMARKS / "collectives_1gbit.json")
+    for flag in ("--png", "--html"):
+        result = call("report", path, flag, str(tmp_path / "out"))
+        assert result.exit_code == 1
+        assert "pip install 'thinwire[report]'" in result.stderr
+        assert result.stdout == ""  # before anything is printed
+    assert call("report", path).exit_code == 0
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Outline(HTMLParser):
+    """The elements of a page, and faults in how they are nested."""
+
+    VOID = ("meta", "link", "br", "path", "use")  # of SVG: ElementTree closes them itself
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def every_kind() -> list[Record]:
+    return [*(committed(f"{name}.json") for name in RECORDS), qat_record()]
+
+
+@functools.cache
+def whole_page() -> str:
+    return page.page(every_kind(), title="All kinds", notes=["A note."], grids=[cells.Grid("told", ["a"], [["b"]])])
+
+
+def test_the_page_has_a_structure() -> None:
+    outline = Outline(whole_page())
+    assert whole_page().startswith("<!doctype html>")
+    assert outline.all("html") == [{"lang": "en"}]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in outline.all("meta")
+    assert [len(outline.all(tag)) for tag in ("h1", "main", "title", "header", "footer")] == [1] * 5
+    assert len(outline.all("h2")) == len(outline.all("section")) == len(every_kind()) + 1
+    pictures = sum(len(charts.of(found)) for found in every_kind())
+    assert len(outline.all("svg")) == len(outline.all("figure")) == len(outline.all("figcaption")) == pictures
+    count = len(outline.all("table"))
+    assert count == len(outline.all("caption")) == len(outline.all("thead")) == 1 + len(every_kind()) + 1
+    assert {head.get("scope") for head in outline.all("th")} == {"col", "row"}
+
+
+def test_the_page_refers_to_itself_alone() -> None:
+    outline = Outline(whole_page())
+    identifiers = [found["id"] for _, found in outline.elements if "id" in found]
+    assert len(set(identifiers)) == len(identifiers)
+    for tag, found in outline.elements:
+        assert tag not in ("script", "iframe", "object", "embed", "img")
+        assert not any(name.startswith("on") or name == "src" for name in found)
+        for name in ("href", "aria-labelledby"):
+            target = str(found.get(name, "data:,"))
+            assert target == "data:," or target.removeprefix("#") in identifiers, target
+    assert "http" not in whole_page().replace("http-equiv", "")
+    assert "@import" not in whole_page()
+    assert not re.search(r"url\((?!#)", whole_page())
+
+
+def test_every_string_is_escaped() -> None:
+    """A record may say anything: in cells, labels, legends, headings, conditions, notes and titles."""
+    row: Row = {**committed("collectives_1gbit.json").rows[0], "codec": HOSTILE, "link": HOSTILE, "verb": HOSTILE}
+    trained = train_row(HOSTILE, task=HOSTILE, step_ms=3.0, curve=[[0, 1.0], [1, 0.5]])
+    records = [made(kind, [found], cpu=HOSTILE, device=HOSTILE, commit=HOSTILE)
+               for kind, found in (("collectives", row), ("train", trained))]  # fmt: skip
+    grid = cells.Grid(HOSTILE, [HOSTILE], [[HOSTILE]])
+    text = page.page(records, title=HOSTILE, notes=[HOSTILE], grids=[grid])
+    text.encode()
+    outline = Outline(text)
+    assert outline.all("script") == []
+    assert len(outline.all("style")) == 1
+    assert not any(name.startswith("on") for _, found in outline.elements for name in found)
+    assert "document.title='broken'" in "".join(outline.words)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\ud800]", text)
+
+
+def test_elements_escape_what_is_not_html() -> None:
+    inner = element("b", "<&>")
+    assert element("p", inner, ['"', inner], class_='"x"') == (
+        '<p class="&quot;x&quot;"><b>&lt;&amp;&gt;</b>&quot;<b>&lt;&amp;&gt;</b></p>'
+    )
+
+
+def test_write_gives_a_page_and_a_png_of_every_chart(tmp_path: Path) -> None:
+    rows = [train_row("none", step_ms=4.0, bytes_per_step=4000, curve=[[0, 2.0], [5, 1.0]]),
+            train_row("int8", step_ms=2.0, bytes_per_step=1000, curve=[[0, 2.0], [5, 1.1]])]  # fmt: skip
+    made_twice = [made("train", rows), made("train", rows[:1])]
+    paths = page.write(made_twice, tmp_path / "new" / "report", title="Demo", notes=["Two ranks."])
+    assert [path.name for path in paths] == [
+        *("index.html", "loss.png", "bytes.png", "step_time.png", "loss-2.png", "bytes-2.png", "step_time-2.png"),
+    ]
+    assert "<h1>Demo</h1><p>Two ranks.</p>" in paths[0].read_text(encoding="utf-8")
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
+    assert sorted(path.name for path in paths) == sorted(path.name for path in paths[0].parent.iterdir())
+
+
+def test_report_writes_to_a_file_or_a_directory(tmp_path: Path) -> None:
+    path = str(BENCHMARKS / "kernels_cpu_aarch64.json")
+    for target, written in (("one.html", "one.html"), ("folder", "folder/index.html")):
+        result = call("report", path, "--html", str(tmp_path / target), "--markdown")
+        assert result.exit_code == 0, result.output
+        assert result.stderr == f"wrote {tmp_path / written}\n"
+        assert result.stdout.startswith("Backend cpu")
+        assert "<figure>" in (tmp_path / written).read_text(encoding="utf-8")
+    assert call("report", path, "--png", str(tmp_path / "plots")).exit_code == 0
+    assert [found.name for found in (tmp_path / "plots").iterdir()] == ["kernels.png"]
+
+
+# --- the page in a browser --------------------------------------------------------------------------------------------
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# Frames of the same origin, so that this page may look into them; what it finds is read from its own document.
+PROBE = """<!doctype html><title>probe</title><style>iframe{border:0}</style>
+<iframe id=phone src=/page style="width:360px;height:700px"></iframe>
+<iframe id=desk src=/page style="width:1200px;height:700px"></iframe>
+<pre id=found></pre>
+<script>
+function look(frame) {
+  const page = frame.contentDocument, root = page.documentElement;
+  const style = frame.contentWindow.getComputedStyle(page.body);
+  const all = (selector) => [...page.querySelectorAll(selector)];
+  const box = (element) => element.getBoundingClientRect();
+  const text = page.querySelector('svg text');
+  return {
+    title: page.title, wide: root.scrollWidth, view: root.clientWidth, tables: all('table').length,
+    scrolled: all('.scroll').filter(part => part.scrollWidth > part.clientWidth).length,
+    outside: all('svg, p, h1, h2, figcaption, .scroll').filter(part => box(part).right > root.clientWidth + 1).length,
+    flat: all('svg').filter(part => box(part).height < 50).length, pictures: all('svg').length,
+    page: style.backgroundColor, ink: style.color, words: frame.contentWindow.getComputedStyle(text).fill,
+    high: Math.min(...all('svg text').map(part => box(part).height).filter(high => high)),
+  };
+}
+addEventListener('load', () => {
+  const found = Object.fromEntries([...document.querySelectorAll('iframe')].map(frame => [frame.id, look(frame)]));
+  document.getElementById('found').textContent = JSON.stringify(found);
+});
+</script>"""
+
+
+@contextlib.contextmanager
+def served(pages: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """(address, paths asked for) of a server on loopback."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = pages.get(self.path, "").encode()
+            self.send_response(200 if self.path in pages else 404)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def browse(address: str, profile: Path, *flags: str) -> tuple[str, list[str]]:
+    """(the document as the browser leaves it, what its console said)."""
+    quiet = ["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+             "--disable-sync", "--disable-extensions", "--disable-quic"]  # fmt: skip
+    quiet += ["--no-sandbox"] if os.geteuid() == 0 else []
+    command = [str(BROWSER), "--headless", *quiet, *flags, f"--user-data-dir={profile}", "--enable-logging=stderr",
+               "--virtual-time-budget=5000", "--window-size=1280,1600", "--dump-dom", address]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize(("scheme", "palette"), [(1, LIGHT), (0, DARK)], ids=["light", "dark"])
+def test_a_browser_shows_the_page(scheme: int, palette: Palette, tmp_path: Path) -> None:
+    """At the width of a phone and of a desk: nothing fetched, nothing on the console, nothing beyond the edge."""
+    pages = {"/probe": PROBE, "/page": whole_page()}
+    with served(pages) as (address, asked):
+        document, console = browse(f"{address}/probe", tmp_path, f"--blink-settings=preferredColorScheme={scheme}")
+    assert console == []
+    assert set(asked) - {"/favicon.ico"} == set(pages)  # the icon is that of the probe, which has none
+    shown = re.search(r'<pre id="found">(.*?)</pre>', document)
+    assert shown is not None
+    assert shown[1], document[:2000]
+    found = json.loads(html.unescape(shown[1]))
+    for name, width in (("phone", 360), ("desk", 1200)):
+        seen = found[name]
+        assert seen["title"] == "All kinds"
+        assert seen["wide"] == seen["view"] <= width  # no sideways scrolling of the page
+        assert seen["outside"] == seen["flat"] == 0
+        assert seen["pictures"] == len(Outline(whole_page()).all("svg"))
+        assert seen["page"] == rgb(palette.page)
+        assert seen["ink"] == seen["words"] == rgb(palette.ink)  # the words in charts too
+        assert seen["high"] >= 8  # pixels of the smallest of them
+    assert found["phone"]["scrolled"] > 0  # wide tables, in boxes of their own
+
+
+def rgb(colour: str) -> str:
+    return f"rgb({', '.join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))})"
+
+
+# --- two records compared ---------------------------------------------------------------------------------------------
+
+
+def kernel(ms: float, spread: float = 0.02, copy: float = 1.0, **columns: record.Value) -> Row:
+    """A row whose rounds lie within ±spread of their median."""
+    labels: Row = {"op": "encode", "codec": "int8", "backend": "cpu", "device": "cpu", "dtype": "float32",
+                   "numel": 1000, "world": 1, "threads": 1}  # fmt: skip
+    times: Row = {"ms_p50": ms, "ms_p20": ms * (1 - spread), "ms_p80": ms * (1 + spread), "copy_ms": copy}
+    return {**dict.fromkeys(record.COLUMNS["kernels"]), **labels, **times, **columns}
+
+
+def verdicts(kind: str, old: Row, new: Row) -> dict[str, str]:
+    found = compare.compare(made(kind, [old]), made(kind, [new]))
+    return {change.column: change.verdict for change in found.changes}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.json")))
+def test_a_record_is_as_good_as_itself(name: str) -> None:
+    found = compare.compare(committed(name), committed(name))
+    assert found.only_old == found.only_new == 0
+    assert found.changes
+    assert {change.verdict for change in found.changes} <= {compare.SAME, compare.UNKNOWN}
+    assert all(change.range.ratio == 1 for change in found.changes)
+
+
+@given(st.floats(0.2, 5), st.floats(0, 0.2), st.floats(0.5, 2))
+def test_a_time_is_worse_where_it_lies_beyond_both_spreads_and_the_drift(
+    factor: float, spread: float, drift: float
+) -> None:
+    verdict = verdicts("kernels", kernel(1.0, spread), kernel(factor, spread, copy=drift))["ms_p50"]
+    low, high = factor * (1 - spread) / (1 + spread), factor * (1 + spread) / (1 - spread)
+    if low > max(1, drift) * (1 + 1e-9):
+        assert verdict == compare.REGRESSION
+    elif high < min(1, drift) * (1 - 1e-9):
+        assert verdict == compare.BETTER
+    elif low < max(1, drift) * (1 - 1e-9) and high > min(1, drift) * (1 + 1e-9):
+        assert verdict == compare.SAME
+
+
+@given(st.floats(-1, 1), st.floats(0.001, 0.1), st.floats(0.001, 0.1))
+def test_a_loss_is_worse_beyond_three_standard_errors(change: float, before: float, after: float) -> None:
+    old = train_row("int8", loss_log_ratio=0.0, loss_log_ratio_error=before)
+    new = train_row("int8", loss_log_ratio=change, loss_log_ratio_error=after)
+    limit = 3 * math.hypot(before, after)
+    expected = compare.REGRESSION if change > limit else compare.BETTER if change < -limit else compare.SAME
+    assert abs(abs(change) - limit) < 1e-9 or verdicts("train", old, new)["loss_log_ratio"] == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "column", "verdict"),
+    [
+        ({"diverged": False}, {"diverged": True}, "diverged", compare.REGRESSION),
+        ({"identical": True}, {"identical": False}, "identical", compare.REGRESSION),
+        ({"identical": False}, {"identical": True}, "identical", compare.BETTER),
+        ({"loss_log_ratio": 0.1}, {"loss_log_ratio": None}, "loss_log_ratio", compare.REGRESSION),
+        ({"loss_log_ratio": 0.1}, {"loss_log_ratio": 0.4}, "loss_log_ratio", compare.UNKNOWN),
+        ({"step_ms": 1.0}, {"step_ms": 9.0}, "step_ms", compare.UNKNOWN),
+        ({"bytes_per_step": 1000}, {"bytes_per_step": 1040}, "bytes_per_step", compare.SAME),
+        ({"bytes_per_step": 1000}, {"bytes_per_step": 1100}, "bytes_per_step", compare.REGRESSION),
+    ],
+)
+def test_what_becomes_of_a_training_row(old: Row, new: Row, column: str, verdict: str) -> None:
+    assert verdicts("train", train_row("int8", **old), train_row("int8", **new))[column] == verdict
+
+
+def test_more_accuracy_is_better_and_more_loss_is_not() -> None:
+    old = qat_record().rows[0]
+    new = {**old, "accuracy": 0.5, "accuracy_error": 0.001, "train_loss": 0.0001}
+    found = verdicts("qat", {**old, "accuracy_error": 0.001}, new)
+    assert found == {"accuracy": compare.REGRESSION, "train_loss": compare.BETTER}
+
+
+def test_errors_are_compared_to_the_last_digit_that_is_not_rounding() -> None:
+    old = committed("codec_cpu.json").rows[5]
+    lost = float(str(old["nmse"]))
+    assert verdicts("codec", old, {**old, "nmse": lost * (1 + 1e-8)})["nmse"] == compare.SAME
+    assert verdicts("codec", old, {**old, "nmse": lost * (1 + 1e-4)})["nmse"] == compare.REGRESSION
+    assert verdicts("codec", {**old, "nmse": 0.0}, old)["nmse"] == compare.REGRESSION
+
+
+def test_rows_are_matched_by_their_labels_not_by_their_place() -> None:
+    old = made("kernels", [kernel(1.0), kernel(2.0, codec="int4"), kernel(9.0, op="decode")])
+    new = made("kernels", [kernel(2.0, codec="int4"), kernel(1.0), kernel(5.0, op="recode")], torch="9.9")
+    found = compare.compare(old, new)
+    assert [(change.labels[2], change.range.ratio) for change in found.changes] == [("int4", 1), ("int8", 1)]
+    assert (found.only_old, found.only_new) == (1, 1)
+    grid = compare.grid(found)
+    assert grid.header == ["codec", "column", "old", "new", "new/old", "noise", "verdict"]
+    assert "0 regressions, 2 within noise, 1 row only in the old record, 1 row only in the new one" in grid.title
+    assert f"The records differ in torch {torch.__version__} → 9.9" in grid.title
+
+
+def written(path: Path, found: Record) -> str:
+    record.write(found, str(path))
+    return str(path)
+
+
+def test_report_compares_two_records_and_fails_only_when_asked(tmp_path: Path) -> None:
+    old = written(tmp_path / "old.json", made("kernels", [kernel(1.0), kernel(1.0, codec="int4")]))
+    new = written(tmp_path / "new.json", made("kernels", [kernel(1.5), kernel(1.0, codec="int4")]))
+    result = call("report", old, new)
+    assert result.exit_code == 0
+    assert "New over old: 1 regression, 1 within noise." in result.stdout
+    assert re.search(r"^int8 +ms_p50 +1.00 +1.50 +1.500 +1.441 to 1.561 +REGRESSION$", result.stdout, re.MULTILINE)
+    assert "| int8 | ms_p50 | 1.00 | 1.50 | 1.500 |" in call("report", old, new, "--markdown").stdout
+    assert call("report", old, new, "--fail-on-regression").exit_code == 1
+    assert call("report", new, old, "--fail-on-regression").exit_code == 0
+    text = page.page([record.read(old), record.read(new)])
+    assert "Comparison: 1 regression, 1 within noise" in text
+    assert '<tr class="bad"><th scope="row">int8</th>' in text
+
+
+def test_records_that_cannot_be_compared_are_printed_and_say_why(tmp_path: Path) -> None:
+    old = written(tmp_path / "old.json", made("kernels", [kernel(1.0)]))
+    new = written(tmp_path / "new.json", made("kernels", [kernel(1.0, codec="int4")]))
+    other = str(BENCHMARKS / "train_gpt.json")
+    result = call("report", old, new)
+    assert result.exit_code == 0
+    assert "not compared: the two kernels records share no row: none has the same part, op, codec" in result.stderr
+    assert result.stdout.count("Backend cpu") == 2
+    result = call("report", old, other, "--fail-on-regression")
+    assert result.exit_code == 2
+    assert "a kernels and a train record measure different things" in " ".join(result.stderr.split())
+    result = call("report", old, "--fail-on-regression")
+    assert "expected two records to compare, got 1" in " ".join(result.stderr.split())
+
+
+def test_every_kind_has_labels_and_metrics_of_its_schema() -> None:
+    for kind, known in record.COLUMNS.items():
+        mine = (*known, *(record.QAT_SPEED if kind == "qat" else ()))
+        extra = {"numel", "part", "steps", "gradient", "granularity", "dtype", "threads"}  # added, not required
+        assert set(compare.LABELS[kind]) <= set(mine) | extra
+        assert {metric.column for metric in compare.METRICS[kind]} <= set(mine) | {"diverged", "identical"}
+        assert all(dataclasses.is_dataclass(metric) for metric in compare.METRICS[kind])
