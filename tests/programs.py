@@ -77,7 +77,7 @@ class Programs:
             text=True,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
-            start_new_session=True,  # its number is that of the group of all that it starts
+            process_group=0,  # that of all it starts; in a session of its own its priority would count in there only
         )
         self._groups.add(process.pid)
         try:
