@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.advise import model, schemes
+from thinwire.advise import loss, model, schemes
 from thinwire.advise.links import Cluster
 from thinwire.advise.machine import Machine
 from thinwire.advise.model import Job, Prediction
@@ -107,7 +107,7 @@ def _notes(plain: Prediction, best: Prediction, ranked: Sequence[Prediction], bu
     found = []
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
     if faster:
-        first = min(faster, key=lambda prediction: prediction.error)
+        first = min(faster, key=lambda prediction: (loss.omega(prediction.scheme.narrowest), prediction.step_s))
         fed = f" with {first.feedback} feedback" if first.feedback else ""
         found.append(
             f"{first.scheme}{fed} would take {duration(first.step_s)}, but its error of {first.error:.2g} is over the "

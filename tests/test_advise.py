@@ -1,0 +1,818 @@
+"""Advice: units, the cost model against committed measurements, rankings, the command, and ranks that measure first."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from typer.testing import CliRunner, Result
+
+from ranks import RankPool
+from thinwire.advise import check, loss, machine as machines, measure, model, schemes, units, verdict
+from thinwire.advise.links import LATENCY_S, Cluster, Link
+from thinwire.advise.machine import CodecSpeed, Machine
+from thinwire.advise.model import Hop, Job, Message, Stage
+from thinwire.advise.recorded import MACHINES
+from thinwire.advise.schemes import PLAIN, Scheme
+from thinwire.bench import record
+from thinwire.bench.record import Record
+from thinwire.cli import advise as command
+from thinwire.cli.app import app
+from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
+from thinwire.errors import RecordError
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SHAPED = ("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit")
+WITHIN = 0.15  # what the cost model promises
+RECORDED_ON = MACHINES["aarch64"]  # the processor that the shaped links were measured on
+GPU = MACHINES["gpu"]
+
+
+def recorded(name: str) -> Record:
+    return record.read(str(BENCHMARKS / f"{name}.json"))
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("25gbit", 25e9 / 8),
+        ("25 Gbit/s", 25e9 / 8),
+        ("100Mbps", 12.5e6),
+        ("10Gb/s", 1.25e9),
+        ("400GB/s", 4e11),
+        ("1.5MB/s", 1.5e6),
+        ("2GiB/s", 2**31),
+        (" 56kbit ", 7e3),
+        ("1e3mbit", 1.25e8),
+    ],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert units.rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "text", ["fast", "25", "25gb", "25gb/s", "-1gbit", "0mbit", "1gbit 2gbit", "", "nangbit", "25GB"]
+)
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a rate such as 25gbit, 100mbit, 400GB/s"):
+        units.rate(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.seconds, "1.2s", 1.2),
+        (units.seconds, "350 ms", 0.35),
+        (units.seconds, "20us", 2e-5),
+        (units.seconds, "0s", 0.0),
+        (units.seconds, "2min", 120.0),
+        (units.count, "7e9", 7_000_000_000),
+        (units.count, "7B", 7_000_000_000),
+        (units.count, "125M", 125_000_000),
+        (units.count, "1_000", 1000),
+        (units.count, "64", 64),
+        (units.size, "25MiB", 25 << 20),
+        (units.size, "25MB", 25_000_000),
+        (units.share, "50%", 0.5),
+        (units.share, "0", 0.0),
+        (units.share, "1", 1.0),
+    ],
+)
+def test_other_units(parse: Any, text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        (units.seconds, "1.2", "a time such as 1.2s, 350ms or 20us, got '1.2'"),
+        (units.seconds, "-1s", "a time such as"),
+        (units.count, "0", "a count such as 7e9, 125M or 7B, got '0'"),
+        (units.count, "seven", "a count such as"),
+        (units.count, "0.2", "a count such as"),
+        (units.size, "25", "a size such as 25MB or 512MiB, got '25'"),
+        (units.share, "1.5", "a share such as 0.5 or 50%, got '1.5'"),
+        (units.share, "120%", "a share such as"),
+    ],
+)
+def test_what_is_no_unit(parse: Any, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(text)
+
+
+# --- what is described ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Link(0), "bytes_per_s must be above 0"),
+        (lambda: Link(math.inf), "bytes_per_s must be above 0 and finite"),
+        (lambda: Link(1, -1), "latency_s must be 0 or more"),
+        (lambda: Cluster(6, 4), "6 ranks do not make nodes of 4"),
+        (lambda: Cluster(4, 8), "per_node must be 1 .. 4"),
+        (lambda: Cluster(4, 1), "4 nodes need a link across"),
+        (lambda: Cluster(4, 4), "4 ranks a node need a link inside"),
+        (lambda: Cluster(1, transport="mpi"), "transport must be one of gloo, nccl"),
+        (lambda: Job(0, 1.0), "params and bucket_bytes must be 1 or more"),
+        (lambda: Job(1, -1.0), "step_s must be 0 or more"),
+        (lambda: Job(1, 1.0, overlap=2.0), "overlap must be 0 .. 1"),
+        (lambda: Job(1, 1.0, torch.int8), "dtype must be one of float32, bfloat16, float16"),
+        (lambda: Job(1, 1.0, family="fast"), "family must be one of linear, adaptive"),
+        (lambda: CodecSpeed(-1, 0, 0, 0), "seconds an element must be 0 or more"),
+        (lambda: Machine("tpu", "", 1e-9, {}), "device must be one of cpu, gpu"),
+        (lambda: Machine("cpu", "", 0.0, {}), "copy_s must be above 0"),
+    ],
+)
+def test_what_is_described_judges_itself(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make()
+
+
+# --- figures come from records ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("aarch64", "kernels_cpu_aarch64.json"),
+        ("x86_64", "kernels_cpu_x86_64.json"),
+        ("gpu", "kernels_h200_2026-11-15.json"),
+    ],
+)
+def test_recorded_figures_are_those_of_the_records(name: str, file: str) -> None:
+    made, kept = machines.from_record(recorded(file.removesuffix(".json")), file), MACHINES[name]
+    close = lambda value: pytest.approx(value, rel=5e-4)  # noqa: E731  # four digits are kept
+    assert (kept.device, kept.source) == (made.device, made.source)
+    assert (kept.copy_s, kept.call_s) == (close(made.copy_s), close(made.call_s))
+    assert (kept.message_s, kept.byte_s) == (made.message_s, made.byte_s)
+    for codec_name, speed in kept.codecs.items():
+        expected = made.codecs[codec_name]
+        assert speed.encode == close(expected.encode), codec_name
+        assert speed.decode == close(expected.decode), codec_name
+        assert speed.wire == close(expected.wire), codec_name
+        assert speed.recode == close(expected.recode), codec_name
+
+
+def test_a_record_of_another_kind_gives_no_machine() -> None:
+    with pytest.raises(RecordError, match="expected a record of `thinwire bench kernels`, got one of kind 'train'"):
+        machines.from_record(recorded("train_digits"), "train_digits.json")
+    empty = replace(recorded("kernels_cpu_aarch64"), rows=[])
+    with pytest.raises(RecordError, match="has no codec with all of encode, decode, decode_sum, recode"):
+        machines.from_record(empty, "empty.json")
+
+
+@pytest.mark.parametrize(
+    ("spec", "like"),
+    [("int8:block=32", "int8"), ("int3", "int4"), ("lloyd3", "lloyd4"), ("lloyd1", "lloyd2"), ("fp16", "bf16")],
+)
+def test_a_codec_without_figures_has_those_of_the_most_like(spec: str, like: str) -> None:
+    assert RECORDED_ON.speed(codec(spec)) == RECORDED_ON.codecs[like]
+
+
+def test_what_no_codec_is_like_costs_its_bytes() -> None:
+    bare = Machine("gpu", "nothing", 1e-12, {})
+    assert bare.speed(Identity()).encode == pytest.approx(1e-12, rel=1e-3)  # 4 bytes in and 4 out: a copy
+    assert bare.speed(BlockInt(8)).encode == pytest.approx((4 + 8.125 / 8) / 8 * 1e-12, rel=1e-3)
+
+
+def test_a_byte_costs_the_processor_what_plain_sums_of_records_say() -> None:
+    (fast,) = {row["plain_cpu_ms"] for row in recorded("collectives_1gbit").rows}
+    (free,) = {row["plain_cpu_ms"] for row in recorded("collectives_loopback").rows if row["world"] == 2}
+    sent = 4 * 25_000_000
+    assert 1e-3 * free / sent < machines.BYTE_S["cpu"] < 1e-3 * fast / sent
+
+
+def test_a_message_costs_half_of_the_smallest_sum() -> None:
+    smallest = recorded("collectives_auto").rows[0]
+    low, high = (1e-3 * float(smallest[name]) / 2 for name in ("ms_p20", "ms_p50"))  # type: ignore[arg-type]
+    assert low <= LATENCY_S["gloo"] <= high
+
+
+@pytest.mark.parametrize("row", recorded("collectives_loopback").rows, ids=lambda row: f"{row['codec']}-{row['world']}")
+def test_work_is_what_processors_were_busy_with(row: dict[str, Any]) -> None:
+    """Processor times of another record than those that are predicted: kernels, calls, messages and bytes add up."""
+    if row["algorithm"] == "plain":
+        pytest.skip("the sum of torch itself: see the test of a byte's cost")
+    world, cores = row["world"], row["cores"]
+    own = RECORDED_ON.shared(world, cores)
+    cluster = Cluster(world, across=Link(1e12, LATENCY_S["gloo"]), transport="gloo")
+    scheme = Scheme(row["algorithm"], codec("int8" if row["codec"] == "auto" else row["codec"]))
+    sent = model.message(row["numel"], scheme, cluster, own, torch.float32, "")
+    turns = max(1.0, world / cores)
+    assert model.taken_s(sent, own) / turns == pytest.approx(1e-3 * row["cpu_ms_per_rank"], rel=WITHIN)
+    assert model.alone_s(sent, own) == pytest.approx(1e-3 * row["ms_p50"], rel=WITHIN)
+
+
+# --- predictions against shaped links ---------------------------------------------------------------------------------
+
+
+def compared(own: Machine = RECORDED_ON) -> list[check.Comparison]:
+    return [item for name in SHAPED for item in check.compare(recorded(name), own)]
+
+
+# DDP with lloyd4 was timed twice in train_mlp_1gbit.json, by its name and as the choice of auto, by turns in one run:
+# 438 and 385 ms. They differ by 13 %, so no model is near both; the mean of the two is what is compared.
+TWICE = ("DDP step of 25051850 parameters, 2 ranks, 1gbit", "lloyd4 one_shot")
+
+
+def cases() -> list[tuple[str, str, float, float]]:
+    """(what, scheme, measured, predicted), the one that was measured twice once."""
+    found: dict[tuple[str, str], list[check.Comparison]] = {}
+    for item in compared():
+        found.setdefault((item.what, str(item.scheme)), []).append(item)
+    return [
+        (*key, sum(item.measured_s for item in items) / len(items), items[0].predicted_s)
+        for key, items in found.items()
+    ]
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize(("what", "scheme", "measured", "predicted"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES])
+def test_predictions_are_near_what_shaped_links_measured(
+    what: str, scheme: str, measured: float, predicted: float
+) -> None:
+    assert predicted == pytest.approx(measured, rel=WITHIN)
+
+
+def test_every_row_of_the_records_is_compared() -> None:
+    """All but PowerSGD, which is no scheme of ours; and only the one case is a mean of times that differ."""
+    assert {(what, scheme) for what, scheme, *_ in CASES} == {
+        *(("all_reduce of 25000000 floats, 2 ranks, 1gbit", name) for name in
+          ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot", "lloyd1 one_shot")),
+        *(("all_reduce of 8000000 floats, 4 ranks, 100mbit", name) for name in
+          ("none (ring)", "bf16 (ring)", "int8 two_phase", "lloyd4 two_phase", "lloyd2 two_phase", "lloyd1 two_phase")),
+        *((TWICE[0], name) for name in
+          ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot")),
+        *(("DDP step of 25051850 parameters, 4 ranks, 100mbit", name) for name in
+          ("none (ring)", "bf16 (ring)", "int8 two_phase", "lloyd4 two_phase", "lloyd2 two_phase", "lloyd1 two_phase")),
+    }  # fmt: skip
+    off = [item for item in compared() if abs(item.off) > WITHIN]
+    assert {(item.what, str(item.scheme)) for item in off} <= {TWICE}
+    assert all(abs(item.off) < 0.2 for item in off)
+
+
+def slower_kernels(own: Machine) -> Machine:
+    return replace(own, codecs={name: speed.slower(2.0) for name, speed in own.codecs.items()})
+
+
+def free_kernels(own: Machine) -> Machine:
+    return replace(own, codecs={name: speed.slower(0.0) for name, speed in own.codecs.items()})
+
+
+@pytest.mark.parametrize("spoil", [slower_kernels, free_kernels])
+def test_the_comparison_notices_wrong_kernels(spoil: Any) -> None:
+    assert sum(abs(item.off) > WITHIN for item in compared(spoil(RECORDED_ON))) >= 3
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75, 1.3])
+def test_the_comparison_notices_wrong_links(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Link.of_rate
+    monkeypatch.setattr(check.Link, "of_rate", lambda rate, latency: right(share * rate, latency))
+    assert sum(abs(item.off) > WITHIN for item in compared()) >= 10
+
+
+def test_a_model_without_a_pipeline_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_played_s", lambda sent, own: sum(
+        model._work_s(stage, own) + (model._hop_s(stage.hop, own) if stage.hop else 0.0) for stage in sent.stages
+    ))  # fmt: skip
+    assert sum(abs(item.off) > WITHIN for item in compared()) >= 3
+
+
+def test_what_cannot_be_compared_says_so() -> None:
+    with pytest.raises(RecordError, match="expected a record of kind collectives or train, got 'codec'"):
+        check.compare(recorded("codec_cpu"), RECORDED_ON)
+    with pytest.raises(RecordError, match="no all_reduce or DDP step over a shaped link"):
+        check.compare(recorded("collectives_loopback"), RECORDED_ON)
+    with pytest.raises(RecordError, match="no all_reduce or DDP step over a shaped link"):
+        check.compare(recorded("collectives_verbs_1gbit"), RECORDED_ON)
+
+
+def test_feedback_other_than_the_default_is_not_compared() -> None:
+    found = recorded("train_mlp_1gbit")
+    changed = replace(found, rows=[{**row, "feedback": "ef21"} for row in found.rows if row["codec"] == "lloyd2"])
+    assert {str(item.scheme) for item in check.compare(changed, RECORDED_ON)} == {"bf16 (ring)"}
+
+
+@pytest.mark.parametrize(
+    "row", [row for name in SHAPED[:2] for row in recorded(name).rows], ids=lambda row: row["codec"]
+)
+def test_bytes_are_those_that_were_sent(row: dict[str, Any]) -> None:
+    """Shards round up to whole blocks and have headers: as the transport counted, to a thousandth."""
+    cluster = Cluster(row["world"], across=Link(1e8), transport="gloo")
+    scheme = Scheme(row["algorithm"], codec("int8" if row["codec"] == "auto" else row["codec"]))
+    sent = model.message(row["numel"], scheme, cluster, RECORDED_ON, torch.float32, "")
+    assert sum(hop.sent for hop in sent.hops) == pytest.approx(row["bytes_sent"], rel=2e-3)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
+def test_the_error_of_one_rounding_is_that_of_the_record(name: str) -> None:
+    (row,) = (row for row in recorded("codec_cpu").rows if (row["codec"], row["distribution"]) == (name, "gaussian"))
+    assert loss.omega(codec(name)) == pytest.approx(row["nmse"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "row", [row for name in SHAPED[:2] for row in recorded(name).rows], ids=lambda row: row["codec"]
+)
+def test_expected_errors_are_those_of_sums(row: dict[str, Any]) -> None:
+    """Two roundings of a coarse code lose less than twice one: the second meets levels, not a Gaussian."""
+    cluster = Cluster(row["world"], across=Link(1e8), transport="gloo")
+    chosen = codec("int8" if row["codec"] == "auto" else row["codec"])
+    expected = Scheme(row["algorithm"], chosen).error(cluster, torch.float32)
+    assert 0.93 * expected <= row["rel_error"] <= 1.02 * expected
+    assert Scheme("ring", Cast("bf16")).error(cluster, torch.float32) == pytest.approx(row["bf16_rel_error"], rel=0.06)
+
+
+def test_no_rounding_no_error() -> None:
+    cluster = Cluster(8, across=Link(1e9))
+    assert PLAIN.error(cluster, torch.float32) == 0
+    assert PLAIN.error(cluster, torch.bfloat16) > 0  # torch adds in the gradients' own dtype
+    assert Scheme("two_phase", Lloyd(2)).error(Cluster(1), torch.float32) == 0
+
+
+def test_a_hierarchy_loses_what_its_parts_lose() -> None:
+    cluster = Cluster(64, 8, across=Link(1e9), inside=Link(1e11))
+    found = Scheme("hierarchical", BlockInt(8), Lloyd(4)).error(cluster, torch.float32)
+    assert found == pytest.approx(math.sqrt(2 * loss.omega(BlockInt(8)) + 2 * loss.omega(Lloyd(4))))
+
+
+# --- the model by hand ------------------------------------------------------------------------------------------------
+
+BARE = Machine("gpu", "by hand", 1e-12, {})  # nothing but what a stage says
+
+
+def chunk(work: float, hop: float, after: float, link: str = "") -> tuple[Stage, ...]:
+    return (Stage(work, 0, Hop(link, hop, 0.0, 0, 0.0)), Stage(after))
+
+
+@pytest.mark.parametrize(("depth", "seconds"), [(1, 8.0), (2, 6.0)])
+def test_chunks_overlap_as_deep_as_the_scratch(depth: int, seconds: float) -> None:
+    """Work 1, hop 2, work 1, twice. In a row: 4 + 4. Two deep: 1, hops until 3 and 5, the last work until 6."""
+    assert model.alone_s(Message((chunk(1, 2, 1), chunk(1, 2, 1)), depth), BARE) == seconds
+
+
+def test_in_order_a_chunk_is_finished_before_the_next() -> None:
+    """Two hops a chunk of 2 each on two links, no work: freely 2, 4 and 6; in order the second waits for the first."""
+    stages = (Stage(0.0, 0, Hop("a", 2, 0, 0, 0.0)), Stage(0.0, 0, Hop("b", 2, 0, 0, 0.0)), Stage(0.0))
+    assert model.alone_s(Message((stages, stages), 2), BARE) == 6.0
+    assert model.alone_s(Message((stages, stages), 2, in_order=True), BARE) == 6.0
+    slow = (Stage(0.0, 0, Hop("a", 1, 0, 0, 0.0)), Stage(0.0, 0, Hop("b", 3, 0, 0, 0.0)), Stage(5.0))
+    assert model.alone_s(Message((slow, slow), 2), BARE) == 14.0  # b until 4, work until 9, and until 14
+    assert model.alone_s(Message((slow, slow), 2, in_order=True), BARE) == 17.0  # b again only when the first is done
+
+
+def test_hops_of_a_flat_world() -> None:
+    """W = 4, G = 2: of three parts one stays in the node; both ranks of a node share its link."""
+    cluster = Cluster(4, 2, across=Link(100.0, 5.0), inside=Link(1000.0, 1.0), transport="gloo")
+    hop = model.exchange(cluster, 10.0)
+    assert (hop.seconds, hop.latency_s, hop.messages, hop.sent, hop.crossed) == (2 * 2 * 10 / 100, 5.0, 6, 30.0, 20.0)
+    ring = model.ring(cluster, 40.0)
+    assert (ring.seconds, ring.latency_s, ring.sent, ring.crossed) == (60 / 100, 6 * 5.0, 60.0, 30.0)
+    around = model.gather(replace(cluster, transport="nccl"), 10.0)
+    assert (around.seconds, around.sent, around.crossed) == (30 / 100, 30.0, 15.0)
+
+
+def test_a_hierarchy_sends_a_share_of_its_node_across() -> None:
+    """Inside 2(G-1)/G wires, across 2(M-1)/M of 1/G of them; a node's link carries that of its G ranks."""
+    cluster = Cluster(32, 4, across=Link(1e9), inside=Link(1e11))
+    numel, scheme = 1 << 24, Scheme("hierarchical", BlockInt(8), Lloyd(4))
+    sent = model.message(numel, scheme, cluster, GPU, torch.float32, "")
+    inside = 2 * 3 / 4 * BlockInt(8).wire_bytes(numel)
+    across = 2 * 7 / 8 * Lloyd(4).wire_bytes(numel // 4)
+    assert sum(hop.sent for hop in sent.hops if hop.link == "inside") == pytest.approx(inside, rel=0.01)
+    assert sum(hop.sent for hop in sent.hops if hop.link == "across") == pytest.approx(across, rel=0.02)
+    assert sum(hop.crossed for hop in sent.hops) == pytest.approx(across, rel=0.02)
+    assert sum(hop.seconds for hop in sent.hops if hop.link == "across") == pytest.approx(4 * across / 1e9, rel=0.02)
+
+
+def test_work_hides_nowhere_and_waiting_hides_behind_the_backward_pass() -> None:
+    """max(T, K + (C - K)(1 - V/C)) with T = 4, busiest 3 a bucket, K = 2 a bucket."""
+    bucket = Message((chunk(1, 2, 1),))
+    busy = replace(bucket, chunks=(chunk(1, 3, 1),))
+    assert model.exposed_s(bucket, 1, 0.0, BARE) == 4.0
+    assert model.exposed_s(busy, 3, 0.0, BARE) == 5.0 + 2 * 3.0
+    assert model.exposed_s(busy, 3, 5.5, BARE) == pytest.approx(6 + (11 - 6) * (1 - 5.5 / 11))
+    assert model.exposed_s(busy, 3, 1e9, BARE) == 6.0  # all that is left is work
+
+
+def test_ranks_share_cores() -> None:
+    alone = RECORDED_ON
+    two, four, many = (alone.shared(ranks, cores) for ranks, cores in ((2, 2), (4, 2), (2, 16)))
+    encode = [own.codecs["int8"].encode for own in (alone, two, four)]
+    assert encode[0] < encode[1] < encode[2] / 2
+    assert four.message_s == 2 * alone.message_s
+    assert (alone.spare, two.spare, many.spare, GPU.spare) == (0.0, 0.0, 1.0, 1.0)
+    assert many.cores == 8
+    assert GPU.shared(8, 8).codecs == GPU.codecs
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+SCHEMES = [
+    PLAIN,
+    Scheme("ring", Cast("bf16")),
+    Scheme("two_phase", BlockInt(8)),
+    Scheme("one_shot", Lloyd(4)),
+    Scheme("two_phase", Lloyd(2)),
+    Scheme("hierarchical", BlockInt(8), Lloyd(4)),
+]
+rates = st.floats(1e6, 1e12)
+latencies = st.floats(0.0, 1e-2)
+worlds = st.sampled_from([(2, 1), (3, 1), (8, 8), (16, 4), (64, 8)])
+jobs = st.builds(
+    Job,
+    st.integers(1, 10**9),
+    st.floats(0.0, 10.0),
+    st.sampled_from(list(model.DTYPES.values())),
+    st.integers(1 << 20, 1 << 28),
+    st.none() | st.floats(0.0, 1.0),
+)
+own_machines = st.sampled_from([GPU, RECORDED_ON, RECORDED_ON.shared(4, 2), RECORDED_ON.shared(2, 16)])
+
+
+def cluster_of(world: tuple[int, int], own: Machine, across: Link, inside: Link) -> Cluster:
+    ranks, node = world
+    transport = "nccl" if own.device == "gpu" else "gloo"
+    return Cluster(ranks, node, across if ranks > node else None, inside if node > 1 else None, transport)
+
+
+def applies(scheme: Scheme, cluster: Cluster) -> bool:
+    return scheme.across is None or cluster.has_levels
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, worlds, own_machines, rates, rates, latencies, st.floats(1.0, 100.0), st.sampled_from(SCHEMES))
+def test_better_links_and_less_compute_never_make_a_step_longer(
+    job: Job,
+    world: tuple[int, int],
+    own: Machine,
+    slow: float,
+    fast: float,
+    latency: float,
+    times: float,
+    scheme: Scheme,
+) -> None:
+    cluster = cluster_of(world, own, Link(slow, latency), Link(fast, latency))
+    if not applies(scheme, cluster):
+        return
+    before = model.predict(job, scheme, cluster, own)
+    rounding = 1 + 1e-9
+    for better in (
+        cluster_of(world, own, Link(times * slow, latency), Link(times * fast, latency)),
+        cluster_of(world, own, Link(slow, latency / times), Link(fast, latency / times)),
+    ):
+        assert model.predict(job, scheme, better, own).step_s <= rounding * before.step_s
+    assert (
+        model.predict(replace(job, step_s=job.step_s / times), scheme, cluster, own).step_s <= rounding * before.step_s
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, worlds, own_machines, rates, rates, latencies, st.sampled_from(SCHEMES))
+def test_a_step_takes_its_compute_and_no_more_than_everything_in_a_row(
+    job: Job, world: tuple[int, int], own: Machine, slow: float, fast: float, latency: float, scheme: Scheme
+) -> None:
+    cluster = cluster_of(world, own, Link(slow, latency), Link(fast, latency))
+    if not applies(scheme, cluster):
+        return
+    found = model.predict(job, scheme, cluster, own)
+    hidden = model.predict(replace(job, overlap=1.0), scheme, cluster, own)
+    bare = model.predict(replace(job, overlap=0.0), scheme, cluster, own)
+    assert job.step_s <= hidden.step_s <= (1 + 1e-9) * found.step_s
+    assert found.step_s <= (1 + 1e-9) * bare.step_s
+    assert found.sent >= found.crossed >= 0
+    assert math.isfinite(found.step_s)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1 << 20, 10**10), worlds)
+def test_fewer_bits_send_fewer_bytes(params: int, world: tuple[int, int]) -> None:
+    cluster = cluster_of(world, GPU, Link(1e9), Link(1e11))
+    sent = [
+        model.predict(Job(params, 1.0), Scheme("two_phase", codec(name)), cluster, GPU).sent
+        for name in ("none", "bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
+    ]
+    assert sent == sorted(sent, reverse=True)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def judged(inter: str, world: int = 64, node: int = 8, params: int = 7_000_000_000, **kwargs: Any) -> verdict.Verdict:
+    inside = Link.of_rate(units.rate("400GB/s"), 3e-6) if node > 1 else None
+    cluster = Cluster(world, node, Link.of_rate(units.rate(inter), 1e-5), inside)
+    return verdict.judge(Job(params, 1.2), cluster, GPU, **kwargs)
+
+
+def test_on_a_slow_link_four_bits_across_nodes_are_advised() -> None:
+    found = judged("25gbit")
+    assert found.compress
+    assert str(found.advised.scheme) == "int8 inside / lloyd4 across (hierarchical)"
+    assert found.speedup(found.advised) > 3
+    assert "18.2 s for its gradients" in found.reason
+    assert any("over the budget" in note for note in found.notes)
+    assert any("bucket_cap_mb=" in note for note in found.notes)
+
+
+def test_on_a_fast_link_nothing_is_advised() -> None:
+    found = judged("3200gbit")
+    assert not found.compress
+    assert found.advised is found.plain is found.ranked[0]
+    assert "next to nothing to win" in found.reason
+    assert found.notes == ()
+
+
+def test_the_advice_flips_once_as_the_link_gets_faster() -> None:
+    """From many bits saved to none, and never back."""
+    bits = [
+        judged(rate).advised.scheme.narrowest
+        for rate in ("1gbit", "25gbit", "100gbit", "400gbit", "1600gbit", "6400gbit")
+    ]
+    widths = [32 if isinstance(one, Identity) else loss.omega(one) and -math.log2(loss.omega(one)) for one in bits]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1] == 32
+
+
+def test_where_kernels_take_longer_than_the_link_the_reason_says_so() -> None:
+    cluster = Cluster(4, across=Link.of_rate(units.rate("10gbit"), 1e-4), transport="gloo")
+    found = verdict.judge(Job(25_000_000, 0.01), cluster, RECORDED_ON, codecs=[Lloyd(4)])
+    if found.advised.scheme.algorithm == "ring":
+        found = verdict.judge(Job(25_000_000, 0.01, torch.bfloat16), cluster, RECORDED_ON, codecs=[Lloyd(4)])
+    assert not found.compress
+    assert re.search(
+        r"the links move the gradients in .* lloyd4 .* takes .* for kernels and messages alone", found.reason
+    )
+
+
+def test_one_rank_has_nothing_to_send() -> None:
+    found = verdict.judge(Job(1000, 1.0), Cluster(1), GPU)
+    assert not found.compress
+    assert found.reason == "there is nobody to send to"
+    assert {prediction.step_s for prediction in found.ranked} == {1.0}
+
+
+def test_a_budget_nothing_meets() -> None:
+    found = judged("1gbit", codecs=[Lloyd(1)], error_budget=1e-6)
+    assert not found.compress
+    assert "over the error budget" in found.reason
+    assert any("lloyd1" in note or "bf16" in note for note in found.notes)
+
+
+def test_a_wider_budget_allows_narrower_codecs() -> None:
+    assert (
+        policy_bits(judged("10gbit", error_budget=1.0))
+        < policy_bits(judged("10gbit"))
+        < policy_bits(judged("10gbit", error_budget=0.02))
+    )
+
+
+def policy_bits(found: verdict.Verdict) -> float:
+    return -math.log2(loss.omega(found.advised.scheme.narrowest))
+
+
+def test_buckets_that_are_pinned_stay() -> None:
+    found = judged("25gbit", buckets=(25 << 20,))
+    assert {prediction.bucket_bytes for prediction in found.ranked} == {25 << 20}
+    assert str(found.advised.scheme) == "bf16 (ring)"  # small buckets: the host cannot launch that many kernels
+
+
+@pytest.mark.parametrize("world", [512, 4096, 8192])
+def test_thousands_of_ranks(world: int) -> None:
+    found = judged("100gbit", world)
+    steps = [prediction.step_s for prediction in found.ranked]
+    assert steps == sorted(steps)
+    assert all(math.isfinite(step) for step in steps)
+    across = {str(p.scheme): p.crossed for p in found.ranked}
+    flat, levels = across["lloyd4 two_phase"], across["int8 inside / lloyd4 across (hierarchical)"]
+    assert levels < flat / 3  # a node sends a sum of its ranks once, not eight times
+
+
+def test_feedback_depends_on_the_optimiser() -> None:
+    narrow = Scheme("two_phase", Lloyd(2))
+    assert (narrow.feedback("linear"), narrow.feedback("adaptive")) == ("classic", "ef21")
+    assert Scheme("two_phase", Lloyd(4)).feedback("linear") == ""
+    assert Scheme("hierarchical", BlockInt(8), Lloyd(2)).feedback("linear") == ""
+
+
+def test_small_worlds_are_offered_one_message() -> None:
+    names = [str(scheme) for scheme in schemes.candidates(Cluster(4, across=Link(1e9)), [BlockInt(8)], torch.float32)]
+    assert names == ["none (ring)", "bf16 (ring)", "int8 two_phase", "int8 one_shot"]
+    two = schemes.candidates(Cluster(2, across=Link(1e9)), [BlockInt(8), Identity()], torch.bfloat16)
+    assert [str(scheme) for scheme in two] == ["none (ring)", "int8 one_shot"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+LARGE = "--params 7e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 1.2s"
+SMALL = "--params 25M --world 2 --inter 1gbit --step 200ms --device cpu"
+
+
+def call(line: str, **kwargs: Any) -> Result:
+    return CliRunner().invoke(app, ["advise", *line.split()], prog_name="thinwire", **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in measure.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_table_is_plain_and_ends_in_advice() -> None:
+    result = call(LARGE)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert "7000000000 parameters, float32 gradients, 64 ranks in nodes of 8" in lines[0]
+    assert "kernels_h200_2026-11-15.json" in lines[1]
+    assert lines[3].split() == ["scheme", "bytes", "across", "step", "speed-up", "error", "feedback", "bucket"]
+    (starred,) = (line for line in lines if line.startswith("*"))
+    assert "int8 inside / lloyd4 across (hierarchical)" in starred
+    assert any(line.startswith("Advice: int8 inside / lloyd4 across (hierarchical), predicted") for line in lines)
+    assert any(line.startswith("How: thinwire.all_reduce(grad, group=mesh") for line in lines)
+
+
+def test_do_not_compress_is_an_answer() -> None:
+    result = call(LARGE.replace("25gbit", "3200gbit"))
+    assert result.exit_code == 0
+    assert "Advice: do not compress." in result.stdout
+    assert re.search(r"^Why: of 1\.23 s a step waits .* next to nothing to win\.$", result.stdout, re.MULTILINE)
+
+
+def test_json_is_json_alone() -> None:
+    found = json.loads(call(f"{SMALL} --json").stdout)
+    assert found["advice"]["compress"]
+    assert found["advice"]["scheme"] == found["schemes"][0]["scheme"] == "lloyd4 one_shot"
+    assert found["advice"]["how"] == 'thinwire.compress_ddp(model, "lloyd4", algorithm="one_shot")'
+    assert found["cluster"]["across"]["bytes_per_s"] == pytest.approx(1e9 / 8 * 1448 / 1547)
+    assert found["cluster"]["inside"] is None
+    steps = [scheme["step_s"] for scheme in found["schemes"]]
+    assert steps == sorted(steps)
+    plain = next(scheme for scheme in found["schemes"] if scheme["scheme"] == "none (ring)")
+    assert plain["bytes"] == 4 * 25_000_000
+    assert plain["speedup"] == 1.0
+
+
+def test_flags_change_the_prediction() -> None:
+    def step(line: str, scheme: str = "lloyd2 one_shot") -> float:
+        (found,) = (
+            s["step_s"] for s in json.loads(call(f"{SMALL} --json {line}").stdout)["schemes"] if s["scheme"] == scheme
+        )
+        return float(found)
+
+    usual = step("")
+    assert step("--optimizer sgd") < usual  # classic feedback passes over memory less often
+    assert step("--latency 10ms") > usual
+    assert step("--efficiency 50%", "none (ring)") > 1.5 * step("", "none (ring)")
+    assert step("--cores 16") < usual
+    assert step("--overlap 0.9", "int8 one_shot") < step("", "int8 one_shot")
+    assert step("--bucket 1MiB") > usual
+    assert step("--dtype bfloat16", "none (ring)") < step("", "none (ring)")
+    assert step("--codecs lloyd2:block=256", "lloyd2:block=256 one_shot") > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "Invalid value for --params and --step and --world: needed, and there is no terminal to ask"),
+        ("--params 7e9 --world 8", "Invalid value for --step: needed"),
+        ("--params 7e9 --world 8 --step 1s", "Invalid value for --inter: needed"),
+        (LARGE.replace("--intra 400GB/s", ""), "Invalid value for --intra: needed"),
+        ("--params many", "expected a count such as 7e9, 125M or 7B, got 'many'"),
+        (LARGE.replace("25gbit", "25gb"), "expected a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"),
+        (LARGE.replace("1.2s", "1.2"), "expected a time such as 1.2s, 350ms or 20us, got '1.2'"),
+        (LARGE.replace("node 8", "node 7"), "64 ranks do not make nodes of 7"),
+        (f"{LARGE} --overlap 2", "expected a share such as 0.5 or 50%, got '2'"),
+        (f"{LARGE} --bucket 25", "expected a size such as 25MB or 512MiB, got '25'"),
+        (f"{LARGE} --codecs int9", "unknown codec 'int9'"),
+        (f"{LARGE} --device tpu", "is not one of 'cpu', 'gpu'"),
+        (f"{LARGE} --cores 4", "Invalid value for --cores: goes with --device cpu"),
+        (f"{SMALL} --intra 1GB/s", "Invalid value for --intra: there is nobody at the end of that link"),
+        ("--params 7e9 --world 1 --step 1s --inter 1gbit", "Invalid value for --inter: there is nobody"),
+        (f"{SMALL} --kernels nowhere.json", "cannot read nowhere.json"),
+        (f"{SMALL} --kernels {BENCHMARKS}/train_digits.json", "expected a record of `thinwire bench kernels`"),
+        (f"{SMALL} --kernels {BENCHMARKS}/kernels_h200_2026-11-15.json", "it was measured on a gpu, not a cpu"),
+        (f"--check {BENCHMARKS}/codec_cpu.json", "expected a record of kind collectives or train"),
+        (f"--check {BENCHMARKS}/collectives_1gbit.json --params 7e9", "for --params: --check reads it from the record"),
+    ],
+)
+def test_bad_flags_say_what_is_allowed(line: str, said: str) -> None:
+    result = call(line)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_on_a_terminal_missing_values_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_somebody_listens", lambda: True)
+    answers = "25M\n4\n2\nfast\n1gbit\n10GB/s\n200ms\n"  # "fast" is answered with what is allowed, and asked again
+    result = call("--device cpu", input=answers)
+    assert result.exit_code == 0, result.output
+    questions = [line.partition(":")[0] for line in result.stdout.splitlines() if ": " in line][:5]
+    assert questions[0].startswith("Parameters of the model")
+    assert "expected a rate such as 25gbit" in result.output
+    assert "4 ranks in nodes of 2; a step computes 200 ms" in result.stdout
+
+
+def test_nothing_is_asked_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_somebody_listens", lambda: True)
+    result = call(f"{SMALL} --gpus-per-node 1", input="")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("25000000 parameters")
+
+
+def test_help_has_examples_that_parse() -> None:
+    text = call("--help").output
+    examples = re.findall(r"^ +(?:.* -m )?thinwire advise (.*)$", text, re.MULTILINE)
+    assert len(examples) == 4
+    for example in examples:
+        assert all(
+            re.search(rf"^ +(--[a-z-]+, )?{flag}[ ,]", text, re.MULTILINE) for flag in re.findall(r"--[a-z-]+", example)
+        )
+    assert re.search(r"Exit status:\n +0 .*\n +1 .*\n +2 ", text)
+
+
+def test_the_model_can_be_checked_against_a_record(tmp_path: Path) -> None:
+    result = call(f"--check {BENCHMARKS}/collectives_1gbit.json --kernels {BENCHMARKS}/kernels_cpu_aarch64.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1].split() == ["what", "scheme", "measured", "predicted", "off"]
+    assert re.search(r"int8 one_shot +223 ms +\d+ ms +[+-]\d+\.\d%", result.stdout)
+    found = json.loads(call(f"--check {BENCHMARKS}/collectives_1gbit.json --json").stdout)
+    assert {row["scheme"] for row in found["rows"]} >= {"none (ring)", "lloyd1 one_shot"}
+
+
+# --- ranks that measure -----------------------------------------------------------------------------------------------
+
+
+def measured_by(group: dist.ProcessGroup, per_node: int) -> tuple[Cluster, Machine]:
+    with measure.job(torch.device("cpu")):  # there is a group already, and it stays
+        found = measure.measured([BlockInt(8), Lloyd(4)], torch.device("cpu"), per_node)
+    assert dist.is_initialized()
+    return found
+
+
+def test_ranks_measure_links_and_kernels_and_agree(ranks: RankPool) -> None:
+    found = ranks(4).run(measured_by, 2)
+    assert all(part == found[0] for part in found)
+    cluster, own = found[0]
+    assert (cluster.world, cluster.per_node, cluster.transport) == (4, 2, "gloo")
+    assert cluster.has_levels
+    for link in (cluster.across, cluster.inside):
+        assert link is not None
+        assert 1e7 < link.bytes_per_s < 1e11  # loopback: between a slow disk's rate and memory's
+        assert 1e-6 < link.latency_s < 1.0
+    assert set(own.codecs) == {"int8", "lloyd4"}
+    assert all(1e-12 < speed.encode < 1e-6 for speed in own.codecs.values())
+    assert own.cores >= 1
+
+
+def test_torchrun_measures_and_rank_0_prints() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    line = "--standalone --nproc-per-node 2 -m thinwire advise --params 1e6 --step 10ms --codecs int8 --json"
+    run = [sys.executable, "-m", "torch.distributed.run", *line.split()]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # one answer, of one rank
+    assert found["machine"]["source"] == "measured by 2 ranks"
+    assert found["cluster"]["world"] == found["cluster"]["per_node"] == 2
+    assert [scheme["scheme"] for scheme in found["schemes"] if scheme["codec"] == "int8"] == ["int8 one_shot"]
+
+
+def test_under_torchrun_what_is_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(measure.ENVIRONMENT, ("0", "2", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    result = call("--params 7e9 --step 1s --inter 25gbit")
+    assert result.exit_code == 2
+    assert "--inter: under torchrun it is measured: leave it out" in " ".join(result.stderr.split())
+    assert "for --step: needed" in " ".join(call("--params 7e9").stderr.split())
+
+
+def test_ranks_that_do_not_meet_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(measure.ENVIRONMENT, ("0", "2", "localhost", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+
+    def fail(backend: str) -> None:
+        raise ValueError(f"no {backend} here")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    result = call("--params 7e9 --step 1s --device cpu")
+    assert result.exit_code == 1
+    assert "the ranks did not find each other (no gloo here); start them all with torchrun" in result.stderr
