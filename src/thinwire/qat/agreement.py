@@ -1,0 +1,64 @@
+"""What ranks find out together: every call of this room into torch.distributed.
+
+torch promises that all_reduce leaves the same bits on every rank, so what is computed from its results is the same on
+every rank too.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Ranks = dist.ProcessGroup | Literal["local"] | None
+
+
+class Agreement:
+    """The ranks whose statistics count as one: a process group, the world (None), or this process alone ("local").
+
+    It is looked up when it is needed, so that quantisers can be made before torch.distributed is initialised. Copies
+    share the group; a pickle cannot hold it and comes back with the world.
+    """
+
+    def __init__(self, ranks: Ranks = None) -> None:
+        if isinstance(ranks, str) and ranks != "local":
+            raise ValueError(f"process_group must be a ProcessGroup, None (the world) or 'local', got {ranks!r}")
+        self._ranks = ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Agreement":
+        return Agreement(self._ranks)
+
+    def __reduce__(self) -> tuple[Callable[..., "Agreement"], tuple[str, ...]]:
+        return Agreement, ("local",) if self._ranks == "local" else ()
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of every element over ranks."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        if self._ranks == "local" or not (dist.is_available() and dist.is_initialized()):
+            return x
+        x = x.contiguous().clone()
+        dist.all_reduce(x, op=op, group=self._ranks)
+        return x
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether x is a DTensor, told without importing the module that defines it."""
+    return hasattr(x, "placements") and hasattr(x, "full_tensor")
+
+
+def whole(x: Tensor) -> Tensor:
+    """x itself, or all of a DTensor: that gathers, so every rank of its mesh must call."""
+    found: Tensor = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
+    return found.detach()
+
+
+def double(x: Tensor) -> torch.dtype:
+    """The widest floating-point type of x's device, in which statistics are added."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

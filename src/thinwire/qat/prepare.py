@@ -1,0 +1,204 @@
+"""From a float model to one that trains with quantised layers, and the first look at its activations."""
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.qat.agreement import Ranks, is_sharded
+from thinwire.qat.layers import FORMS, QuantisedLayer, quantise_layer
+from thinwire.qat.lsq import BITS, LSQ
+
+Model = TypeVar("Model", bound=nn.Module)
+_LISTED = 30  # names that an error lists
+
+
+def prepare(
+    model: Model,
+    *,
+    weight_bits: int = 4,
+    act_bits: int | None = 8,  # None => weights only
+    skip: str | Sequence[str] = (),
+    first_last_bits: int | None = 8,  # None => they are like the others
+    group: int = 0,
+    quantiser: type[LSQ] = LSQ,
+    init_batches: int = 1,
+    process_group: Ranks = None,
+) -> Model:
+    """Quantise the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
+
+    Layers stay the same objects with the same parameters. Each gets a `weight_quantiser`, with a scale for every output
+    channel or for every `group` weights of one, and an `act_quantiser`, with one scale for what comes in, whose sign
+    the first batches decide. Weights that are tied stay tied and share their quantiser.
+
+    `skip` leaves layers in full precision: by name, by the name of a module around them, or by pattern ("*.fc1").
+    The first and the last layer, in the order in which the model registers them, get `first_last_bits`. Layers of other
+    classes, subclasses too, are left as they are, and so are layers that are quantised already: `qat.summary` says so.
+
+    Load pretrained weights before this, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
+    initialised, all ranks of `process_group` must call: they share their statistics ("local": nobody has to).
+    """
+    _check_model(model)
+    _check_bits(weight_bits=weight_bits, act_bits=act_bits or 8, first_last_bits=first_last_bits or 8)
+    found = list(_layers(model))
+    chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
+    _check_group(chosen, group)
+    common: dict[str, Any] = {"init_batches": init_batches, "process_group": process_group}
+    scales: dict[str, Any] = {"group": group} if group else {"axis": 0}
+    ties = {id(one.layer.weight): one.layer.weight_quantiser for one in found if isinstance(one.layer, QuantisedLayer)}
+    for tie, bits in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
+        ties.setdefault(tie, quantiser(bits, symmetric=True, **scales, **common))
+    for one in chosen:
+        act = None
+        if act_bits is not None and not isinstance(one.layer, nn.Embedding):
+            act = quantiser(one.bits(act_bits, first_last_bits), symmetric="auto", **common)
+        tied = ties[id(one.layer.weight)]
+        quantise_layer(one.layer, weight_quantiser=tied, act_quantiser=act, note=one.note(tied, weight_bits))
+    _leave_fast_paths(model)
+    return model
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Run forwards until every quantiser has made its start. Before DDP, fully_shard or torch.compile.
+
+    A batch is a tensor, a tuple of positional arguments or a mapping of named ones; of a loader that yields pairs,
+    `(x for x, _ in loader)`. The model stays in the mode it is in: in training, batch norms see these batches too.
+    Where torch.distributed is initialised, all ranks must call with as many batches. Warns of quantisers that no batch
+    came by; they start in the first forward that does.
+    """
+    waiting = _waiting(model)
+    for batch in batches:
+        if not waiting:
+            return
+        _call(model, batch)
+        waiting = _waiting(model)
+    if waiting:
+        warnings.warn(f"no usable batch came by {', '.join(waiting)}", stacklevel=2)
+
+
+def _waiting(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, LSQ) and not module.initialised]
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    elif isinstance(batch, Tensor):
+        model(batch)
+    else:
+        raise TypeError(f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}")
+
+
+# --- which layers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A layer that has a quantised form, or is one."""
+
+    names: tuple[str, ...]  # all that it is registered under
+    layer: Any
+    place: str  # "first", "last", "first and last", or ""
+
+    def bits(self, usual: int, first_last: int | None) -> int:
+        return first_last if self.place and first_last is not None else usual
+
+    def note(self, tied: LSQ, usual: int) -> str:
+        """What is special about it, for the summary."""
+        if self.place:
+            return f"{self.place} layer: {tied.bits} bits"
+        return "" if tied.bits == usual else f"tied weight: {tied.bits} bits"
+
+
+def _layers(model: nn.Module) -> Iterator[_Found]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    served = {child for module in names if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
+    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantisedLayer)) and m not in served]
+    for at, layer in enumerate(layers):
+        places = [place for place, here in (("first", at == 0), ("last", at == len(layers) - 1)) if here]
+        yield _Found(tuple(names[layer]), layer, " and ".join(places))
+
+
+def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Found]:
+    """Those that are to be quantised. Every pattern must leave out one at least."""
+    left = [one for one in found if not any(_matches(name, pattern) for name in one.names for pattern in skip)]
+    for pattern in skip:
+        if not any(_matches(name, pattern) for one in found for name in one.names):
+            raise ValueError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
+    chosen = [one for one in left if not isinstance(one.layer, QuantisedLayer)]
+    if not chosen:
+        kinds = ", ".join(kind.__name__ for kind in FORMS)
+        raise ValueError(
+            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({kinds}) "
+            f"{len(found) - len(left)} are skipped and {len(left)} are quantised already"
+        )
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """The name itself, a module around it, or a pattern for either."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _near(pattern: str, found: list[_Found]) -> str:
+    names = [name for one in found for name in one.names]
+    near = difflib.get_close_matches(pattern, names, cutoff=0.5)
+    rest = names[:_LISTED] + (["..."] if len(names) > _LISTED else [])
+    return (f"did you mean {' or '.join(near)}? " if near else "") + f"the layers are {', '.join(rest)}"
+
+
+def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> dict[int, int]:
+    """The bits of every weight: where layers that share one differ, the most."""
+    bits: dict[int, int] = {}
+    for one in chosen:
+        tie = id(one.layer.weight)
+        bits[tie] = max(one.bits(usual, first_last), bits.get(tie, 0))
+    return bits
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(f"prepare the model itself (model.module), then wrap it in {type(model).__name__}")
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError("parameters are sharded already: prepare the model, calibrate it, then call fully_shard")
+
+
+def _check_bits(**named: int) -> None:
+    for name, bits in named.items():
+        if bits not in BITS:
+            raise ValueError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
+
+
+def _check_group(chosen: list[_Found], group: int) -> None:
+    odd = [one.names[0] for one in chosen if group and one.layer.weight[0].numel() % group]
+    if odd:
+        raise ValueError(
+            f"group={group} does not divide the weights of an output channel of {', '.join(odd)}; skip them, "
+            "and prepare them by a second call without a group"
+        )
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """In evaluation torch's encoder layers read weights past their layers' forward, by flags that can be lowered."""
+    for module in model.modules():
+        if any(isinstance(inner, QuantisedLayer) for inner in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
