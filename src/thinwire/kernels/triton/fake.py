@@ -37,7 +37,7 @@ def forward_kernel(
     )
     value = _load(x, at, inside, whole)
     _v, r = _place(value, inverse, b, low, high)
-    y = tl.where(r < low, low, tl.where(r > high, high, r)) * s + b
+    y = _clamp(r, low, high) * s + b
     _store(out, at, y, inside, whole)
 
 
@@ -79,7 +79,7 @@ def backward_kernel(
         outside = (r < low) | (r > high)
     if WANT_DX:
         _store(dx, at, tl.where(outside, 0.0, g), inside, whole)
-    code = tl.where(r < low, low, tl.where(r > high, high, r))
+    term = g * tl.where(outside, _clamp(r, low, high), r - v)
     column_tiles = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0).to(tl.int64)
     AXIS: tl.constexpr = 1 if BY_ROW else 0
@@ -90,13 +90,15 @@ def backward_kernel(
         column = start + tl.arange(0, COLUMNS)
         place = (tile // column_tiles) * columns + column
         kept, parts = column < columns, tl.cdiv(rows, ROWS).to(tl.int64) * columns
-    ds = tl.sum(g * tl.where(outside, code, r - v), AXIS) * factor
-    tl.store(partial + place, ds, kept)
     if SHIFT:
-        db = tl.sum(tl.where(outside, g, 0.0), AXIS) * factor
+        ds, db = tl.reduce((term, tl.where(outside, g, 0.0)), AXIS, _add_both)
+        db = db * factor
         if not OFFSET:
             db = db * -tl.reshape(s, db.shape)
         tl.store(partial + parts + place, db, kept)
+    else:
+        ds = tl.sum(term, AXIS)
+    tl.store(partial + place, ds * factor, kept)
 
 
 @triton.jit
@@ -149,7 +151,7 @@ def _channel(
             b = value
         else:
             good = good & (value == value)
-            z = _round(tl.where(value < quant_min, quant_min, tl.where(value > quant_max, quant_max, value)))
+            z = _round(_clamp(value, quant_min, quant_max))
     s = tl.where(good, s, float("nan"))
     inverse = tl.where(good, inverse, float("nan"))
     AXIS: tl.constexpr = 1 if BY_ROW else 0
@@ -167,8 +169,19 @@ def _channel(
 def _place(value, inverse, b, low, high):
     """v and r. What lies beyond the range by a step or more is rounded as if by one: r need only be outside."""
     v = (value - b) * inverse
-    near = tl.where(v < low - 1, low - 1, tl.where(v > high + 1, high + 1, v))
-    return v, _round(near)
+    return v, _round(_clamp(v, low - 1, high + 1))
+
+
+@triton.jit
+def _clamp(x, low, high):
+    """NaN where x is."""
+    return tl.minimum(tl.maximum(x, low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    """The sums of two reductions at once."""
+    return a + c, b + d
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.kernels.schema import Grid
 from thinwire.kernels.triton import fake, launch
 
-_ELEMENTS = 4096  # a tile
+_ELEMENTS = 2048  # a tile; more => fewer sums, more registers
 _COLUMNS = 128  # a tile whose columns are channels: short rows leave more rows for a column to add
 _WARPS = 4
 
