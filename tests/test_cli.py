@@ -22,6 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import thinwire
+from programs import Ended
 from thinwire.bench import codec as codec_bench, collectives as collectives_bench, data, link as links, record, selftest
 from thinwire.cli.app import app
 from thinwire.cli.flags import split_codecs
@@ -406,28 +407,22 @@ def read_until(terminal: int, mark: bytes, patience: float = 40) -> bytes:
     return seen
 
 
-def environment() -> dict[str, str]:
-    """Of a process that finds this thinwire and a terminal of 100 columns, and that no setting keeps from colours."""
-    source = str(Path(thinwire.__file__).parents[1])
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    return {**plain, "PYTHONPATH": source, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-
-
-def test_in_a_pipe_there_are_no_colours_and_no_bar() -> None:
-    command = [sys.executable, "-m", "thinwire", *SMALL]
-    run = subprocess.run(command, capture_output=True, env=environment(), timeout=50)
-    assert run.returncode == 0
-    assert run.stderr == b""
-    assert b"\x1b" not in run.stdout
-    assert b"lloyd2" in run.stdout
+@pytest.mark.program("-m", "thinwire", *SMALL, COLUMNS="100", TERM="xterm-256color")
+def test_in_a_pipe_there_are_no_colours_and_no_bar(program: Ended) -> None:
+    assert (program.status, program.err) == (0, ""), program.told
+    assert "\x1b" not in program.out
+    assert "lloyd2" in program.out
 
 
 def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
     command = [sys.executable, "-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4",
                "--numel", "1000000", "--threads", "1,2", "--json", str(path)]  # fmt: skip
+    source = str(Path(thinwire.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+    environment.pop("NO_COLOR", None)
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
         shown = read_until(ours, b"1/18")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thinwire.bench.record import Record, version
 from thinwire.report import charts, compare, tables
-from thinwire.report.cells import Grid, distinct, text
+from thinwire.report.cells import ABSENT, Grid, distinct, text
 from thinwire.report.charts import Chart, draw
 from thinwire.report.charts.look import DARK, LIGHT, Palette
 from thinwire.report.markup import Html, element, join, trusted
@@ -22,7 +22,7 @@ _NOUNS = {
     "train": "Training",
     "qat": "Quantisation-aware training",
 }
-_SUBJECTS = {"kernels": ("device",), "collectives": ("link",), "train": ("task", "link"), "qat": ("task",)}
+_SUBJECTS = {"collectives": ("link",), "train": ("task", "link"), "qat": ("task",)}
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def _section(record: Record) -> Section:
 
 def _heading(record: Record) -> str:
     """Training: digits, 1gbit."""
-    subjects = [", ".join(distinct(record.rows, name)) for name in _SUBJECTS.get(record.kind, ()) if record.rows]
+    subjects = [value for name in _SUBJECTS.get(record.kind, ()) for value in distinct(record.rows, name)]
     if record.kind == "kernels":
-        subjects = [text(record.conditions["device"])]
-    return f"{_NOUNS[record.kind]}: {', '.join(subjects)}" if subjects else _NOUNS[record.kind]
+        subjects = [text(record.conditions["cpu" if record.conditions["device"] == "cpu" else "device"])]
+    told = ", ".join(subject for subject in subjects if subject != ABSENT)
+    return f"{_NOUNS[record.kind]}: {told}" if told else _NOUNS[record.kind]
 
 
 def _comparison(old: Record, new: Record) -> Section:

@@ -1,10 +1,10 @@
 """The tables of quantisation-aware training: what a method reaches at given bits, and what its kernels cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinwire.bench.record import COLUMNS, Record, Row, Value
-from thinwire.report.cells import ABSENT, Grid, distinct, percent, scientific, significant, text
+from thinwire.report.cells import ABSENT, Grid, distinct, percent, scientific, significant, text, varying
 
 _SHOWN: dict[str, tuple[str, Callable[[Value], str]]] = {
     "weight_bits": ("W", text),
@@ -14,9 +14,9 @@ _SHOWN: dict[str, tuple[str, Callable[[Value], str]]] = {
     "accuracy": ("accuracy", lambda value: percent(value, 2)),
     "ms_p50": ("ms", significant),
     "times_floor": ("×floor", significant),
-    "torch_times_floor": ("torch ×floor", significant),
+    "torch_times_floor": ("torch's", significant),
     "times_torch": ("×torch", significant),
-    "peak_bytes_per_element": ("extra bytes", significant),
+    "peak_bytes_per_element": ("bytes", significant),
     "torch_peak_bytes_per_element": ("torch's", significant),
 }
 SPEED_LABELS = ("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads")
@@ -34,7 +34,7 @@ class _Part:
 _TRAINED = _Part("Trained at W bits of weights and A bits of activations; means over seeds", COLUMNS["qat"], 4)
 _SPEED = _Part(
     "Forward and backward. ×floor: time over that of reading and writing each tensor once; ×torch: torch's time over "
-    "this one's; extra bytes: at the peak, an element",
+    "this one's; bytes: extra at the peak, an element",
     (*SPEED_LABELS, "ms_p50", "times_floor", "torch_times_floor", "times_torch", "peak_bytes_per_element",
      "torch_peak_bytes_per_element"),
     len(SPEED_LABELS),
@@ -59,13 +59,18 @@ def grids(record: Record) -> list[Grid]:
 
 
 def _grid(part: _Part, rows: list[Row]) -> Grid:
-    names = [name for name in _order(part.columns) if distinct(rows, name) != [ABSENT]]
+    """Labels that are the same in every row stand in the title."""
+    labels, numbers = part.columns[: part.labels], part.columns[part.labels :]
+    kept = varying(rows, labels)
+    names = [*kept, *(name for name in _order(numbers) if distinct(rows, name) != [ABSENT])]
     header = [_SHOWN[name][0] if name in _SHOWN else name for name in names]
-    labels = sum(name in names for name in part.columns[: part.labels])
-    return Grid(part.title, header, [[_cell(row, name) for name in names] for row in rows], labels=labels)
+    same = [f"{name} {distinct(rows, name)[0]}" for name in labels if name not in kept]
+    told = [part for part in same if not part.endswith(ABSENT)]
+    title = f"{part.title} ({', '.join(told)})" if told else part.title
+    return Grid(title, header, [[_cell(row, name) for name in names] for row in rows], labels=len(kept))
 
 
-def _order(columns: tuple[str, ...]) -> list[str]:
+def _order(columns: Sequence[str]) -> list[str]:
     """An error stands beside what it is the error of."""
     return [name for column in columns for name in (column, f"{column}_error")]
 

@@ -200,7 +200,7 @@ def _fill_lines(axes: "Axes", chart: Lines) -> None:
 
 
 def _curve(axes: "Axes", curve: Curve, number: int) -> None:
-    dash = DASHES[1 + number % 3] if curve.known else DASHES[number // len(LIGHT.series) % len(DASHES)]
+    dash = _dash(curve, number)
     marker = MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else ""
     errors = [error or 0.0 for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
@@ -214,6 +214,13 @@ def _curve(axes: "Axes", curve: Curve, number: int) -> None:
         linewidth=1.1 if curve.known else None,
         elinewidth=1.2,
     )
+
+
+def _dash(curve: Curve, number: int) -> str:
+    """Where markers do not, dashes tell curves apart, in any colour."""
+    if curve.known:
+        return DASHES[1 + number % (len(DASHES) - 1)]
+    return DASHES[(number // len(LIGHT.series) if curve.dots else number) % len(DASHES)]
 
 
 def _mark(axes: "Axes", mark: Line | Band, across: str) -> None:
