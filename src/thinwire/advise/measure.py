@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire.advise.links import Cluster, Link
 from thinwire.advise.machine import MESSAGE_S, CodecSpeed, Machine
@@ -65,6 +64,8 @@ def _cluster(device: torch.device, per_node: int) -> Cluster:
     if not 1 < per_node < world:
         link = _link(None, device)
         return Cluster(world, per_node, link if per_node == 1 else None, link if per_node > 1 else None, transport)
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import, and only needed here
+
     mesh = init_device_mesh(device.type, (world // per_node, per_node))
     inside, rail = _link(mesh.get_group(1), device), _link(mesh.get_group(0), device)
     # All ranks of a node were measured at once: each had its share of the node's link.
