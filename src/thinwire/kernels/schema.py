@@ -110,9 +110,10 @@ class Backend(Protocol):
         *,
         factor: float,
     ) -> None:
-        """dx and the parameters' gradients, ds above db or dz, of `Grid`; no dx where nobody wants it.
+        """dx and the parameters' gradients of `Grid`, ds above db or dz; no dx where nobody wants it.
 
-        dx is the same bytes from every backend. The order of the sums is the backend's own.
+        dx is the same bytes from every backend. The order of the sums is the backend's own. The second row need only
+        be written where there is a shift.
         """
 
 

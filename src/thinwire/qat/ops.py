@@ -73,25 +73,25 @@ def gradient_factor(x_numel: int, channels: int, grid: Grid) -> float:
 class _Laid(NamedTuple):
     """How a tensor is handed to a kernel: its dimensions from the outermost in memory, and the shape with channels."""
 
-    order: list[int]
+    order: list[int] | None  # None => as they are
     shape: tuple[int, int, int]
 
     def view(self, x: Tensor) -> Tensor:
-        return x.permute(self.order).contiguous().view(self.shape)
+        if self.order is not None:
+            x = x.permute(self.order)
+        return x.contiguous().view(self.shape)
 
 
 def _lay_out(like: Tensor, channels: int, axis: int | None, group: int) -> _Laid:
     """The layout of a dense tensor. [Note: Layouts]"""
-    order = list(range(like.dim()))
     if group:
-        return _Laid(order, (1, channels, group))
-    if not like.is_contiguous():
-        strides = like.stride()
-        order.sort(key=lambda d: -strides[d])
+        return _Laid(None, (1, channels, group))
+    strides = like.stride()
+    order = None if like.is_contiguous() else sorted(range(like.dim()), key=lambda d: -strides[d])
     if axis is None:
         return _Laid(order, (1, 1, like.numel()))
-    sizes = [like.shape[d] for d in order]
-    at = order.index(axis % like.dim())
+    sizes = list(like.shape) if order is None else [like.shape[d] for d in order]
+    at = axis % like.dim() if order is None else order.index(axis % like.dim())
     return _Laid(order, (math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])))
 
 
@@ -103,14 +103,14 @@ def _empty(x: Tensor, group: int) -> Tensor:
 def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
-    want = _channels(x, axis, group)
+    want = channels_of(x, axis, group)
     if scale.numel() != want:
         raise ValueError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")
     if shift is not None and shift.numel() != scale.numel():
         raise ValueError(f"zero point or offset has {shift.numel()} elements, the scale {scale.numel()}")
 
 
-def _channels(x: Tensor, axis: int | None, group: int) -> int:
+def channels_of(x: Tensor, axis: int | None, group: int) -> int:
     """How many scales x needs."""
     if group:
         if axis is not None:
@@ -127,7 +127,7 @@ def _channels(x: Tensor, axis: int | None, group: int) -> int:
     return x.shape[axis]
 
 
-def _check_values(scale: Tensor) -> None:
+def check_scale(scale: Tensor) -> None:
     """Name a scale that no grid can have. On a GPU that would make the host wait: there its channel becomes NaN."""
     if scale.device.type != "cpu":
         return
@@ -156,7 +156,7 @@ def _forward(
     scale_gradient: bool,
 ) -> Tensor:
     _check(x, scale, shift, axis, group)
-    _check_values(scale)
+    check_scale(scale)
     out = _empty(x, group)
     if x.numel():
         laid = _lay_out(out, scale.numel(), axis, group)
@@ -181,8 +181,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """(dx or nothing, gradients of scale and shift as two rows)."""
     dx, parameters = _empty(x, group), _parameters(x, scale, shift)
-    sums_2C = parameters[0].new_zeros(2, scale.numel())
-    if x.numel():
+    sums_2C = parameters[0].new_empty(2, scale.numel())
+    if not x.numel():
+        sums_2C.zero_()
+    else:
         laid = _lay_out(dx, scale.numel(), axis, group)
         grid = Grid(quant_min, quant_max, offset, paper)
         factor = gradient_factor(x.numel(), scale.numel(), grid) if scale_gradient else 1.0
@@ -196,15 +198,23 @@ def _compute(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def never_narrow(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """fn(t), a move or a cast of a quantiser's state, but never to less than fp32."""
+    moved = fn(t)
+    if moved.is_floating_point() and moved.itemsize < 4:
+        return t.to(moved.device, torch.float32)
+    return moved
+
+
 def _parameters(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scale and shift as kernels take them: flat, in the dtype of the computation, beside x."""
     if scale.device != x.device:
         raise ValueError(f"x is on {x.device} and the scale on {scale.device}; move the quantiser with the model")
-    flat = scale.detach().to(_compute(x)).reshape(-1)
-    return flat, None if shift is None else shift.detach().to(_compute(x)).reshape(-1)
+    dtype = _compute(x)
+    return scale.to(dtype).reshape(-1), None if shift is None else shift.to(dtype).reshape(-1)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
     x, scale, shift, *ctx.settings = inputs
     ctx.save_for_backward(x, scale, shift)
 
@@ -219,8 +229,13 @@ def _backward(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: T
 
 
 class _Function(torch.autograd.Function):
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_keep)
+    # A setup_context of its own would cost 100 microseconds a call.
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _keep(ctx, inputs)
+        return _forward(*inputs)
+
     backward = staticmethod(partial(_backward, _gradients))
 
 
