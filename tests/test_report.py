@@ -394,6 +394,20 @@ def test_report_writes_to_a_file_or_a_directory(tmp_path: Path) -> None:
     assert [found.name for found in (tmp_path / "plots").iterdir()] == ["kernels.png"]
 
 
+def test_what_cannot_be_written_or_drawn_is_said(tmp_path: Path) -> None:
+    path, taken = str(BENCHMARKS / "kernels_cpu_aarch64.json"), tmp_path / "file"
+    taken.touch()
+    for flag in ("--png", "--html"):
+        result = call("report", path, flag, str(taken))
+        assert result.exit_code == 2
+        assert f"File exists: '{taken}'" in " ".join(result.stderr.split())
+    empty = written(tmp_path / "empty.json", made("codec", []))
+    result = call("report", empty, "--png", str(tmp_path / "plots"), "--html", str(tmp_path / "empty.html"))
+    assert result.exit_code == 0
+    assert result.stderr.endswith("no plots: the records hold nothing to draw\n")
+    assert "<p>codec: no rows</p>" in (tmp_path / "empty.html").read_text(encoding="utf-8")
+
+
 # --- the page in a browser --------------------------------------------------------------------------------------------
 
 

@@ -51,8 +51,8 @@ def command(
         if png or html:
             draw.check()
         _print(records, screen.console(), markdown)
-        for path in _written(records, png, html):
-            typer.echo(f"wrote {path}", err=True)
+        with screen.usage_errors("--html or --png", OSError):
+            _write(records, png, html)
     worse = fail_on_regression and bool(compare.compare(*records).regressions)
     raise typer.Exit(int(worse))
 
@@ -87,9 +87,13 @@ def _why_not(records: list[Record]) -> str:
     return f"the two {kinds[0]} records share no row: none has the same {labels} in both"
 
 
-def _written(records: list[Record], png: Path | None, html: Path | None) -> list[Path]:
-    found = [] if html is None else [page.write_page(records, html if _is_page(html) else html / page.INDEX)]
-    return found if png is None else [*found, *page.write_pngs(records, png)]
+def _write(records: list[Record], png: Path | None, html: Path | None) -> None:
+    paths = [] if html is None else [page.write_page(records, html if _is_page(html) else html / page.INDEX)]
+    plots = [] if png is None else page.write_pngs(records, png)
+    for path in (*paths, *plots):
+        typer.echo(f"wrote {path}", err=True)
+    if png is not None and not plots:
+        typer.echo("no plots: the records hold nothing to draw", err=True)
 
 
 def _is_page(path: Path) -> bool:
