@@ -59,6 +59,6 @@ def whole(x: Tensor) -> Tensor:
     return found.detach()
 
 
-def double(x: Tensor) -> torch.dtype:
+def widest(x: Tensor) -> torch.dtype:
     """The widest floating-point type of x's device, in which statistics are added."""
     return torch.float32 if x.device.type == "mps" else torch.float64

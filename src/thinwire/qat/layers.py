@@ -36,8 +36,9 @@ class QuantisedLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         fresh = prefix + "weight" in state_dict and prefix + "weight_quantiser.scale" not in state_dict
-        if fresh:  # a checkpoint of the float model, loaded with strict=False: its scales are not known yet
-            self.weight_quantiser.reset_parameters()
+        if fresh:  # a checkpoint of the float model, loaded with strict=False: these are other weights
+            for quantiser in filter(None, (self.weight_quantiser, self.act_quantiser)):
+                quantiser.reset_parameters()
 
 
 class QuantisedLinear(QuantisedLayer, nn.Linear):
@@ -95,6 +96,8 @@ def quantise_layer(
         raise TypeError(f"expected a layer that is exactly one of {kinds}, got {type(layer).__name__}")
     if act_quantiser is not None and form is QuantisedEmbedding:
         raise ValueError("an embedding takes indices: it has a weight_quantiser only")
+    if form is QuantisedEmbedding and not (weight_quantiser.group or weight_quantiser.axis == 0):
+        raise ValueError("the rows of an embedding need scales of their own: axis=0 or a group")
     layer.__class__ = form
     assert isinstance(layer, QuantisedLayer)
     layer.note = note

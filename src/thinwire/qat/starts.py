@@ -1,0 +1,92 @@
+"""Where quantisers begin: the statistics behind the papers' formulas, taken over all ranks.
+
+Shape suffixes: C channels (whatever has a scale of its own), N a rank's elements of one, K candidates.
+
+A rank whose x is empty or not finite adds nothing. Where no rank has anything to add, the answer is None; it is on all
+ranks or on none.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.qat.agreement import Agreement, widest
+from thinwire.qat.ops import fake_quantize
+
+_SHARES = [0.9**k for k in range(32)]  # of a range, tried as its new length
+_SAMPLE = 1 << 18  # elements of a rank on which they are tried
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # scales with a finite inverse
+
+
+def mean_magnitude(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, bool] | None:
+    """mean|x| of every channel, and whether any x is negative."""
+    sums = _sums([x_CN.abs(), x_CN < 0], ranks)
+    if sums is None or not sums[0].any():
+        return None
+    magnitude_C, negative_C, count_C = sums
+    return magnitude_C / count_C, bool(negative_C.any())
+
+
+def three_sigmas(x_CN: Tensor, ranks: Agreement) -> Tensor | None:
+    """max(|mean - 3 std|, |mean + 3 std|) of every channel."""
+    x_CN = x_CN.to(widest(x_CN))
+    sums = _sums([x_CN, x_CN.square()], ranks)
+    if sums is None or not sums[1].any():
+        return None
+    mean_C, square_C = sums[0] / sums[2], sums[1] / sums[2]
+    return mean_C.abs() + 3 * (square_C - mean_C.square()).clamp(min=0).sqrt()
+
+
+def least_error(x_CN: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor] | None:
+    """The range of every channel, from the whole one shortened above, then below, that a grid fits best."""
+    x_CN = x_CN if x_CN.isfinite().all() else x_CN[:, :0]
+    low_C, high_C = _ends(x_CN, ranks)
+    if not (high_C > low_C).any():
+        return None
+    sample_CN = x_CN[:, :: x_CN.numel() // _SAMPLE + 1]
+    shares_K1 = torch.tensor(_SHARES, device=x_CN.device, dtype=x_CN.dtype).unsqueeze(1)
+    highs_KC = low_C + shares_K1 * (high_C - low_C)
+    high_C = _best(sample_CN, low_C.expand_as(highs_KC), highs_KC, levels, ranks)[1]
+    lows_KC = high_C - shares_K1 * (high_C - low_C)
+    return _best(sample_CN, lows_KC, high_C.expand_as(lows_KC), levels, ranks)
+
+
+def living(scale_C: Tensor) -> Tensor:
+    """Scales a grid can have: a channel of zeros gets the mean of the others, and all stay within fp32."""
+    alive_C = scale_C > 0
+    mean = scale_C.where(alive_C, torch.zeros_like(scale_C)).sum() / alive_C.sum()
+    return scale_C.where(alive_C, mean).clamp(_LEAST, _MOST)
+
+
+def _sums(terms: list[Tensor], ranks: Agreement) -> list[Tensor] | None:
+    """The sum of each term over a channel and over ranks, and at last the number of elements."""
+    wide = widest(terms[0])
+    rows = [term_CN.sum(1, dtype=wide) for term_CN in terms]
+    sums_TC = torch.stack([*rows, torch.full_like(rows[0], terms[0].shape[1])])
+    sums_TC = ranks.total(sums_TC.where(sums_TC.isfinite().all(), torch.zeros_like(sums_TC)))
+    return list(sums_TC) if sums_TC[-1].any() else None
+
+
+def _ends(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, Tensor]:
+    """The least and the largest element of every channel; a constant channel reaches to zero."""
+    nothing_C = x_CN.new_full((len(x_CN),), -math.inf)
+    ends = torch.stack([(-x_CN).amax(1), x_CN.amax(1)] if x_CN.numel() else [nothing_C, nothing_C])
+    less_C, high_C = ranks.largest(ends)
+    zero_C = torch.zeros_like(high_C)
+    constant_C = less_C == -high_C
+    return (-less_C).minimum(zero_C).where(constant_C, -less_C), high_C.maximum(zero_C).where(constant_C, high_C)
+
+
+def _best(x_CN: Tensor, low_KC: Tensor, high_KC: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Tensor]:
+    """Of the candidates for a channel's range, the one with the least squared error."""
+    pairs = zip(low_KC, high_KC, strict=True)
+    errors_KC = ranks.total(torch.stack([_error(x_CN, low_C, high_C, levels) for low_C, high_C in pairs]))
+    best_1C = errors_KC.argmin(0, keepdim=True)
+    return low_KC.gather(0, best_1C)[0], high_KC.gather(0, best_1C)[0]
+
+
+def _error(x_CN: Tensor, low_C: Tensor, high_C: Tensor, levels: int) -> Tensor:
+    step_C = ((high_C - low_C) / levels).clamp(_LEAST, _MOST)
+    y_CN = fake_quantize(x_CN, step_C, quant_min=0, quant_max=levels, offset=low_C, axis=0)
+    return (y_CN - x_CN).square().sum(1, dtype=widest(x_CN))

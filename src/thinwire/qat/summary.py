@@ -1,0 +1,166 @@
+"""What became of a model's layers, as a table: bits, scales, and what quantisation does to the weights."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.qat.agreement import whole, widest
+from thinwire.qat.layers import FORMS, QuantisedLayer
+from thinwire.qat.lsq import LSQ
+from thinwire.qat.ops import fake_quantize
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDE = 200  # columns of what is not a terminal
+_HEADER = ("layer", "kind", "weight bits", "act bits", "scale", "saturated", "SQNR dB", "act scale", "notes")
+_NUMBERS = ("weight bits", "act bits", "saturated", "SQNR dB")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer. What it does not have is None."""
+
+    layer: str
+    kind: str
+    weight_bits: int | None = None
+    act_bits: int | None = None
+    scale: tuple[float, float] | None = None  # least and largest of the weight's
+    saturation: float | None = None  # share of the weights at or beyond an end of the range; no gradient reaches them
+    sqnr_db: float | None = None  # of the weight: 10 log10(its energy / that of what quantisation changes)
+    act_scale: float | None = None
+    act_range: tuple[int, int] | None = None  # of its integers
+    note: str = ""
+
+
+class Summary:
+    """The rows of `summary`; `str()` is one line about them, `text()` the table."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __str__(self) -> str:
+        quantised = [row for row in self.rows if row.weight_bits is not None]
+        widths = sorted({row.weight_bits for row in quantised if row.weight_bits is not None})
+        bits = " and ".join(map(str, widths)) or "no"
+        return f"{len(quantised)} layers quantised ({bits} bits), {len(self.rows) - len(quantised)} in full precision"
+
+    def __rich__(self) -> "Table":
+        return self._table(ruled=True)
+
+    def text(self) -> str:
+        """The table in plain characters."""
+        from rich.console import Console
+
+        console = Console(width=_WIDE, no_color=True, highlight=False, markup=False, emoji=False, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self._table(ruled=False))
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def show(self) -> None:
+        """Print the table: ruled on a terminal, in plain aligned columns elsewhere."""
+        if not sys.stdout.isatty():
+            print(self.text())
+            return
+        from rich.console import Console
+
+        Console(highlight=False, markup=False, emoji=False).print(self)
+
+    def _table(self, *, ruled: bool) -> "Table":
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD if ruled else None, show_edge=False, pad_edge=False, padding=(0, 1))
+        for name in _HEADER:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*_cells(row), style="dim" if row.weight_bits is None else None)
+        return table
+
+
+@torch.no_grad()
+def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
+    """Print a table of the model's layers, and return it. `quiet` returns it only.
+
+    Sharded weights (FSDP2) are gathered for it: then all ranks must call.
+    """
+    prepared = any(isinstance(module, QuantisedLayer) for module in model.modules())
+    found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
+    if not quiet:
+        found.show()
+    return found
+
+
+def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
+    if isinstance(module, LSQ):
+        return []
+    if isinstance(module, QuantisedLayer):
+        return [_quantised(name, module)]
+    if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
+    return []
+
+
+def _why_not(module: nn.Module, prepared: bool) -> str:
+    """Why a layer is in full precision."""
+    if type(module) in FORMS:
+        return "skipped" if prepared else "not prepared"
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its weight is read by the attention around it"
+    base = next((kind.__name__ for kind in FORMS if isinstance(module, kind)), None)
+    return f"a subclass of {base}: left as it is" if base else "no quantised form"
+
+
+def _quantised(name: str, layer: QuantisedLayer) -> Row:
+    kind, weight, act = type(layer).__name__.removeprefix("Quantised"), layer.weight_quantiser, layer.act_quantiser
+    act_bits = None if act is None else act.bits
+    notes = [layer.note, *_waiting(weight=weight, activation=act)]
+    row = Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes)))
+    if act is not None and act.initialised:
+        row = replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
+    return row if not weight.initialised or layer.weight.is_meta else _measured(row, layer)
+
+
+def _waiting(**quantisers: LSQ | None) -> list[str]:
+    return [f"{name}: no batch yet" for name, q in quantisers.items() if q is not None and not q.initialised]
+
+
+def _measured(row: Row, layer: QuantisedLayer) -> Row:
+    """With what quantisation does to the weight."""
+    quantiser = layer.weight_quantiser
+    scale_C, offset_C = whole(quantiser.scale), None if quantiser.offset is None else whole(quantiser.offset)
+    w_CN = quantiser.by_channel(whole(layer.weight))
+    v_CN = (w_CN - (0 if offset_C is None else offset_C.unsqueeze(1))) / scale_C.unsqueeze(1)
+    outside = (v_CN <= quantiser.quant_min) | (v_CN >= quantiser.quant_max)
+    low, high = quantiser.quant_min, quantiser.quant_max
+    y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
+    return replace(
+        row,
+        scale=(float(scale_C.min()), float(scale_C.max())),
+        saturation=float(outside.double().mean()),
+        sqnr_db=float(10 * (_energy(w_CN) / _energy(y_CN - w_CN)).log10()),
+    )
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=widest(x))
+
+
+def _cells(row: Row) -> list[str]:
+    scale = "" if row.scale is None else _span(*row.scale)
+    act = "" if row.act_scale is None or row.act_range is None else f"{row.act_scale:.3g} ({_span(*row.act_range)})"
+    numbers = [
+        "-" if row.weight_bits is None else str(row.weight_bits),
+        "-" if row.act_bits is None else str(row.act_bits),
+        scale,
+        "" if row.saturation is None else f"{row.saturation:.1%}",
+        "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
+    ]
+    return [row.layer or "(the model)", row.kind, *numbers, act, row.note]
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.3g}" if low == high else f"{low:.3g}..{high:.3g}"
