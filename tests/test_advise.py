@@ -768,26 +768,35 @@ def test_the_model_can_be_checked_against_a_record(tmp_path: Path) -> None:
 # --- ranks that measure -----------------------------------------------------------------------------------------------
 
 
-def measured_by(group: dist.ProcessGroup, per_node: int) -> tuple[Cluster, Machine]:
+def linked(group: dist.ProcessGroup, per_node: int) -> Cluster:
     with measure.job(torch.device("cpu")):  # there is a group already, and it stays
-        found = measure.measured([BlockInt(8)], torch.device("cpu"), per_node)
+        found = measure.links(torch.device("cpu"), per_node)
     assert dist.is_initialized()
     return found
 
 
-def test_ranks_measure_links_and_kernels_and_agree(ranks: RankPool) -> None:
-    found = ranks(4).run(measured_by, 2)
+def test_ranks_measure_both_links_and_agree(ranks: RankPool) -> None:
+    found = ranks(4).run(linked, 2)
     assert all(part == found[0] for part in found)
-    cluster, own = found[0]
+    (cluster, *_) = found
     assert (cluster.world, cluster.per_node, cluster.transport) == (4, 2, "gloo")
-    assert cluster.has_levels
     for link in (cluster.across, cluster.inside):
         assert link is not None
         assert 1e7 < link.bytes_per_s < 1e11  # loopback: between a slow disk's rate and memory's
         assert 1e-6 < link.latency_s < 1.0
-    assert set(own.codecs) == {"int8"}
+
+
+def kerneled(group: dist.ProcessGroup) -> Machine:
+    return measure.kernels([BlockInt(8)], torch.device("cpu"), 2)
+
+
+def test_ranks_measure_kernels_and_agree(ranks: RankPool) -> None:
+    own, other = ranks(2).run(kerneled)
+    assert own == other
+    assert (own.device, own.source, set(own.codecs)) == ("cpu", "measured by 2 ranks", {"int8"})
     assert 1e-12 < own.codecs["int8"].encode < 1e-6
-    assert own.cores >= 1
+    assert 1e-12 < own.copy_s < 1e-7
+    assert own.cores == max(1.0, (os.cpu_count() or 1) / 2)
 
 
 def test_torchrun_measures_and_rank_0_prints() -> None:

@@ -1,6 +1,6 @@
 """What the ranks of a running job measure before they are advised: their links, their kernels. Not pure, alone here.
 
-All ranks call `measured` together, as torchrun starts them; all get the same figures, those of the slowest rank.
+All ranks call `links` and `kernels` together, as torchrun starts them; all get the figures of the slowest rank.
 """
 
 import contextlib
@@ -49,15 +49,11 @@ def job(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def measured(codecs: Sequence[Codec], device: torch.device, per_node: int) -> tuple[Cluster, Machine]:
-    """The cluster of the default group, in nodes of `per_node` ranks, and what one rank of it has."""
-    return _cluster(device, per_node), _machine(codecs, device, per_node)
-
-
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def _cluster(device: torch.device, per_node: int) -> Cluster:
+def links(device: torch.device, per_node: int) -> Cluster:
+    """The cluster of the default group, in nodes of `per_node` ranks."""
     world, transport = dist.get_world_size(), "nccl" if device.type == "cuda" else "gloo"
     if world == 1:
         return Cluster(1, transport=transport)
@@ -97,8 +93,8 @@ def _bytes_per_s(link: cost.Link) -> float:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _machine(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:
-    """Kernels while all ranks run them, so that what they share counts."""
+def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:
+    """What one rank has, while all run the kernels, so that what they share counts."""
     numel, kind = _NUMEL[device.type], "gpu" if device.type == "cuda" else "cpu"
     x = torch.linspace(-1, 1, numel, device=device)
     speeds = {str(codec): _speed(codec, x) for codec in codecs}

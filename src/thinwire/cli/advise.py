@@ -303,7 +303,8 @@ def _measured(device: Device | None, per_node: int | None, codecs: Sequence[Code
     where = torch.device("cuda", local) if cuda and device is not Device.cpu else torch.device("cpu")
     node = _node(int(os.environ["WORLD_SIZE"]), per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with screen.plain_errors(), measure.job(where):
-        return measure.measured([*dict.fromkeys([*codecs, *schemes.INSIDE])], where, node)
+        every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
+        return measure.links(where, node), measure.kernels(every, where, node)
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
