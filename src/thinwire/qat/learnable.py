@@ -1,0 +1,356 @@
+"""torch's learnable fake quantiser by its own names, over thinwire's op: `LearnableFakeQuantize`.
+
+[Note: Modes] The flags are uint8 buffers, because checkpoints and scripts know them as such, but a forward that looked
+at them would make the host wait for the device. It goes by a copy in Python. Methods and load_state_dict keep the copy;
+a script that writes a buffer itself is noticed by the buffer's version counter, which the host can see, and only then
+are the flags read. Compiled code goes by the copy alone.
+
+[Note: Snapshots] The op is given clones of the parameters. The observer and the floor under the scale write parameters
+in place, past autograd; a second call before the first one's backward would otherwise change what the first had saved.
+
+[Note: Channels] Without `channel_len` a per-channel quantiser has one scale until it meets its first tensor or a
+checkpoint. Then both parameters grow, and stay the objects they were: an optimiser made before holds the right ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch.ao.quantization import FakeQuantizeBase
+from torch.nn import Parameter
+
+from thinwire.qat import ranges
+from thinwire.qat.agreement import Ranks
+from thinwire.qat.ops import GRADIENTS, channels_of, check_range, check_scale, fake_quantize, never_narrow
+
+
+class _Modes(NamedTuple):
+    """What a forward does. [Note: Modes]"""
+
+    fake_quant: bool = True
+    static: bool = True
+
+
+class LearnableFakeQuantize(FakeQuantizeBase):
+    """Fake quantisation whose scale and zero point come from an observer, or are learned.
+
+    `observer` is a torch.ao observer class, or what its `with_args` gives; keywords unknown here are for it. `gradient`
+    is the rule for scale and zero point: "torch", or "lsq", the paper's, with `use_grad_scaling` by the elements of a
+    channel. Starts in static estimation, and as in torch with parameters that require gradients. More in docs/qat.md.
+    """
+
+    fake_quant_enabled: Tensor
+    static_enabled: Tensor
+    learning_enabled: Tensor
+    eps: Tensor
+
+    def __init__(
+        self,
+        observer: Callable[..., torch.nn.Module],
+        quant_min: int = 0,
+        quant_max: int = 255,
+        scale: float = 1.0,
+        zero_point: float = 0.0,
+        channel_len: int = -1,
+        use_grad_scaling: bool = False,
+        *,
+        gradient: str = "torch",
+        **observer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        check_range(quant_min, quant_max)
+        if gradient not in GRADIENTS:
+            raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
+        self.quant_min, self.quant_max = quant_min, quant_max
+        self.bitwidth = (quant_max - quant_min + 1).bit_length() - 1
+        self.use_grad_scaling, self.gradient = use_grad_scaling, gradient
+        self.activation_post_process: Any = observer(quant_min=quant_min, quant_max=quant_max, **observer_kwargs)
+        self._copy_observer()
+        self.channel_len = self._checked_length(channel_len)
+        self._register(float(scale), float(zero_point), observer_kwargs.get("factory_kwargs"))
+
+    def _copy_observer(self) -> None:
+        """What of the observer is an attribute here too."""
+        observer = self.activation_post_process
+        self.dtype: torch.dtype = observer.dtype
+        self.qscheme: torch.qscheme = observer.qscheme
+        self.ch_axis: int = getattr(observer, "ch_axis", -1)
+        holds = torch.iinfo(self.dtype)
+        if self.quant_min < holds.min or self.quant_max > holds.max:
+            raise ValueError(
+                f"quant_min and quant_max must lie within {holds.min}..{holds.max} for {self.dtype}, "
+                f"got {self.quant_min} and {self.quant_max}; give the observer another dtype"
+            )
+
+    def _checked_length(self, channel_len: int) -> int:
+        if channel_len != -1 and (not isinstance(channel_len, int) or channel_len < 1):
+            raise ValueError(f"channel_len must be a positive integer, or -1 to infer it, got {channel_len!r}")
+        if channel_len > 1 and self._axis is None:
+            raise ValueError(f"channel_len={channel_len} needs a per-channel observer; {self.qscheme} has one scale")
+        return channel_len
+
+    def _register(self, scale: float, zero_point: float, factory_kwargs: dict[str, Any] | None) -> None:
+        """Parameters and buffers, by the names they have in torch's checkpoints."""
+        full = partial(torch.full, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        self.scale = Parameter(full((max(self.channel_len, 1),), scale))
+        self.zero_point = Parameter(full((max(self.channel_len, 1),), zero_point))
+        check_scale(self.scale)
+        self.register_buffer("static_enabled", torch.ones(1, dtype=torch.uint8))
+        self.register_buffer("learning_enabled", torch.zeros(1, dtype=torch.uint8))
+        self.register_buffer("eps", full((1,), torch.finfo(torch.float32).eps))
+        self._modes, self._stamps = _Modes(), self._current_stamps()
+        # Also makes 32 bits of what an observer for a 16-bit model has made in 16: see _apply.
+        self.to(torch.nn.factory_kwargs(factory_kwargs).get("device"))
+
+    # --- modes --------------------------------------------------------------------------------------------------------
+
+    def enable_param_learning(self) -> Self:
+        """Learn scale and zero point; fake-quantise; the observer rests."""
+        return self.toggle_qparam_learning(True).toggle_fake_quant(True).toggle_observer_update(False)
+
+    def enable_static_estimate(self) -> Self:
+        """The observer sets scale and zero point; fake-quantise; learn nothing."""
+        return self.toggle_qparam_learning(False).toggle_fake_quant(True).toggle_observer_update(True)
+
+    def enable_static_observation(self) -> Self:
+        """The observer watches; inputs pass unchanged; scale and zero point stay as they are."""
+        return self.toggle_qparam_learning(False).toggle_fake_quant(False).toggle_observer_update(True)
+
+    def toggle_observer_update(self, enabled: bool = True) -> Self:
+        """Whether the observer watches, and sets the parameters where the output is fake-quantised."""
+        modes = self._seen_modes()._replace(static=bool(enabled))
+        self.static_enabled.fill_(modes.static)
+        return self._enter(modes)
+
+    def toggle_fake_quant(self, enabled: bool = True) -> Self:
+        """Whether the output is fake-quantised."""
+        modes = self._seen_modes()._replace(fake_quant=bool(enabled))
+        self.fake_quant_enabled.fill_(modes.fake_quant)
+        return self._enter(modes)
+
+    def toggle_qparam_learning(self, enabled: bool = True) -> Self:
+        """Whether scale and zero point require a gradient."""
+        self.learning_enabled.fill_(int(enabled))
+        self.scale.requires_grad_(bool(enabled))
+        self.zero_point.requires_grad_(bool(enabled))
+        return self
+
+    def enable_observer(self, enabled: bool = True) -> Self:  # type: ignore[override]
+        """The same as toggle_observer_update."""
+        return self.toggle_observer_update(enabled)
+
+    def disable_observer(self) -> Self:
+        """The same as toggle_observer_update(False)."""
+        return self.toggle_observer_update(False)
+
+    def enable_fake_quant(self, enabled: bool = True) -> Self:  # type: ignore[override]
+        """The same as toggle_fake_quant."""
+        return self.toggle_fake_quant(enabled)
+
+    def disable_fake_quant(self) -> Self:
+        """The same as toggle_fake_quant(False)."""
+        return self.toggle_fake_quant(False)
+
+    def _seen_modes(self) -> _Modes:
+        """What the flags say. [Note: Modes]"""
+        if not torch.compiler.is_compiling() and self._stamps != self._current_stamps():
+            self._read_modes()
+        return self._modes
+
+    def _read_modes(self) -> None:
+        if not self.static_enabled.is_meta:
+            self._enter(_Modes(bool(self.fake_quant_enabled), bool(self.static_enabled)))
+
+    def _enter(self, modes: _Modes) -> Self:
+        self._modes, self._stamps = modes, self._current_stamps()
+        return self
+
+    def _current_stamps(self) -> tuple[tuple[int, int], ...]:
+        return _stamp(self.fake_quant_enabled), _stamp(self.static_enabled)
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, X: Tensor) -> Tensor:
+        """X on the grid, or X itself where fake quantisation is off."""
+        modes = self._seen_modes()
+        if modes.fake_quant:
+            self._fit(X)
+            if self._unfitted:
+                return X  # it has no channels
+        if modes.static and not _recomputing():
+            self._observe(X.detach(), adopt=modes.fake_quant)
+        if not modes.fake_quant:
+            return X
+        self._hold()
+        return self._quantized(X)
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        scale, zero_point = self.scale.clone(), self.zero_point.clone()  # [Note: Snapshots]
+        # A real zero point is an offset said in steps; autograd turns the offset's gradients into its own.
+        shift: dict[str, Any] = (
+            {"offset": -zero_point * scale} if ranges.is_float(self.qscheme) else {"zero_point": zero_point}
+        )
+        return fake_quantize(
+            x,
+            scale,
+            quant_min=self.quant_min,
+            quant_max=self.quant_max,
+            axis=self._axis,
+            gradient=self.gradient,
+            scale_gradient=self.use_grad_scaling,
+            **shift,
+        )
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor, *, adopt: bool) -> None:
+        ranks = ranges.ranks_in_step()
+        news = ranges.observe(self.activation_post_process, x, ranks)
+        if adopt:
+            self._adopt(*self._estimates(news, ranks))
+
+    def _estimates(self, news: bool, ranks: Ranks) -> list[Tensor]:
+        """What scale and zero point should be now: the same on all `ranks`."""
+        observer, parameters = self.activation_post_process, (self.scale, self.zero_point)
+        found = ranges.estimate(observer) if news else parameters
+        fitted = [t.to(p).expand_as(p) for t, p in zip(found, parameters, strict=True)]
+        return fitted if ranges.is_min_max(observer) else ranges.mean(fitted, ranks)
+
+    def _adopt(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Take what the observer says, where it has seen anything."""
+        seen = scale.isfinite()
+        _write(self.scale, scale.where(seen, self.scale))
+        _write(self.zero_point, zero_point.where(seen, self.zero_point))
+
+    @torch.no_grad()
+    def _hold(self) -> None:
+        """Keep scales at eps or above, symmetric zero points in the middle. Negative scales stay, to be reported."""
+        _write(self.scale, torch.maximum(self.scale, self.eps).where(self.scale >= 0, self.scale))
+        if ranges.is_symmetric(self.qscheme):
+            _write(self.zero_point, torch.full_like(self.zero_point, _middle(self.quant_min, self.quant_max)))
+
+    @property
+    def _axis(self) -> int | None:
+        return self.ch_axis if ranges.is_per_channel(self.qscheme) else None
+
+    @property
+    def _unfitted(self) -> bool:
+        return self._axis is not None and self.channel_len == -1
+
+    def _fit(self, x: Tensor) -> None:
+        """Take the number of channels from the first tensor that has any. [Note: Channels]"""
+        length = channels_of(x, self._axis, 0)
+        if length == self.scale.numel() and not self._unfitted:
+            return
+        if not self._unfitted:
+            raise ValueError(f"axis {self.ch_axis} of {tuple(x.shape)} must have {self.scale.numel()} channels")
+        if torch.compiler.is_compiling() or ranges.ranks_in_step() != "local":
+            raise ValueError(
+                "the number of channels must be known before the model is compiled or wrapped in DDP; "
+                "give channel_len, or run one batch before"
+            )
+        if length:
+            self._grow(length)
+
+    def _grow(self, length: int) -> None:
+        self.channel_len = length
+        for parameter in (self.scale, self.zero_point):
+            parameter.data = parameter.data.expand(length).clone()
+            parameter.grad = None
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Scale, and zero point as an integer of the range (as it is for schemes with real zero points)."""
+        self._hold()
+        scale, zero_point = self.scale.detach().clone(), self.zero_point.detach().clone()
+        check_scale(scale.cpu())
+        if ranges.is_float(self.qscheme):
+            return scale, zero_point
+        return scale, zero_point.round().clamp(self.quant_min, self.quant_max).long()
+
+    def observe_quant_params(self) -> None:
+        """Print scale and zero point."""
+        print(f"LearnableFakeQuantize Scale: {self.scale.detach()}")
+        print(f"LearnableFakeQuantize Zero Point: {self.zero_point.detach()}")
+
+    @torch.no_grad()
+    def synchronize(self, group: Ranks = None) -> Self:
+        """Give all ranks of `group` (None: the world) the mean of their parameters. All of them must call it.
+
+        Inside DDP estimates are the same on all ranks without this; it is for data parallelism of other kinds.
+        """
+        self._adopt(*ranges.mean([self.scale, self.zero_point], group))
+        return self
+
+    def extra_repr(self) -> str:
+        """Modes, range and the state of the parameters."""
+        modes = self._seen_modes()
+        return (
+            f"fake_quant={modes.fake_quant}, static={modes.static}, learning={self.scale.requires_grad}, "
+            f"quant_min={self.quant_min}, quant_max={self.quant_max}, dtype={self.dtype}, qscheme={self.qscheme}, "
+            f"ch_axis={self.ch_axis}, gradient={self.gradient!r}, use_grad_scaling={self.use_grad_scaling}, "
+            f"scale={self.scale.detach()}, zero_point={self.zero_point.detach()}"
+        )
+
+    # --- moving, saving, loading --------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        modes = self._seen_modes()
+        super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
+        return self._enter(modes)
+
+    def __getstate__(self) -> object:
+        self._seen_modes()  # so that a copy knows of flags written by hand
+        return super().__getstate__()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._enter(self._modes)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        scale = state_dict.get(f"{prefix}scale")
+        if self._unfitted and scale is not None and scale.numel() > 1:
+            self._grow(scale.numel())
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._read_modes()
+        if f"{prefix}learning_enabled" in state_dict and not self.learning_enabled.is_meta:
+            self.toggle_qparam_learning(bool(self.learning_enabled))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TypeError(
+            "LearnableFakeQuantize cannot be scripted (torch's own class cannot either); "
+            "use torch.compile or torch.export, or convert the model first"
+        )
+
+
+def _middle(quant_min: int, quant_max: int) -> int:
+    """The zero point of symmetric schemes: 0 where the range has both signs, else the integer that halves it."""
+    return 0 if quant_min < 0 < quant_max else (quant_min + quant_max + 1) // 2
+
+
+def _stamp(buffer: Tensor) -> tuple[int, int]:
+    """Changes when a buffer is replaced or written to. Tensors made in inference mode count no writes."""
+    return id(buffer), 0 if buffer.is_inference() else buffer._version
+
+
+def _write(parameter: Parameter, value: Tensor) -> None:
+    """Past autograd's version counter, which would take it for damage to what was saved. [Note: Snapshots]"""
+    (parameter if torch.compiler.is_compiling() else parameter.data).copy_(value)
+
+
+def _recomputing() -> bool:
+    """Whether a backward is running: an activation checkpoint asks again for what its forward has shown already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,142 @@
+"""What torch.ao observers have seen, kept up without making the host wait, and alike on all ranks.
+
+torch's four min/max observers look at their own state on the host in every call. Here they are only the place where a
+range is kept: it is updated, and turned into a scale and a zero point, by tensor operations alone, with torch's
+formulas. Any other observer is called as it is.
+
+[Note: Nothing seen] is the range from +inf to -inf, which min and max leave out by themselves. A batch that is empty or
+holds a NaN or an Inf counts as nothing (for one channel where ranges are by channel), so it changes no statistics.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.ao.quantization.observer import (
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.qat.agreement import Agreement, Ranks
+
+_MIN_MAX = (
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+
+
+def is_per_channel(qscheme: torch.qscheme) -> bool:
+    """Whether a scheme has a scale for every index of an axis."""
+    return qscheme in _PER_CHANNEL
+
+
+def is_symmetric(qscheme: torch.qscheme) -> bool:
+    """Whether a scheme keeps its zero point in the middle of the range."""
+    return qscheme in _SYMMETRIC
+
+
+def is_float(qscheme: torch.qscheme) -> bool:
+    """Whether the zero points of a scheme are real numbers, not integers of the range."""
+    return qscheme == torch.per_channel_affine_float_qparams
+
+
+def is_min_max(observer: Any) -> bool:
+    """Whether an observer is one of torch's own whose state is a range; a subclass may mean anything by it."""
+    return type(observer) in _MIN_MAX
+
+
+def observe(observer: Any, x: Tensor, ranks: Ranks) -> bool:
+    """Show a batch to an observer; False if it was kept from it. Min/max observers see the batches of all `ranks`.
+
+    Any other observer must not meet a NaN, and only the host can keep it from being called.
+    """
+    if is_min_max(observer):
+        low, high = _range(x, observer.ch_axis if is_per_channel(observer.qscheme) else None)
+        _remember(observer, *_widest(low, high, ranks))
+        return True
+    if good := bool(x.isfinite().all()) and x.numel() > 0:
+        observer(x)
+    return good
+
+
+def estimate(observer: Any) -> tuple[Tensor, Tensor]:
+    """Scale and zero point for what was seen; the scale is not finite where that is nothing."""
+    if not is_min_max(observer):
+        scale, zero_point = observer.calculate_qparams()
+        return scale.reshape(-1), zero_point.reshape(-1)
+    low, high = observer.min_val.reshape(-1), observer.max_val.reshape(-1)
+    scale, zero_point = _formula(observer, low, high)
+    return scale.where(low <= high, torch.nan), zero_point
+
+
+def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    steps = float(observer.quant_max - observer.quant_min)
+    if is_float(observer.qscheme):
+        scale = (high - low) / steps
+        scale = scale.where(scale > observer.eps, 1.0)
+        return scale, -low / scale
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if is_symmetric(observer.qscheme):
+        return torch.maximum(torch.maximum(-low, high) / (steps / 2), observer.eps), torch.zeros_like(low)
+    scale = torch.maximum((high - low) / steps, observer.eps)
+    return scale, (observer.quant_min - (low / scale).round()).clamp(observer.quant_min, observer.quant_max)
+
+
+def _range(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Lowest and highest element, of every index of `axis` where one is given. [Note: Nothing seen]"""
+    rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).unsqueeze(-1).flatten(1)
+    if rows.shape[1] == 0:
+        return rows.new_full(rows.shape[:1], torch.inf), rows.new_full(rows.shape[:1], -torch.inf)
+    low, high = torch.aminmax(rows, dim=1)
+    good = low.isfinite() & high.isfinite()
+    return low.where(good, torch.inf), high.where(good, -torch.inf)
+
+
+def _remember(observer: Any, low: Tensor, high: Tensor) -> None:
+    if observer.min_val.numel() == 0:
+        observer.min_val.resize_(low.shape).fill_(torch.inf)
+        observer.max_val.resize_(high.shape).fill_(-torch.inf)
+    if observer.min_val.numel() != low.numel():
+        raise ValueError(f"the observer has seen {observer.min_val.numel()} channels before, now {low.numel()}")
+    for kept, now, wider in ((observer.min_val, low, torch.minimum), (observer.max_val, high, torch.maximum)):
+        now = now.to(kept).view_as(kept)
+        constant = getattr(observer, "averaging_constant", None)
+        kept.copy_(wider(kept, now) if constant is None else _averaged(kept, now, constant))
+
+
+def _averaged(kept: Tensor, now: Tensor, constant: float) -> Tensor:
+    moved = torch.where(kept.isfinite(), kept + constant * (now - kept), now)
+    return torch.where(now.isfinite(), moved, kept)
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def ranks_in_step() -> Ranks:
+    """Who is certain to be in this forward too: the ranks of the DDP that is running it, or nobody.
+
+    All of them are, for DDP itself broadcasts buffers at its start. Anywhere else nobody knows who is calling.
+    """
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    return "local" if ddp is None else ddp.process_group
+
+
+def mean(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Flat tensors averaged over ranks, to the same bytes on all of them."""
+    count = tensors[0].new_ones(1)
+    *totals, world = Agreement(ranks).total(torch.cat([*tensors, count])).split([t.numel() for t in [*tensors, count]])
+    return [total / world for total in totals]
+
+
+def _widest(low: Tensor, high: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The range that holds those of all ranks."""
+    dtype = torch.promote_types(low.dtype, torch.float32)  # gloo has no 16-bit maximum
+    low, high = Agreement(ranks).largest(torch.cat([-low, high]).to(dtype)).chunk(2)
+    return -low, high

@@ -1,0 +1,1076 @@
+"""LearnableFakeQuantize: torch's private class where that is right, the written formula where it is not."""
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
+from torch.ao.quantization import (
+    FakeQuantizeBase,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+    QConfig,
+    convert,
+    disable_fake_quant,
+    disable_observer,
+    enable_fake_quant,
+    enable_observer,
+    prepare_qat,
+)
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from cases import CUDA, ROUND, needs_cuda, no_host_sync
+from ranks import RankPool
+from thinwire.qat import LearnableFakeQuantize, ops
+
+EPS = torch.finfo(torch.float32).eps
+PER_TENSOR = (MinMaxObserver, MovingAverageMinMaxObserver)
+PER_CHANNEL = (PerChannelMinMaxObserver, MovingAveragePerChannelMinMaxObserver)
+FLAGS = ("fake_quant_enabled", "static_enabled", "learning_enabled")
+
+
+class OwnObserver(MovingAverageMinMaxObserver):
+    """An observer of a user's own, which is called as it is; of torch's, HistogramObserver is, but slowly."""
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def int8(observer: Any = MinMaxObserver, low: int = -128, high: int = 127, **more: Any) -> LearnableFakeQuantize:
+    return LearnableFakeQuantize(observer, low, high, dtype=torch.qint8, **more)
+
+
+def both(*args: Any, **kwargs: Any) -> tuple[LearnableFakeQuantize, Any]:
+    """Ours and torch's, made alike."""
+    return LearnableFakeQuantize(*args, **kwargs), _LearnableFakeQuantize(*args, **kwargs)
+
+
+def by_channel(x: Tensor, axis: int | None) -> Tensor:
+    """(channels, elements of one)"""
+    return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).unsqueeze(-1).flatten(1)
+
+
+# --- the written formula ----------------------------------------------------------------------------------------------
+
+
+class Expected(NamedTuple):
+    """What origin's formula gives in float64, and how far off the parameters' gradients may be."""
+
+    codes: Tensor
+    dx: Tensor
+    ds: Tensor
+    dz: Tensor
+    ds_bound: Tensor
+    dz_bound: Tensor
+
+
+def formula(quantiser: LearnableFakeQuantize, x: Tensor, grad: Tensor) -> Expected:
+    """Both rules, element by element as written. Bounds: two roundings of v, and any order of adding in fp32."""
+    axis, low, high = quantiser._axis, quantiser.quant_min, quantiser.quant_max
+    v, g = by_channel(x.detach().double(), axis), by_channel(grad.double(), axis)
+    s = quantiser.scale.detach().double().unsqueeze(1)
+    z = quantiser.zero_point.detach().double().round().clamp(low, high).unsqueeze(1)
+    v = v / s
+    u = v.round() + z
+    paper = quantiser.gradient == "lsq"
+    outside = (v <= low - z) | (v >= high - z) if paper else (u < low) | (u > high)
+    codes = u.clamp(low, high) - z
+    n = x.numel() / len(s) if paper else x.numel()
+    factor = 1 / math.sqrt(max(n, 1) * (high or -low)) if quantiser.use_grad_scaling else 1.0
+    ds, dz = torch.where(outside, codes, v.round() - v), torch.where(outside, -s, 0.0)
+    roundings = (v.shape[1] + 8) * ROUND * factor
+    return Expected(
+        *(codes, torch.where(outside, 0.0, g), factor * (g * ds).sum(1), factor * (g * dz).sum(1)),
+        *(roundings * (g.abs() * (ds.abs() + v.abs())).sum(1), roundings * (g * dz).abs().sum(1)),
+    )
+
+
+def check_against_formula(quantiser: LearnableFakeQuantize, x: Tensor) -> None:
+    """Values bit by bit, dx too; the parameters' gradients within the bound."""
+    x = x.detach().requires_grad_()
+    y = quantiser(x)
+    grad = torch.linspace(-1, 2, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x.dtype)
+    y.backward(grad)
+    want = formula(quantiser, x, grad)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    values = want.codes.to(compute) * quantiser.scale.detach().to(compute).unsqueeze(1)
+    assert y.dtype == x.dtype
+    assert torch.equal(by_channel(y.detach(), quantiser._axis), values.to(x.dtype))
+    assert x.grad is not None
+    assert torch.equal(by_channel(x.grad, quantiser._axis), want.dx.to(x.dtype))
+    for parameter, exact, bound in (
+        (quantiser.scale, want.ds, want.ds_bound),
+        (quantiser.zero_point, want.dz, want.dz_bound),
+    ):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == parameter.dtype
+        assert ((parameter.grad - exact).abs() <= bound + ROUND * exact.abs()).all()
+
+
+def off_grid(quantiser: LearnableFakeQuantize, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Elements inside the range and beyond it, none within 0.03 steps of where rounding or clamping decides."""
+    make = torch.Generator().manual_seed(seed)
+    low, high, axis = quantiser.quant_min, quantiser.quant_max, quantiser._axis
+    steps = torch.randint(low - high - 3, high - low + 4, shape, generator=make)
+    side = torch.randint(0, 2, shape, generator=make) * 2 - 1
+    v = steps + side * (0.05 + 0.4 * torch.rand(shape, generator=make))
+    scale = quantiser.scale.detach()
+    if axis is None:
+        return (v * scale).to(dtype)
+    return (v.movedim(axis, -1) * scale).movedim(-1, axis).to(dtype)
+
+
+def shapes(least: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(0, 5), min_size=least, max_size=4).map(tuple)
+
+
+class Case(NamedTuple):
+    """A quantiser in learning mode, and what to put through it."""
+
+    quantiser: LearnableFakeQuantize
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+
+
+@st.composite
+def learning_cases(draw: st.DrawFn) -> Case:
+    """Any shape, axis, width, dtype, rule, scale and zero point, in and out of the range."""
+    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+    bits = draw(st.integers(2, 3 if dtype == torch.bfloat16 else 6 if dtype == torch.float16 else 8))
+    low = draw(st.sampled_from([0, -(1 << bits - 1), 1 - (1 << bits)]))
+    shape = draw(shapes(least=1))
+    axis = draw(st.none() | st.integers(-len(shape), len(shape) - 1))
+    more: dict[str, Any] = {} if axis is None else {"ch_axis": axis}
+    quantiser = LearnableFakeQuantize(
+        MinMaxObserver if axis is None else PerChannelMinMaxObserver,
+        *(low, low + (1 << bits) - 1),
+        dtype=torch.qint32,
+        use_grad_scaling=draw(st.booleans()),
+        gradient=draw(st.sampled_from(["torch", "lsq"])),
+        **more,
+    ).enable_param_learning()
+    quantiser._fit(torch.empty(shape))
+    spread = draw(st.integers(-8, 8))
+    for at in range(quantiser.scale.numel()):
+        quantiser.scale.data[at] = 2.0**spread * (1 + 0.37 * at)
+        quantiser.zero_point.data[at] = draw(st.integers(low - 9, low + (1 << bits) + 9)) + 0.3
+    return Case(quantiser, shape, dtype, draw(st.integers(0, 99)))
+
+
+@examples(80)
+@given(learning_cases(), st.booleans())
+def test_both_rules_are_the_written_formula(case: Case, transposed: bool) -> None:
+    x = off_grid(case.quantiser, case.shape, case.dtype, case.seed)
+    if case.quantiser._unfitted:  # the channels' axis is empty: nothing to tell how many there are
+        assert case.quantiser(x).shape == x.shape
+        return
+    if transposed:
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    check_against_formula(case.quantiser, x)
+
+
+@pytest.mark.parametrize("gradient", ["torch", "lsq"])
+def test_the_rules_differ_in_the_outer_half_step_and_in_the_factor(gradient: str) -> None:
+    quantiser = LearnableFakeQuantize(
+        PerChannelMinMaxObserver, 0, 15, ch_axis=0, use_grad_scaling=True, gradient=gradient
+    ).enable_param_learning()
+    x = torch.tensor([[15.4, 15.4, 15.4], [-0.4, 3.1, 9.2]], requires_grad=True)
+    quantiser(x).sum().backward()
+    ds = [45.0, 0 - 0.1 - 0.2] if gradient == "lsq" else [-1.2, 0.4 - 0.1 - 0.2]
+    factor = 1 / math.sqrt((3 if gradient == "lsq" else 6) * 15)
+    assert quantiser.scale.grad is not None
+    assert torch.allclose(quantiser.scale.grad, factor * torch.tensor(ds), rtol=0, atol=32 * ROUND * 45)
+
+
+def test_gradcheck_of_what_is_smooth() -> None:
+    """Outside the range the output is linear in the scale: the gradient is what differences in doubles give."""
+    quantiser = int8(low=-8, high=7, scale=0.1).enable_param_learning().double()
+    x = torch.tensor([-5.0, 3.0, 9.0], dtype=torch.float64)
+
+    def of_scale(scale: Tensor) -> Tensor:
+        return torch.func.functional_call(quantiser, {"scale": scale}, (x,))
+
+    assert torch.autograd.gradcheck(of_scale, (quantiser.scale.detach().clone().requires_grad_(),))
+
+
+# --- torch's class, where it is right ---------------------------------------------------------------------------------
+
+
+@st.composite
+def twins(draw: st.DrawFn) -> tuple[LearnableFakeQuantize, Any, tuple[int, ...]]:
+    """Ours and torch's, and a shape for them, where torch has no fault: fp32, axes and zero points from 0 up."""
+    channels, shape = draw(st.booleans()), draw(st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple))
+    axis, signed = draw(st.integers(0, len(shape) - 1)), draw(st.booleans())
+    bits, symmetric = draw(st.integers(2, 8)), signed and draw(st.booleans())
+    low = -(1 << bits - 1) if signed else 0
+    kind = ("per_channel_" if channels else "per_tensor_") + ("symmetric" if symmetric else "affine")
+    made: Any = both(
+        draw(st.sampled_from(PER_CHANNEL if channels else PER_TENSOR)),
+        *(low, low + (1 << bits) - 1),
+        dtype=torch.qint8 if signed else torch.quint8,
+        qscheme=getattr(torch, kind),
+        use_grad_scaling=draw(st.booleans()),
+        **({"channel_len": shape[axis], "ch_axis": axis} if channels else {}),
+    )
+    return *made, shape
+
+
+@examples(40)
+@given(twins(), st.integers(0, 99))
+def test_static_estimates_are_torchs_to_the_bit(case: tuple[LearnableFakeQuantize, Any, Any], seed: int) -> None:
+    ours, theirs, shape = case
+    make = torch.Generator().manual_seed(seed)
+    for batch in range(3):
+        x = torch.randn(shape, generator=make) * 2**batch + 0.5
+        assert torch.equal(ours(x), theirs(x))
+        assert torch.equal(ours.scale, theirs.scale)
+        assert torch.equal(ours.zero_point, theirs.zero_point)
+    for mine, other in zip(ours.calculate_qparams(), theirs.calculate_qparams(), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.dtype == other.dtype
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+@examples(40)
+@given(twins(), st.integers(0, 99))
+def test_learning_is_torchs(case: tuple[LearnableFakeQuantize, Any, Any], seed: int) -> None:
+    """Outputs and dx to the bit; gradients of the parameters as far apart as two sums in fp32 may be."""
+    ours, theirs, shape = case
+    start = torch.linspace(0.2, 1.7, ours.scale.numel())
+    for quantiser in case[:2]:
+        quantiser.enable_param_learning()
+        quantiser.scale.data.copy_(start)
+        quantiser.zero_point.data.fill_(max(0, ours.quant_max // 2))
+    x = off_grid(ours, shape, torch.float32, seed).requires_grad_()
+    other = x.detach().clone().requires_grad_()
+    grad = torch.linspace(-1, 2, x.numel()).view(shape)
+    y, expected = ours(x), theirs(other)
+    y.backward(grad), expected.backward(grad)
+    assert torch.equal(y, expected)
+    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+    want = formula(ours, x, grad)
+    for name, bound in (("scale", want.ds_bound), ("zero_point", want.dz_bound)):
+        mine, their = getattr(ours, name).grad, getattr(theirs, name).grad
+        assert ((mine - their).abs() <= 2 * bound + 2 * ROUND * their.abs()).all(), name
+
+
+def test_it_is_torchs_class_from_outside() -> None:
+    ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3, ch_axis=1)
+    assert isinstance(ours, FakeQuantizeBase)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    for name in ("quant_min", "quant_max", "dtype", "qscheme", "ch_axis", "bitwidth", "use_grad_scaling"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name, value in theirs.state_dict().items():
+        mine = ours.state_dict()[name]
+        assert torch.equal(mine, value), name
+        assert mine.dtype == value.dtype, name
+    assert ours.scale.requires_grad == theirs.scale.requires_grad
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+def flags(quantiser: Any) -> list[int]:
+    return [int(getattr(quantiser, name)) for name in FLAGS]
+
+
+SETTERS = [
+    ("enable_param_learning", [1, 0, 1]),
+    ("enable_static_estimate", [1, 1, 0]),
+    ("enable_static_observation", [0, 1, 0]),
+]
+
+
+@pytest.mark.parametrize(("name", "want"), SETTERS)
+def test_modes(name: str, want: list[int]) -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    assert getattr(quantiser, name)() is quantiser
+    assert flags(quantiser) == want
+    assert quantiser.scale.requires_grad == quantiser.zero_point.requires_grad == bool(want[2])
+    x = torch.tensor([0.3, -2.0])
+    y = quantiser(x)
+    assert (y is x) == (want[0] == 0)
+    assert bool(quantiser.activation_post_process.max_val == 0.3) == (want[1] == 1)
+
+
+def test_every_switch_returns_the_quantiser() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    switches = [name for name in dir(quantiser) if name.startswith(("enable_", "disable_", "toggle_"))]
+    assert len(switches) == 10
+    for name in switches:
+        assert getattr(quantiser, name)() is quantiser, name
+    assert quantiser.toggle_fake_quant(False).toggle_observer_update(True).toggle_qparam_learning(False) is quantiser
+    assert flags(quantiser) == [0, 1, 0]
+
+
+def test_torchs_switches_over_a_model() -> None:
+    model = torch.nn.Sequential(int8(), torch.nn.Linear(2, 2))
+    for switch, want in (
+        (disable_fake_quant, [0, 1]),
+        (disable_observer, [0, 0]),
+        (enable_fake_quant, [1, 0]),
+        (enable_observer, [1, 1]),
+    ):
+        model.apply(switch)
+        assert flags(model[0])[:2] == want
+        assert list(model[0]._seen_modes()) == [bool(f) for f in want]
+
+
+def test_a_flag_written_by_hand_counts() -> None:
+    quantiser, x = LearnableFakeQuantize(MinMaxObserver), torch.tensor([0.3, 1.0])
+    quantiser.fake_quant_enabled[0] = 0
+    assert quantiser(x) is x
+    quantiser.fake_quant_enabled = torch.tensor([1], dtype=torch.uint8)
+    assert quantiser(x) is not x
+    quantiser.static_enabled[0] = 0
+    quantiser.double()  # a flag written before a cast counts after it
+    scale = quantiser.scale.item()
+    quantiser(100 * x.double())
+    assert quantiser.scale.item() == scale
+
+
+@pytest.mark.parametrize("learning", [True, False])
+def test_loading_restores_the_mode_and_what_is_trainable(learning: bool) -> None:
+    source, target = LearnableFakeQuantize(MinMaxObserver), LearnableFakeQuantize(MinMaxObserver)
+    (source.enable_param_learning if learning else source.enable_static_observation)()
+    target.toggle_qparam_learning(not learning)
+    target.load_state_dict(source.state_dict())
+    assert flags(target) == flags(source)
+    assert target.scale.requires_grad == target.zero_point.requires_grad == learning
+    x = torch.tensor([0.3, 1.0])
+    assert (target(x) is x) == (not learning)
+
+
+def test_loading_a_checkpoint_without_quantisers_changes_no_mode() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
+    quantiser.load_state_dict({}, strict=False)
+    assert flags(quantiser) == [1, 0, 1]
+    assert quantiser.scale.requires_grad
+
+
+def test_observation_leaves_the_parameters_alone() -> None:
+    ours, theirs = both(PerChannelMinMaxObserver, ch_axis=0, channel_len=2, scale=0.5, zero_point=3.0)
+    x = torch.randn(2, 50)
+    for quantiser in (ours, theirs):
+        quantiser.enable_static_observation()
+        assert quantiser(x) is x
+    assert torch.equal(ours.scale, torch.tensor([0.5, 0.5]))
+    assert torch.equal(ours.zero_point, torch.tensor([3.0, 3.0]))
+    assert not torch.equal(theirs.scale, torch.tensor([0.5, 0.5]))  # torch's fault
+    assert torch.equal(ours.activation_post_process.max_val, x.amax(1))
+    ours.enable_static_estimate()(x)
+    assert torch.equal(ours.scale, theirs.scale)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait, were the tensors on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in SETTERS])
+@pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL])
+def test_the_host_never_waits(name: str, observer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "check_scale", lambda scale: None)  # made for tensors that are on the host
+    quantiser = getattr(LearnableFakeQuantize(observer), name)()
+    x = torch.randn(3, 5, requires_grad=True)
+    with HostReads() as reads:
+        for _ in range(2):
+            quantiser(x).sum().backward()
+        quantiser.toggle_fake_quant(True).toggle_observer_update(False)
+        quantiser(x)
+        assert reads.count == 0
+        quantiser.fake_quant_enabled[0] = 0
+        quantiser(x)
+        assert reads.count == 2  # the two flags, once
+        quantiser(x)
+        assert reads.count == 2
+
+
+# --- repairs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
+def test_16_bit_tensors_have_gradients_and_parameters_of_32(dtype: torch.dtype, observer: Any) -> None:
+    quantiser = int8(observer, -4, 3, scale=0.3).enable_param_learning()
+    quantiser._fit(torch.empty(3, 4))
+    check_against_formula(quantiser, off_grid(quantiser, (3, 4), dtype, 1))
+    assert quantiser.scale.dtype == quantiser.zero_point.dtype == torch.float32
+    theirs = _LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
+    with pytest.raises(RuntimeError):
+        theirs(torch.ones(2, dtype=torch.float16, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize(("axis", "same"), [(-1, 2), (-2, 1), (-3, 0)])
+def test_negative_axes(axis: int, same: int) -> None:
+    x = torch.randn(2, 3, 4)
+    quantisers = [LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=a) for a in (axis, same)]
+    outputs = [quantiser(x) for quantiser in quantisers]
+    assert torch.equal(*outputs)
+    assert quantisers[0].scale.numel() == x.shape[axis]
+    assert torch.equal(quantisers[0].scale, quantisers[1].scale)
+
+
+def test_integers_as_initial_values() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=1, zero_point=0)
+    assert quantiser.scale.dtype == quantiser.zero_point.dtype == torch.float32
+    quantiser.enable_param_learning()(torch.tensor([0.3], requires_grad=True)).sum().backward()
+    assert quantiser.scale.grad is not None
+
+
+@pytest.mark.parametrize("zero_point", [-3.0, -2.6, -100.0, 100.0])
+@pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
+def test_negative_zero_points_and_those_beyond_the_range(zero_point: float, observer: Any) -> None:
+    quantiser = int8(observer, -8, 7, scale=0.1, zero_point=zero_point).enable_param_learning()
+    quantiser._fit(torch.empty(2, 40))
+    check_against_formula(quantiser, off_grid(quantiser, (2, 40), torch.float32, 3))
+    scale, integer = quantiser.calculate_qparams()
+    assert integer.tolist() == [max(-8, min(7, round(zero_point)))] * len(scale)
+
+
+def test_nan_stays_visible() -> None:
+    x = torch.tensor([0.3, math.nan, 1.0])
+    ours, theirs = both(MinMaxObserver)
+    for quantiser in (ours, theirs):
+        quantiser.enable_param_learning()
+    assert ours(x).isnan().tolist() == [False, True, False]
+    assert theirs(x).isnan().tolist() == [False, False, False]  # torch's fault
+    static = LearnableFakeQuantize(MinMaxObserver)
+    static(torch.ones(2))
+    assert static(x).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("observer", [*PER_TENSOR, OwnObserver])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_bad_batch_changes_no_estimate(poison: float, observer: Any, at: int) -> None:
+    """It is as if it had not come, whether it comes first, between good ones, or last."""
+    batches = [torch.linspace(-k, 2 * k, 50) for k in (1, 2)]
+    clean = LearnableFakeQuantize(observer)
+    for batch in batches:
+        clean(batch)
+    quantiser = LearnableFakeQuantize(observer)
+    bad = torch.full((50,), 1000.0)
+    bad[3] = poison
+    for batch in [*batches[:at], bad, *batches[at:]]:
+        quantiser(batch)
+    for name, value in clean.state_dict().items():
+        assert torch.equal(quantiser.state_dict()[name], value), name
+
+
+def test_a_histogram_never_meets_a_nan() -> None:
+    quantiser = LearnableFakeQuantize(HistogramObserver, bins=16)
+    quantiser(torch.linspace(-1, 2, 50))
+    scale = quantiser.scale.item()
+    quantiser(torch.tensor([math.nan, 1000.0]))
+    assert quantiser.scale.item() == scale
+
+
+@pytest.mark.parametrize("observer", PER_CHANNEL)
+def test_a_bad_batch_is_left_out_of_its_channel_only(observer: Any) -> None:
+    quantiser = (
+        LearnableFakeQuantize(observer, averaging_constant=0.5)
+        if "Moving" in observer.__name__
+        else (LearnableFakeQuantize(observer))
+    )
+    quantiser(torch.tensor([[math.nan, 5.0], [0.0, 255.0]]))
+    assert torch.equal(quantiser.scale, torch.tensor([1.0, 1.0]))  # what it began with, and the estimate
+    quantiser(torch.tensor([[0.0, 510.0], [0.0, math.inf]]))
+    assert torch.equal(quantiser.scale, torch.tensor([2.0, 1.0]))
+
+
+def test_a_range_too_wide_for_fp32_is_not_taken() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5)
+    assert quantiser(torch.tensor([-3e38, 3e38])).isfinite().all()
+    assert quantiser.scale.item() == 0.5
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, OwnObserver])
+def test_a_shared_quantiser_has_the_gradients_of_each_call(observer: Any) -> None:
+    """Two calls before one backward, in static mode: each by the scale of its own call."""
+
+    def gradients(quantiser: Any) -> list[Tensor]:
+        inputs = [(torch.linspace(-1, 1, 41) * k).requires_grad_() for k in (1, 8)]
+        sum(quantiser(x).sum() for x in inputs).backward()
+        return [x.grad for x in inputs if x.grad is not None]
+
+    def alone(k: int) -> Tensor:
+        quantiser, first = LearnableFakeQuantize(observer, 0, 15), torch.linspace(-1, 1, 41)
+        if k == 8:
+            quantiser(first)
+        x = (first * k).requires_grad_()
+        quantiser(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    ours = gradients(LearnableFakeQuantize(observer, 0, 15))
+    assert torch.equal(ours[0], alone(1))
+    assert torch.equal(ours[1], alone(8))
+
+
+def test_torchs_shared_quantiser_goes_wrong() -> None:
+    """The fault that snapshots repair: the first call's gradient by the second call's scale."""
+    grads = []
+    for quantiser in both(MovingAverageMinMaxObserver, averaging_constant=1.0):
+        x = torch.linspace(-1, 1, 41, requires_grad=True)
+        y = quantiser(x)
+        quantiser(x.detach() / 8)
+        y.sum().backward()
+        grads.append(x.grad)
+    ours, theirs = grads
+    assert ours is not None
+    assert ours.sum() == 41
+    assert theirs is not None
+    assert theirs.sum() < 41
+
+
+def test_switching_to_static_before_a_backward_keeps_what_was_saved() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5, zero_point=128).enable_param_learning()
+    x = torch.tensor([0.3, 1.0], requires_grad=True)
+    y = quantiser(x)
+    quantiser.enable_static_estimate()(torch.tensor([1000.0]))
+    quantiser.enable_param_learning()
+    y.sum().backward()
+    assert quantiser.scale.grad is not None
+    assert quantiser.scale.grad.item() == pytest.approx(1 - 0.6 + 2 - 2, abs=4 * ROUND)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(
+    ("low", "high", "middle"), [(-8, 7, 0), (-127, 127, 0), (0, 255, 128), (0, 15, 8), (-15, 0, -7)]
+)
+def test_symmetric_schemes_hold_the_middle(low: int, high: int, middle: int, channels: bool) -> None:
+    quantiser = LearnableFakeQuantize(
+        PerChannelMinMaxObserver if channels else MinMaxObserver,
+        *(low, high),
+        dtype=torch.qint32,
+        qscheme=torch.per_channel_symmetric if channels else torch.per_tensor_symmetric,
+        zero_point=3.0,
+    )
+    x = torch.linspace(-1, 1, 101).repeat(2, 1)
+    y = quantiser(x)
+    half = quantiser.scale.max().item() / 2
+    assert (quantiser.zero_point == middle).all()
+    # All but the outermost step on one side, which a range of an even number of integers does not have.
+    assert ((y - x).abs() <= 2 * half * (1 + 8 * ROUND)).all()
+    assert ((y - x).abs()[x.abs() < 1 - 2 * half] <= half * (1 + 512 * ROUND)).all()
+    quantiser.zero_point.data.fill_(5.0)
+    assert (quantiser.calculate_qparams()[1] == middle).all()
+    quantiser.zero_point.data.fill_(5.0)
+    assert torch.equal(quantiser.enable_param_learning()(x), y)
+
+
+def test_torch_loses_the_negative_half_of_an_unsigned_symmetric_scheme() -> None:
+    ours, theirs = both(MinMaxObserver, qscheme=torch.per_tensor_symmetric)
+    x = torch.tensor([-1.0, 1.0])
+    assert ours(x).tolist() == pytest.approx([-1, 1], abs=ours.scale.item())
+    assert theirs(x)[0] == 0
+
+
+@pytest.mark.parametrize("observer", PER_CHANNEL)
+def test_real_zero_points(observer: Any) -> None:
+    """per_channel_affine_float_qparams: every channel has its own range, which need not hold zero."""
+    quantiser = LearnableFakeQuantize(observer, qscheme=torch.per_channel_affine_float_qparams, ch_axis=0)
+    x = torch.tensor([[1.0, 1.26, 1.71, 2.0], [100.0, 121.0, 222.0, 300.0], [-5.0, -4.53, -4.12, -4.0]])
+    y = quantiser(x)
+    scale, zero_point = quantiser.calculate_qparams()
+    theirs = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, 0, 255)
+    assert torch.equal(scale, (x.amax(1) - x.amin(1)) / 255)
+    assert zero_point.is_floating_point()
+    # y = code * s + b here, (code - z) * s there: three roundings of numbers up to |x| + 255 s each.
+    assert ((y - theirs).abs() <= 8 * ROUND * (x.abs() + 256 * scale.unsqueeze(1))).all()
+    assert ((y - x).abs() <= scale.unsqueeze(1) / 2 + 8 * ROUND * (x.abs() + 256 * scale.unsqueeze(1))).all()
+
+
+def test_gradients_of_real_zero_points() -> None:
+    """The rule of origin with u = round(x/s + z), z not rounded."""
+    quantiser = LearnableFakeQuantize(
+        PerChannelMinMaxObserver, 0, 15, qscheme=torch.per_channel_affine_float_qparams, scale=0.5, zero_point=2.3
+    ).enable_param_learning()
+    x = torch.tensor([[0.4, 3.0, 40.0, -9.0]], requires_grad=True)
+    g = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+    quantiser(x).backward(g)
+    v = x.detach().double() / 0.5 + 2.3
+    outside = torch.tensor([[False, False, True, True]])
+    ds = (g * torch.where(outside, v.round().clamp(0, 15) - 2.3, v.round() - v)).sum()
+    dz = (g * torch.where(outside, -0.5, 0.0)).sum()
+    assert quantiser.scale.grad is not None
+    assert quantiser.zero_point.grad is not None
+    assert quantiser.scale.grad.item() == pytest.approx(ds.item(), abs=64 * ROUND * 64)
+    assert quantiser.zero_point.grad.item() == pytest.approx(dz.item(), abs=8 * ROUND)
+    assert torch.equal(x.grad, g.masked_fill(outside, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in SETTERS])
+@pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL, OwnObserver])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 3)])
+def test_empty_batches(name: str, observer: Any, shape: tuple[int, ...]) -> None:
+    quantiser = LearnableFakeQuantize(observer, 0, 15, scale=0.5, use_grad_scaling=True)
+    x = torch.empty(shape, requires_grad=True)
+    y = getattr(quantiser, name)()(x)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == shape
+    assert (quantiser.scale == 0.5).all()
+
+
+def test_a_range_that_ends_at_zero() -> None:
+    quantiser = int8(low=-15, high=0, scale=0.1, use_grad_scaling=True).enable_param_learning()
+    check_against_formula(quantiser, off_grid(quantiser, (50,), torch.float32, 5))
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
+    quantiser.scale.data.fill_(scale)
+    for use in (lambda: quantiser(torch.ones(2)), quantiser.calculate_qparams):
+        with pytest.raises(ValueError, match="a scale must be positive and finite, got"):
+            use()
+    assert torch.equal(quantiser.scale.data, torch.tensor([scale])) or math.isnan(scale)
+    with pytest.raises(ValueError, match="a scale must be positive and finite, got"):
+        LearnableFakeQuantize(MinMaxObserver, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, EPS / 2])
+def test_a_scale_below_eps_is_kept_at_eps(scale: float) -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
+    quantiser.scale.data.fill_(scale)
+    quantiser(torch.ones(2, requires_grad=True)).sum().backward()
+    assert quantiser.scale.item() == EPS
+    assert quantiser.scale.grad is not None
+    assert quantiser.scale.grad.item() == 2 * 255
+
+
+def test_an_activation_checkpoint_shows_a_batch_once() -> None:
+    quantiser, x = LearnableFakeQuantize(MovingAverageMinMaxObserver), torch.linspace(-1, 1, 9, requires_grad=True)
+    quantiser(torch.ones(2))
+    y = checkpoint(lambda t: quantiser(t).sin(), x, use_reentrant=False)
+    seen = quantiser.activation_post_process.min_val.clone()
+    y.sum().backward()
+    assert torch.equal(quantiser.activation_post_process.min_val, seen)
+
+
+def test_parameters_saved_elsewhere_stay_valid() -> None:
+    """A forward writes parameters past autograd: a penalty on the scale from before it can still be differentiated."""
+    quantiser = int8(qscheme=torch.per_tensor_symmetric).enable_param_learning()
+    penalty = quantiser.scale.square().sum()
+    (quantiser(torch.tensor([0.3])).sum() + penalty).backward()
+    assert quantiser.scale.grad is not None
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["enable_param_learning", "enable_static_estimate"])
+def test_the_number_of_channels_is_inferred(mode: str) -> None:
+    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1, scale=0.25, zero_point=2.0)
+    given = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1, scale=0.25, zero_point=2.0, channel_len=3)
+    scale, zero_point = quantiser.scale, quantiser.zero_point
+    optimiser = torch.optim.Adam(quantiser.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 4)
+    y = getattr(quantiser, mode)()(x)
+    assert torch.equal(y, getattr(given, mode)()(x))
+    assert quantiser.scale is scale
+    assert quantiser.zero_point is zero_point
+    assert quantiser.channel_len == len(scale) == 3
+    quantiser.enable_param_learning()(x).sum().backward()
+    before = scale.detach().clone()
+    optimiser.step()
+    assert ((scale - before).abs() > 0).all()
+    with pytest.raises(ValueError, match=r"axis 1 of \(2, 4\) must have 3 channels"):
+        quantiser(torch.ones(2, 4))
+
+
+def test_a_checkpoint_gives_the_number_of_channels() -> None:
+    theirs = _LearnableFakeQuantize(PerChannelMinMaxObserver, channel_len=4)
+    x = torch.randn(4, 5)
+    theirs(x)
+    theirs.enable_param_learning()
+    ours = LearnableFakeQuantize(PerChannelMinMaxObserver)
+    scale = ours.scale
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.scale is scale
+    assert torch.equal(ours(x), theirs(x))
+    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+        ours.load_state_dict(LearnableFakeQuantize(PerChannelMinMaxObserver, channel_len=3).state_dict())
+
+
+@pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL, OwnObserver])
+def test_checkpoints_go_both_ways(observer: Any) -> None:
+    channels = {"channel_len": 4} if observer in PER_CHANNEL else {}
+    x = torch.randn(4, 5)
+    for first, second in (
+        (_LearnableFakeQuantize, LearnableFakeQuantize),
+        (LearnableFakeQuantize, _LearnableFakeQuantize),
+    ):
+        source, target = first(observer, 0, 15, **channels), second(observer, 0, 15, **channels)
+        source(x)
+        source.enable_param_learning()
+        found = target.load_state_dict(source.state_dict(), strict=True)
+        assert not found.missing_keys
+        assert not found.unexpected_keys
+        assert torch.equal(target(x), source(x))
+        assert flags(target) == [1, 0, 1]
+
+
+# --- casts, copies, compilation, torch.ao -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAveragePerChannelMinMaxObserver])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_casts_of_the_whole_module(observer: Any, dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(int8(observer, -8, 7, scale=0.1234567))
+    quantiser, scale, kept = model[0], model[0].scale, torch.promote_types(dtype, torch.float32)
+    quantiser.scale.grad = torch.ones(1)
+    model.to(dtype)
+    assert quantiser.scale is scale
+    floats = [t for t in (*quantiser.parameters(), *quantiser.buffers()) if t.is_floating_point()]
+    assert all(t.dtype == kept for t in floats)
+    assert quantiser.scale.grad.dtype == kept
+    assert torch.equal(quantiser.scale.float(), torch.tensor([0.1234567]))  # not rounded on the way
+    x = torch.linspace(-1, 1, 12).view(3, 4).to(dtype)
+    y = model(x)
+    assert y.dtype == dtype
+    exact = torch.nn.Sequential(int8(observer, -8, 7)).to(kept)(x.to(kept))
+    assert torch.equal(y, exact.to(dtype))
+    quantiser.enable_param_learning()
+    quantiser.scale.grad = None
+    if dtype != torch.bfloat16:  # off_grid is too fine for it
+        check_against_formula(quantiser, off_grid(quantiser, (3, 4), dtype, 2))
+    assert quantiser.double().half().scale.dtype == torch.float32
+
+
+def test_made_in_16_bits_it_still_counts_in_32() -> None:
+    where = {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    quantiser = LearnableFakeQuantize(MovingAverageMinMaxObserver, factory_kwargs=where)
+    assert {t.dtype for t in quantiser.buffers()} == {torch.float32, torch.uint8}
+    assert {t.device.type for t in quantiser.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_are_equal_and_apart(how: str) -> None:
+    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, gradient="lsq")
+    x = torch.randn(3, 4)
+    quantiser(x)
+    quantiser.fake_quant_enabled[0] = 0
+    file = io.BytesIO()
+    torch.save(quantiser, file)
+    file.seek(0)
+    copies: dict[str, Callable[[], LearnableFakeQuantize]] = {
+        "deepcopy": lambda: copy.deepcopy(quantiser),
+        "pickle": lambda: pickle.loads(pickle.dumps(quantiser)),
+        "save": lambda: torch.load(file, weights_only=False),
+    }
+    made = copies[how]()
+    assert flags(made) == [0, 1, 0]
+    assert made(x) is x
+    made.enable_param_learning()
+    quantiser.enable_param_learning()
+    assert torch.equal(made(x), quantiser(x))
+    made.scale.data.mul_(2)
+    made.fake_quant_enabled[0] = 0
+    assert made(x) is x
+    assert quantiser(x) is not x
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[[torch.nn.Module], Any]]:
+    torch._dynamo.reset()
+    yield lambda module: torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAveragePerChannelMinMaxObserver])
+def test_compiled_whole_in_every_mode(observer: Any, compiled: Callable[[torch.nn.Module], Any]) -> None:
+    """Switches are seen: each costs one compilation. Two calls before one backward, as when weights are shared."""
+    eager, whole = (
+        int8(observer, -8, 7, channel_len=3 if observer in PER_CHANNEL else -1, qscheme=qscheme)
+        for qscheme in 2 * [torch.per_channel_affine if observer in PER_CHANNEL else torch.per_tensor_symmetric]
+    )
+    whole(torch.ones(3, 4)), eager(torch.ones(3, 4))
+    run = compiled(whole)
+    for name, _ in SETTERS:
+        results = []
+        for quantiser, call in ((eager, eager), (whole, run)):
+            getattr(quantiser, name)()
+            quantiser.zero_grad()
+            x = torch.linspace(-2, 3, 12).view(3, 4).requires_grad_()
+            y = call(x) + call(3 * x)
+            y.sum().backward()
+            results.append([y, x.grad, *quantiser.state_dict().values(), quantiser.scale.grad])
+        for mine, other in zip(*results, strict=True):
+            assert mine is other is None or torch.equal(mine, other), name
+
+
+def test_compiling_before_the_channels_are_known_says_so(compiled: Callable[[torch.nn.Module], Any]) -> None:
+    run = compiled(LearnableFakeQuantize(PerChannelMinMaxObserver))
+    with pytest.raises(Exception, match="number of channels must be known before the model is compiled"):
+        run(torch.ones(3, 4))
+
+
+def test_exported_it_is_one_op() -> None:
+    model = torch.nn.Sequential(int8(scale=0.1).enable_param_learning())
+    x = torch.linspace(-1, 1, 7)
+    program = torch.export.export(model, (x,))
+    assert sum(node.target is torch.ops.thinwire.fake_quantize.default for node in program.graph.nodes) == 1
+    assert torch.equal(program.module()(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match="cannot be scripted"):
+        torch.jit.script(torch.nn.Sequential(LearnableFakeQuantize(MinMaxObserver)))
+    with pytest.raises(RuntimeError):
+        torch.jit.script(_LearnableFakeQuantize(MinMaxObserver))
+
+
+def small_model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.ao.quantization.QuantStub(),
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 3),
+        torch.ao.quantization.DeQuantStub(),
+    )
+
+
+def learnable_qconfig() -> QConfig:
+    weight = LearnableFakeQuantize.with_args(
+        observer=PerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        use_grad_scaling=True,
+        gradient="lsq",
+    )
+    return QConfig(activation=LearnableFakeQuantize.with_args(observer=MovingAverageMinMaxObserver), weight=weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_in_a_qconfig_from_preparation_to_integers() -> None:
+    torch.manual_seed(0)
+    model = small_model().train()
+    model.qconfig = learnable_qconfig()  # type: ignore[assignment]
+    prepared = prepare_qat(model)
+    quantisers = [m for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
+    assert len(quantisers) == 5  # the input, and weight and output of two layers
+    x, target = torch.randn(8, 1, 4, 4), torch.randint(0, 3, (8,))
+    prepared(x)
+    for quantiser in quantisers:
+        quantiser.enable_param_learning()
+    layers = [p for name, p in prepared.named_parameters() if name.endswith(("weight", "bias"))]
+    steps = [p for quantiser in quantisers for p in quantiser.parameters()]
+    optimiser = torch.optim.SGD([{"params": layers}, {"params": steps, "lr": 1e-4}], lr=0.05)
+    losses = []
+    for _ in range(5):
+        optimiser.zero_grad()
+        loss = torch.nn.functional.cross_entropy(prepared(x), target)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    fake = prepared.eval()(x)
+    torch.backends.quantized.engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
+    real = convert(prepared)(x)
+    step = quantisers[-1].scale.item()
+    assert ((real - fake).abs() <= 2 * step).all()  # a rounding of each layer's output
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]:
+    """Calibrate on data of this rank alone, then learn; the bytes of every quantiser after each part."""
+    warnings.simplefilter("error")
+    rank = group.rank()
+    torch.manual_seed(7)
+    made: dict[str, Any] = {} if observer not in PER_CHANNEL else {"channel_len": 4, "ch_axis": 1}
+    model = torch.nn.Sequential(LearnableFakeQuantize(observer, 0, 15, **made), torch.nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    batches = [torch.randn(5, 4) * (rank + 1) for _ in range(3)]
+    if rank == 0 and hostile == "nan":
+        batches[1][2] = math.nan
+    if rank == 0 and hostile == "empty":
+        batches[1] = torch.empty(0, 4)
+    for batch in batches:
+        ddp(batch).sum().backward()
+    after = [state_bytes(model)]
+    model[0].enable_param_learning()
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in batches[::2]:
+        optimiser.zero_grad()
+        ddp(batch).square().sum().backward()
+        optimiser.step()
+    return [*after, state_bytes(model)]
+
+
+def state_bytes(model: torch.nn.Module) -> bytes:
+    quantiser: Any = model[0]  # type: ignore[index]
+    assert quantiser.scale.isfinite().all()
+    return torch.cat([quantiser.scale, quantiser.zero_point]).detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("observer", [MovingAverageMinMaxObserver, PerChannelMinMaxObserver, OwnObserver])
+@pytest.mark.parametrize("hostile", ["", "nan", "empty"])
+def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile: str) -> None:
+    results = ranks(world).run(settle, observer, hostile)
+    assert all(result == results[0] for result in results[1:])
+    assert results[0][0] != results[0][1]
+
+
+def widest(group: dist.ProcessGroup) -> list[float]:
+    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    ddp = DistributedDataParallel(torch.nn.Sequential(quantiser, torch.nn.Linear(1, 1)))
+    ddp(torch.tensor([[-1.0 - group.rank()], [2.0]]))
+    return [quantiser.activation_post_process.min_val.item(), quantiser.activation_post_process.max_val.item()]
+
+
+def test_ranks_of_ddp_see_each_others_batches(ranks: RankPool) -> None:
+    assert ranks(3).run(widest) == [[-3.0, 2.0]] * 3
+
+
+def apart_then_together(group: dist.ProcessGroup) -> tuple[float, float]:
+    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    for _ in range(group.rank() + 1):  # no rank waits for another: they call it a different number of times
+        quantiser(torch.tensor([0.0, 255.0 * (group.rank() + 1)]))
+    alone = quantiser.scale.item()
+    assert quantiser.synchronize() is quantiser
+    return alone, quantiser.scale.item()
+
+
+def test_outside_ddp_ranks_only_meet_when_asked_to(ranks: RankPool) -> None:
+    assert ranks(3).run(apart_then_together) == [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]
+
+
+def unfitted_in_ddp(group: dist.ProcessGroup) -> str:
+    model = torch.nn.Sequential(LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1), torch.nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="known before the model is compiled or wrapped in DDP") as raised:
+        ddp(torch.ones(3, 4))
+    return str(raised.value)
+
+
+def test_channels_must_be_known_before_ddp(ranks: RankPool) -> None:
+    assert len(set(ranks(2).run(unfitted_in_ddp))) == 1
+
+
+def compiled_in_ddp(group: dist.ProcessGroup) -> bool:
+    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    model = torch.nn.Sequential(quantiser, torch.nn.Linear(1, 1))
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    run(torch.ones(2, 1))  # compiled once without DDP
+    DistributedDataParallel(run)(torch.tensor([[-1.0 - group.rank()], [2.0]]))
+    return quantiser.activation_post_process.min_val.item() == -2
+
+
+def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
+    assert ranks(2).run(compiled_in_ddp) == [True, True]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"quant_min": 5, "quant_max": 5}, "quant_min must be below quant_max"),
+        ({"quant_min": 0, "quant_max": 256}, r"within 0\.\.255 for torch.quint8, got 0 and 256"),
+        ({"quant_min": -1, "quant_max": 100}, r"within 0\.\.255"),
+        ({"gradient": "paper"}, "gradient must be one of torch, lsq, got 'paper'"),
+        ({"channel_len": 0}, "channel_len must be a positive integer, or -1"),
+        ({"channel_len": 2.0}, "channel_len must be a positive integer, or -1"),
+        ({"channel_len": 3}, "channel_len=3 needs a per-channel observer"),
+        ({"scale": -0.5}, "a scale must be positive and finite, got -0.5"),
+    ],
+)
+def test_what_cannot_be_made(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LearnableFakeQuantize(MinMaxObserver, **kwargs)
+
+
+def test_misspelt_keywords_reach_the_observer_which_refuses_them() -> None:
+    with pytest.raises(TypeError, match="gradeint"):
+        LearnableFakeQuantize(MinMaxObserver, gradeint="lsq")
+
+
+def test_inputs_that_do_not_fit() -> None:
+    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=2)
+    with pytest.raises(ValueError, match=r"axis must be within -2..1"):
+        quantiser(torch.ones(2, 3))
+    with pytest.raises(TypeError, match="floating point"):
+        LearnableFakeQuantize(MinMaxObserver).enable_param_learning()(torch.ones(2, dtype=torch.int64))
+    quantiser.enable_static_observation()(torch.ones(2, 3, 4))
+    with pytest.raises(ValueError, match="seen 4 channels before, now 5"):
+        quantiser(torch.ones(2, 3, 5))
+
+
+def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5, gradient="lsq")
+    quantiser.observe_quant_params()
+    out = capsys.readouterr().out
+    assert "Scale: tensor([0.5000])" in out
+    assert "Zero Point: tensor([0.])" in out
+    for part in ("static=True", "quant_max=255", "gradient='lsq'", "scale=tensor([0.5000])"):
+        assert part in repr(quantiser)
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@needs_cuda[0]
+@needs_cuda[1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL])
+def test_devices_agree_and_the_host_never_waits(observer: Any, dtype: torch.dtype) -> None:
+    host, card = (LearnableFakeQuantize(observer, 0, 7, use_grad_scaling=True) for _ in range(2))
+    card.to(CUDA)
+    x = torch.linspace(-1, 2, 3 * 700).view(3, 700).to(dtype)
+    host(x), card(x.to(CUDA))
+    for name in ("enable_static_estimate", "enable_param_learning"):
+        a, b = x.clone().requires_grad_(), x.to(CUDA).requires_grad_()
+        getattr(host, name)()(a).sum().backward()
+        with no_host_sync():
+            getattr(card, name)()(b).sum().backward()
+        assert torch.equal(host.scale.data, card.scale.data.cpu())
+        assert torch.equal(a.grad, b.grad.cpu())  # type: ignore[arg-type, union-attr]
+    want = formula(host, x, torch.ones_like(x))
+    assert host.scale.grad is not None
+    assert card.scale.grad is not None
+    assert ((host.scale.grad - card.scale.grad.cpu()).abs() <= 2 * want.ds_bound + 2 * ROUND * want.ds.abs()).all()
+
+
+@needs_cuda[0]
+@needs_cuda[1]
+def test_a_negative_scale_shows_as_nan_on_a_card() -> None:
+    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning().to(CUDA)
+    quantiser.scale.data.fill_(-1)
+    assert quantiser(torch.ones(3, device=CUDA)).isnan().all()
