@@ -1,8 +1,20 @@
 """Learnable fake quantisation: quantisers whose scales are trained, for weights and activations."""
 
+from thinwire.qat.groups import parameter_groups
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ, LSQPlus
 from thinwire.qat.ops import fake_quantize
 from thinwire.qat.prepare import calibrate, prepare
+from thinwire.qat.summary import Summary, summary
 
-__all__ = ["LSQ", "LSQPlus", "LearnableFakeQuantize", "calibrate", "fake_quantize", "prepare"]
+__all__ = [
+    "LSQ",
+    "LSQPlus",
+    "LearnableFakeQuantize",
+    "Summary",
+    "calibrate",
+    "fake_quantize",
+    "parameter_groups",
+    "prepare",
+    "summary",
+]

@@ -290,8 +290,10 @@ class LSQ(nn.Module):
         for name, parameter in self._unsized().items():
             if len(saved := state_dict.get(prefix + name, ())):
                 parameter.materialize(saved.shape)
+        unsized = self._unsized()
         self._check_range(state_dict.get(prefix + "quant_range"), prefix, errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._parameters.update(unsized)
         self._ready = False
         self._hold()
 

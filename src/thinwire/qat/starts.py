@@ -45,7 +45,7 @@ def least_error(x_CN: Tensor, levels: int, ranks: Agreement) -> tuple[Tensor, Te
     if not (high_C > low_C).any():
         return None
     sample_CN = x_CN[:, :: x_CN.numel() // _SAMPLE + 1]
-    shares_K1 = torch.tensor(_SHARES, device=x_CN.device, dtype=x_CN.dtype).unsqueeze(1)
+    shares_K1 = torch.tensor(_SHARES, device=x_CN.device, dtype=low_C.dtype).unsqueeze(1)
     highs_KC = low_C + shares_K1 * (high_C - low_C)
     high_C = _best(sample_CN, low_C.expand_as(highs_KC), highs_KC, levels, ranks)[1]
     lows_KC = high_C - shares_K1 * (high_C - low_C)
@@ -72,7 +72,7 @@ def _ends(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, Tensor]:
     """The least and the largest element of every channel; a constant channel reaches to zero."""
     nothing_C = x_CN.new_full((len(x_CN),), -math.inf)
     ends = torch.stack([(-x_CN).amax(1), x_CN.amax(1)] if x_CN.numel() else [nothing_C, nothing_C])
-    less_C, high_C = ranks.largest(ends)
+    less_C, high_C = ranks.largest(ends.to(widest(ends)))  # wide enough for the length of any range
     zero_C = torch.zeros_like(high_C)
     constant_C = less_C == -high_C
     return (-less_C).minimum(zero_C).where(constant_C, -less_C), high_C.maximum(zero_C).where(constant_C, high_C)

@@ -1,0 +1,36 @@
+"""Parameters sorted for an optimiser: what decays, what does not, and the quantisers' own."""
+
+from typing import Any
+
+from torch import nn
+
+from thinwire.qat.learnable import LearnableFakeQuantize
+from thinwire.qat.lsq import LSQ
+
+_QUANTISERS = (LSQ, LearnableFakeQuantize)
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float = 0.0, lr: float | None = None, scale_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Groups for any optimiser, every parameter of the model in exactly one: "weights", "vectors" and "scales".
+
+    Only weights decay. Vectors, parameters of one dimension such as biases and norms, do not; nor do the scales and
+    offsets of quantisers, which decay would pull to zero, where a quantiser dies. `lr` is everyone's (None: the
+    optimiser's own), `scale_lr` that of the scales (None: as the others).
+    """
+    for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scale_lr", scale_lr)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {value!r}")
+    scales = {p for module in model.modules() if isinstance(module, _QUANTISERS) for p in module.parameters()}
+    named: dict[str, list[nn.Parameter]] = {"weights": [], "vectors": [], "scales": []}
+    for parameter in model.parameters():
+        kind = "scales" if parameter in scales else "weights" if parameter.dim() > 1 else "vectors"
+        named[kind].append(parameter)
+    rates = {"weights": lr, "vectors": lr, "scales": lr if scale_lr is None else scale_lr}
+    return [_group(kind, held, weight_decay, rates[kind]) for kind, held in named.items() if held]
+
+
+def _group(kind: str, parameters: list[nn.Parameter], weight_decay: float, lr: float | None) -> dict[str, Any]:
+    group = {"name": kind, "params": parameters, "weight_decay": weight_decay if kind == "weights" else 0.0}
+    return group if lr is None else group | {"lr": lr}

@@ -1,0 +1,536 @@
+"""thinwire.qat.LSQ and LSQPlus: where they start, what they learn, and what they live through."""
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+from cases import seeded
+from ranks import RankPool
+from thinwire.qat import LSQ, LSQPlus
+from thinwire.qat.starts import three_sigmas
+
+Group = dist.ProcessGroup
+HALF_ULP = 2.0**-24  # of fp32: what is computed in doubles is rounded once
+SHAPE = (6, 4, 8)
+PLACES: list[dict[str, Any]] = [{}, {"axis": 0}, {"axis": 1}, {"axis": -1}, {"axis": -3}, {"group": 4}]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
+
+
+def rows_of(x: Tensor, axis: int | None = None, group: int = 0) -> Tensor:
+    """A channel a row, written another way than the library's."""
+    if group:
+        return torch.stack(x.flatten().split(group))
+    return x.reshape(1, -1) if axis is None else torch.stack([part.flatten() for part in x.unbind(axis)])
+
+
+def started(x: Tensor, **options: Any) -> LSQ:
+    return LSQ(**options).initialise(x)
+
+
+# --- the start of weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_start_at_the_papers_scale(bits: int, place: dict[str, Any]) -> None:
+    weight = normal(*SHAPE)
+    quantiser = started(weight, bits=bits, **place)
+    expected = 2 * rows_of(weight.double(), **place).abs().mean(1) / math.sqrt(2 ** (bits - 1) - 1)
+    torch.testing.assert_close(quantiser.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
+    assert (quantiser.quant_min, quantiser.quant_max) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_lsq_plus_weights_start_at_three_sigmas(place: dict[str, Any]) -> None:
+    weight = normal(*SHAPE) + 0.5
+    quantiser = LSQPlus(3, symmetric=True, **place).initialise(weight)
+    rows = rows_of(weight.double(), **place)
+    mean, std = rows.mean(1), rows.std(1, correction=0)
+    expected = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / 4
+    torch.testing.assert_close(quantiser.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
+    assert quantiser.offset is None
+
+
+def test_a_first_forward_is_a_start_too() -> None:
+    weight = normal(*SHAPE)
+    lazy, eager = LSQ(bits=4, symmetric=True, axis=0), started(weight, bits=4, axis=0)
+    assert torch.equal(lazy(weight), eager(weight))
+    assert torch.equal(lazy.scale, eager.scale)
+
+
+def test_a_channel_of_zeros_gets_the_mean_of_the_others() -> None:
+    weight = normal(4, 9)
+    weight[2] = 0
+    for kind in (LSQ, LSQPlus):
+        scale = kind(4, symmetric=True, axis=0).initialise(weight).scale
+        torch.testing.assert_close(scale[2], scale[[0, 1, 3]].mean())
+    offset = LSQPlus(4, axis=0).initialise(weight)
+    assert (offset.scale > 0).all()
+    assert torch.equal(offset(weight)[2], torch.zeros(9))
+
+
+@pytest.mark.parametrize("kind", [LSQ, LSQPlus])
+def test_a_weight_of_zeros_starts_as_if_it_were_of_usual_size(kind: type[LSQ]) -> None:
+    quantiser = kind(4, symmetric=True, axis=0).initialise(torch.zeros(3, 25))
+    torch.testing.assert_close(quantiser.scale, torch.full((3,), 2 / math.sqrt(25 * 7)))
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e30, 3e38])
+@pytest.mark.parametrize("quantiser", [LSQ(2), LSQ(8), LSQPlus(2), LSQPlus(8, symmetric=True)], ids=str)
+def test_scales_of_extreme_tensors_are_numbers(quantiser: LSQ, size: float) -> None:
+    x = size * torch.tensor([-1.0, -0.5, 0.25, 1.0])
+    quantiser = copy.deepcopy(quantiser)
+    y = quantiser(x)
+    assert quantiser.scale.isfinite().all()
+    assert (1 / quantiser.scale).isfinite().all()
+    assert not y.isnan().any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
+    weight = normal(3, 4)
+    weight[1, 2] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        LSQ(4, axis=0).initialise(weight)
+
+
+# --- the start of activations -----------------------------------------------------------------------------------------
+
+
+def test_activations_start_at_the_mean_of_the_first_batches() -> None:
+    quantiser = LSQ(4, symmetric=False, init_batches=3)
+    batches = [normal(5, 7, seed=seed).relu() for seed in range(5)]
+    for batch in batches:
+        quantiser(batch)
+    expected = sum(2 * batch.abs().mean() / math.sqrt(15) for batch in batches[:3]) / 3
+    # Two of the three means are rounded on the way, each with two operations.
+    torch.testing.assert_close(quantiser.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
+    assert quantiser.initialised
+
+
+def test_the_scale_belongs_to_the_optimiser_after_the_start() -> None:
+    quantiser = LSQ(4)
+    quantiser(normal(8))
+    with torch.no_grad():
+        quantiser.scale.fill_(0.5)
+    quantiser(100 * normal(8))
+    assert quantiser.scale.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("batches", "low"), [([1.0, 1.0], 0), ([-1.0, 1.0], -8), ([1.0, -1.0], -8), ([0.0, 1.0, -1.0], -8)]
+)
+def test_auto_takes_the_sign_of_the_first_batches(batches: list[float], low: int) -> None:
+    quantiser = LSQ(4, symmetric="auto", init_batches=2)
+    for batch in batches:
+        quantiser(torch.tensor([batch, 0.5 * abs(batch)]))
+    assert quantiser.initialised
+    assert (quantiser.quant_min, quantiser.quant_max) == (low, low + 15)
+    assert quantiser.quant_range.tolist() == [low, low + 15]
+    if low:
+        assert quantiser.scale.item() == pytest.approx(2 * 0.75 / math.sqrt(7))
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.tensor([1.0, math.nan]), torch.tensor([math.inf, 1.0]), torch.zeros(3)], ids=str
+)
+@pytest.mark.parametrize("kind", [LSQ, LSQPlus])
+def test_a_batch_that_says_nothing_passes_untouched(kind: type[LSQ], batch: Tensor) -> None:
+    quantiser = kind(4, symmetric=False)
+    for x in (batch, torch.empty(0, 5)):
+        y = quantiser(x)
+        torch.testing.assert_close(y.detach(), x, rtol=0, atol=0, equal_nan=True)
+        y.nansum().backward()
+    assert not quantiser.initialised
+    assert all(p.grad is not None for p in quantiser.parameters()), "DDP would wait for it"
+    quantiser(normal(9).abs())
+    assert quantiser.initialised
+    assert all(p.isfinite().all() for p in quantiser.parameters())
+
+
+def test_a_bad_batch_between_the_first_ones_does_not_count() -> None:
+    quantiser = LSQ(4, init_batches=2)
+    good = [normal(9, seed=1), normal(9, seed=2)]
+    for batch in (good[0], torch.tensor([math.nan]), torch.empty(0), good[1]):
+        quantiser(batch)
+    expected = (good[0].abs().mean() + good[1].abs().mean()) / math.sqrt(7)
+    torch.testing.assert_close(quantiser.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
+    assert quantiser.initialised
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_lsq_plus_finds_less_error_than_the_whole_range_has(bits: int) -> None:
+    x = torch.cat([normal(2, 500), torch.tensor([[30.0], [-40.0]])], 1) + 5
+    quantiser = LSQPlus(bits, axis=0)
+    error = (quantiser(x) - x).square().sum(1)
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    whole = (((x - low) / step).round() * step + low - x).square().sum(1)
+    assert (error <= whole * (1 + 1e-5)).all()
+    assert bits == 8 or (error < 0.7 * whole).all(), "the one far element should be cut off"
+
+
+def test_lsq_plus_reaches_a_range_far_from_zero() -> None:
+    x = torch.linspace(100, 101, 16)
+    quantiser = LSQPlus(4)
+    torch.testing.assert_close(quantiser(x), x, rtol=0, atol=1e-4)  # 16 levels, 16 values; fp32 has 7.6e-6 there
+    torch.testing.assert_close(quantiser.offset, torch.tensor([100.0]))
+
+
+def test_lsq_plus_of_a_constant() -> None:
+    quantiser = LSQPlus(4)
+    torch.testing.assert_close(quantiser(torch.full((5,), -3.0)), torch.full((5,), -3.0))
+
+
+def test_three_sigmas_of_what_is_far_from_zero() -> None:
+    x = normal(1, 1000) + 1e4
+    found = three_sigmas(x, LSQ()._agreement)
+    expected = x.double().mean() + 3 * x.double().std(correction=0)
+    torch.testing.assert_close(found, expected.reshape(1))
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+
+@given(
+    bits=st.integers(2, 8),
+    place=st.sampled_from(PLACES),
+    symmetric=st.sampled_from([True, False]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_values_are_on_the_grid_and_next_to_x(
+    bits: int, place: dict[str, Any], symmetric: bool, dtype: torch.dtype, seed: int
+) -> None:
+    x = normal(*SHAPE, seed=seed, dtype=dtype)
+    quantiser = LSQ(bits, symmetric=symmetric, **place)
+    y = quantiser(x)
+    assert y.dtype == dtype
+    assert y.shape == x.shape
+    scale, eps = quantiser.scale.double().unsqueeze(1), torch.finfo(dtype).eps
+    rows_x, rows_y = rows_of(x.double(), **place), rows_of(y.double(), **place)
+    codes = (rows_y / scale).round()
+    assert (codes >= quantiser.quant_min).all()
+    assert (codes <= quantiser.quant_max).all()
+    assert ((rows_y - codes * scale).abs() <= eps * rows_y.abs()).all(), "the result is rounded to its dtype once"
+    inside = rows_x.clamp(quantiser.quant_min * scale, quantiser.quant_max * scale)
+    assert ((rows_y - inside).abs() <= scale * (0.5 + 2**-20) + eps * rows_y.abs()).all()
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("kind", [LSQ, LSQPlus])
+def test_gradients_follow_the_written_rule(kind: type[LSQ], place: dict[str, Any]) -> None:
+    x = normal(*SHAPE, dtype=torch.float64).requires_grad_()
+    quantiser = kind(3, symmetric=False, **place)
+    quantiser(x.detach())
+    quantiser.double()
+    grad = normal(*SHAPE, seed=1, dtype=torch.float64)
+    quantiser(x).backward(grad)
+    rows, g = rows_of(x.detach(), **place), rows_of(grad, **place)
+    offset = torch.zeros_like(quantiser.scale) if quantiser.offset is None else quantiser.offset.detach()
+    v = (rows - offset.unsqueeze(1)) * (1 / quantiser.scale.detach().unsqueeze(1))
+    outside = (v <= 0) | (v >= 7)
+    factor = 1 / math.sqrt(rows.shape[1] * 7)
+    expected = factor * (g * torch.where(outside, v.round().clamp(0, 7), v.round() - v)).sum(1)
+    torch.testing.assert_close(quantiser.scale.grad, expected)
+    torch.testing.assert_close(rows_of(x.grad, **place), g.masked_fill(outside, 0))
+    if quantiser.offset is not None:
+        torch.testing.assert_close(quantiser.offset.grad, factor * (g * outside).sum(1))
+
+
+def test_a_subclass_may_do_without_the_factor() -> None:
+    class Plain(LSQ):
+        scale_gradient = False
+
+    x, grads = normal(50), []
+    for kind in (LSQ, Plain):
+        quantiser = kind(4)
+        quantiser(x).square().sum().backward()
+        grads.append(quantiser.scale.grad)
+    torch.testing.assert_close(grads[0] * math.sqrt(50 * 7), grads[1])
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
+    table, rows = normal(10, 8), torch.tensor([[1, 3], [3, 0]])
+    place = {"group": 4} if group else {"axis": 0}
+    results = []
+    for whole in (True, False):
+        weight = table.clone().requires_grad_()
+        quantiser = started(table, bits=3, **place)
+        y = quantiser(weight)[rows] if whole else quantiser(weight[rows], rows=rows)
+        y.square().sum().backward()
+        results.append((y, weight.grad, quantiser.scale.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert quantiser(table[torch.tensor(2)], rows=torch.tensor(2)).shape == (8,)
+    assert quantiser(table[rows[:0]], rows=rows[:0]).shape == (0, 2, 8)
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_of_the_model_leaves_scales_as_they_are(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), LSQPlus(4))
+    model(normal(5, 3))
+    before = [p.clone() for p in model[1].parameters()]
+    model.to(dtype)
+    assert model[0].weight.dtype == dtype
+    for old, new in zip(before, model[1].parameters(), strict=True):
+        assert new.dtype == torch.float32
+        assert torch.equal(old, new)
+    y = model(normal(5, 3, dtype=dtype))
+    y.float().square().sum().backward()
+    assert y.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 for p in model[1].parameters())
+
+
+def test_double_and_back() -> None:
+    quantiser = LSQ(4, axis=0).double()
+    assert quantiser(normal(3, 3, dtype=torch.float64)).dtype == torch.float64
+    assert quantiser.scale.dtype == torch.float64
+    assert quantiser.half().scale.dtype == torch.float32
+
+
+def test_autocast() -> None:
+    layer, quantiser = nn.Linear(4, 4), LSQ(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = quantiser(layer(normal(2, 4)))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert quantiser.scale.grad is not None
+    assert quantiser.scale.grad.dtype == torch.float32
+
+
+# --- copies and checkpoints -------------------------------------------------------------------------------------------
+
+
+def forms() -> list[LSQ]:
+    return [LSQ(4), LSQ(2, axis=-1), LSQ(8, symmetric="auto"), LSQ(3, group=4), LSQPlus(4), LSQPlus(4, axis=0)]
+
+
+def copied(quantiser: LSQ, how: str) -> LSQ:
+    if how == "deepcopy":
+        return copy.deepcopy(quantiser)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(quantiser))
+    buffer = io.BytesIO()
+    torch.save(quantiser.state_dict(), buffer)
+    buffer.seek(0)
+    other = next(form for form in forms() if str(form) == str(type(quantiser)(**options_of(quantiser))))
+    other.load_state_dict(torch.load(buffer, weights_only=True), assign=how == "assign")
+    return other
+
+
+def options_of(quantiser: LSQ) -> dict[str, Any]:
+    return {name: getattr(quantiser, name) for name in ("bits", "symmetric", "axis", "group")}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "load", "assign"])
+@pytest.mark.parametrize("quantiser", forms(), ids=str)
+def test_copies_are_alike_before_and_after_the_start(quantiser: LSQ, how: str) -> None:
+    quantiser, x = copy.deepcopy(quantiser), normal(*SHAPE)
+    before = copied(quantiser, how)
+    assert not before.initialised
+    assert torch.equal(before(x), quantiser(x))
+    after = copied(quantiser, how)
+    assert after.initialised
+    assert torch.equal(after(-2 * x), quantiser(-2 * x))
+    after(x).sum().backward()
+    assert after.scale.grad is not None
+    assert quantiser.scale.grad is None
+
+
+def test_a_start_that_is_half_done_is_continued() -> None:
+    whole, first = LSQ(4, symmetric="auto", init_batches=3), LSQ(4, symmetric="auto", init_batches=3)
+    batches = [normal(9, seed=seed) for seed in range(4)]
+    whole(batches[0])
+    first(batches[0])
+    second = LSQ(4, symmetric="auto", init_batches=3)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(second(torch.empty(0)), torch.empty(0))
+    for batch in batches[1:]:
+        assert torch.equal(whole(batch), second(batch))
+    assert torch.equal(whole.scale, second.scale)
+
+
+def test_a_checkpoint_of_other_bits_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"quant_range is -8\.\.7 in the checkpoint; this quantiser has -128\.\.127"):
+        LSQ(8).load_state_dict(LSQ(4).state_dict())
+    with pytest.raises(RuntimeError, match=r"0\.\.15"):
+        LSQ(4).load_state_dict(LSQ(4, symmetric=False).state_dict())
+    LSQ(4, symmetric="auto").load_state_dict(LSQ(4).state_dict())
+
+
+def test_a_reset_quantiser_starts_again() -> None:
+    quantiser = LSQ(4, symmetric="auto")
+    quantiser(100 * normal(9))
+    quantiser.reset_parameters()
+    assert not quantiser.initialised
+    x = normal(9).abs()
+    assert torch.equal(quantiser(x), LSQ(4, symmetric="auto")(x))
+
+
+# --- torch.compile, inference mode, lent parameters -------------------------------------------------------------------
+
+
+def test_compiled_after_the_start() -> None:
+    quantiser, x = LSQ(4, axis=-1), normal(5, 6)
+    y = quantiser(x)
+    compiled = torch.compile(quantiser, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), y)
+    compiled(x).sum().backward()
+    compiled_grad, quantiser.scale.grad = quantiser.scale.grad, None
+    quantiser(x).sum().backward()
+    torch.testing.assert_close(quantiser.scale.grad, compiled_grad)
+
+
+def test_compiled_before_the_start() -> None:
+    x = normal(5, 6)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="calibrate"):
+        torch.compile(LSQ(4), fullgraph=True, backend="eager")(x)
+    quantiser = LSQ(4)
+    assert torch.equal(torch.compile(quantiser, backend="eager")(x), quantiser(x))
+    assert quantiser.initialised
+
+
+@pytest.mark.parametrize("quantiser", forms(), ids=str)
+def test_a_start_in_inference_mode_can_be_trained(quantiser: LSQ) -> None:
+    quantiser, x = copy.deepcopy(quantiser), normal(*SHAPE)
+    with torch.inference_mode():
+        y = quantiser(x)
+    z = quantiser(x)
+    assert torch.equal(y, z)
+    z.sum().backward()
+    assert quantiser.scale.grad is not None
+
+
+def test_a_start_in_lent_parameters_is_refused() -> None:
+    quantiser = LSQ(4)
+    with pytest.raises(RuntimeError, match="calibrate"):
+        torch.func.functional_call(quantiser, {"scale": torch.ones(1)}, normal(3))
+    quantiser(normal(3))
+    y = torch.func.functional_call(quantiser, {"scale": torch.ones(1)}, torch.tensor([2.2]))
+    assert y.item() == 2.0
+
+
+def test_nothing_is_read_back_after_the_start() -> None:
+    quantiser, x = LSQ(4, symmetric="auto"), normal(7)
+    y = quantiser(x)
+    quantiser.init_left, quantiser.quant_range = (buffer.to("meta") for buffer in quantiser.buffers())
+    assert torch.equal(quantiser(x), y), "a value of these on a GPU would make the host wait"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 1}, r"bits must be 2\.\.8, got 1"),
+        ({"bits": 9}, r"bits must be 2\.\.8, got 9"),
+        ({"symmetric": "maybe"}, "True, False or 'auto', got 'maybe'"),
+        ({"group": -1}, "group must be"),
+        ({"group": 4, "axis": 0}, "an axis or a group"),
+        ({"init_batches": 0}, "init_batches must be 1 or more, got 0"),
+        ({"process_group": "world"}, "ProcessGroup, None .* or 'local', got 'world'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [LSQ, LSQPlus])
+def test_wrong_options(kind: type[LSQ], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+def test_tensors_that_do_not_fit() -> None:
+    quantiser = LSQ(4, axis=0)
+    quantiser(normal(3, 2))
+    with pytest.raises(ValueError, match="3 elements, 5 expected"):
+        quantiser(normal(5, 2))
+    with pytest.raises(ValueError, match="5 channels, the quantiser was sized for 3"):
+        quantiser.initialise(normal(5, 2))
+    with pytest.raises(ValueError, match="axis must be within"):
+        LSQ(4, axis=2)(normal(5, 2))
+    with pytest.raises(ValueError, match="group=4 does not divide"):
+        LSQ(4, group=4)(normal(5, 6))
+
+
+def test_a_scale_that_fell_below_zero_is_named() -> None:
+    quantiser = started(normal(3, 4), bits=4, axis=0)
+    with torch.no_grad():
+        quantiser.scale[1] = -1e-3
+    with pytest.raises(ValueError, match=r"-0.001 \(channel 1\)"):
+        quantiser(normal(3, 4))
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def ranks_forms() -> list[LSQ]:
+    return [
+        LSQ(4),
+        LSQ(4, symmetric="auto", init_batches=2),
+        LSQ(2, axis=-1),
+        LSQPlus(2, symmetric=True),
+        LSQPlus(2, axis=0),
+    ]
+
+
+def batch_of(rank: int, batch: int, world: int) -> Tensor:
+    """Other data on every rank, of other sizes; rank 1 begins with nothing or with a NaN."""
+    x = (1 + rank) * normal(4, 3 + rank, 5, seed=10 * rank + batch) + rank
+    if rank == 1 and batch == 0:
+        return x[:, :0] if world == 2 else x * math.nan
+    return x
+
+
+def start_on_a_rank(group: Group, batches: int) -> list[list[bytes]]:
+    quantisers = ranks_forms()
+    for quantiser in quantisers:
+        for batch in range(batches):
+            quantiser(batch_of(group.rank(), batch, group.size()))
+        assert quantiser.initialised
+    return [[bytes(p.detach().numpy()) for p in quantiser.parameters()] for quantiser in quantisers]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_start_alike_and_from_the_data_of_all(ranks: RankPool, world: int) -> None:
+    found = ranks(world).run(start_on_a_rank, 2)
+    assert all(one == found[0] for one in found)
+    for quantiser, values in zip(ranks_forms(), found[0], strict=True):
+        for batch in range(2):
+            parts = [batch_of(rank, batch, world) for rank in range(world)]
+            quantiser(torch.cat([x for x in parts if x.isfinite().all()], 1))
+        for parameter, value in zip(quantiser.parameters(), values, strict=True):
+            theirs = torch.frombuffer(bytearray(value), dtype=torch.float32)
+            torch.testing.assert_close(theirs, parameter.detach(), rtol=4 * HALF_ULP, atol=0.0)
+
+
+def start_alone(group: Group) -> float:
+    quantiser = LSQ(4, process_group="local")
+    if group.rank() == 0:
+        quantiser(normal(5))
+    subgroup = dist.new_group([0])
+    if group.rank() == 0:
+        LSQ(4, process_group=subgroup)(normal(5))
+        assert copy.deepcopy(LSQ(4, process_group=subgroup))(normal(5)) is not None
+    return quantiser.scale.item()
+
+
+def test_a_start_of_this_process_alone(ranks: RankPool) -> None:
+    alone = LSQ(4)
+    alone(normal(5))
+    assert ranks(2).run(start_alone) == [alone.scale.item(), 1.0]
