@@ -70,29 +70,30 @@ def gradient_factor(x_numel: int, channels: int, grid: Grid) -> float:
     return 1 / math.sqrt(max(n, 1) * reach)
 
 
-class _Laid(NamedTuple):
+class Laid(NamedTuple):
     """How a tensor is handed to a kernel: its dimensions from the outermost in memory, and the shape with channels."""
 
     order: list[int] | None  # None => as they are
     shape: tuple[int, int, int]
 
     def view(self, x: Tensor) -> Tensor:
+        """x, or a copy where it lies otherwise, as a kernel takes it."""
         if self.order is not None:
             x = x.permute(self.order)
         return x.contiguous().view(self.shape)
 
 
-def _lay_out(like: Tensor, channels: int, axis: int | None, group: int) -> _Laid:
+def lay_out(like: Tensor, channels: int, axis: int | None, group: int) -> Laid:
     """The layout of a dense tensor. [Note: Layouts]"""
     if group:
-        return _Laid(None, (1, channels, group))
+        return Laid(None, (1, channels, group))
     strides = like.stride()
     order = None if like.is_contiguous() else sorted(range(like.dim()), key=lambda d: -strides[d])
     if axis is None:
-        return _Laid(order, (1, 1, like.numel()))
+        return Laid(order, (1, 1, like.numel()))
     sizes = list(like.shape) if order is None else [like.shape[d] for d in order]
     at = axis % like.dim() if order is None else order.index(axis % like.dim())
-    return _Laid(order, (math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])))
+    return Laid(order, (math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])))
 
 
 def _empty(x: Tensor, group: int) -> Tensor:
@@ -159,7 +160,7 @@ def _forward(
     check_scale(scale)
     out = _empty(x, group)
     if x.numel():
-        laid = _lay_out(out, scale.numel(), axis, group)
+        laid = lay_out(out, scale.numel(), axis, group)
         grid, parameters = Grid(quant_min, quant_max, offset, paper), _parameters(x, scale, shift)
         select(x.device).fake_quantize(grid, laid.view(x), *parameters, laid.view(out))
     return out
@@ -185,7 +186,7 @@ def _gradients(
     if not x.numel():
         sums_2C.zero_()
     else:
-        laid = _lay_out(dx, scale.numel(), axis, group)
+        laid = lay_out(dx, scale.numel(), axis, group)
         grid = Grid(quant_min, quant_max, offset, paper)
         factor = gradient_factor(x.numel(), scale.numel(), grid) if scale_gradient else 1.0
         views = laid.view(x), laid.view(grad.to(x.dtype))
