@@ -23,10 +23,13 @@ class QuantisedLayer(nn.Module):
     act_quantiser: LSQ | None  # None => what comes in is left as it is
     note: str  # what is special about it, for the summary
 
+    def weight_rows(self) -> Tensor:
+        """The weight as its quantiser takes it: groups run through all that one output is made of."""
+        return self.weight.flatten(1) if self.weight_quantiser.group else self.weight
+
     def quantised_weight(self) -> Tensor:
-        """The weight as the layer uses it. Groups run through all that one output is made of."""
-        rows = self.weight.flatten(1) if self.weight_quantiser.group else self.weight
-        quantised: Tensor = self.weight_quantiser(rows)
+        """The weight as the layer uses it."""
+        quantised: Tensor = self.weight_quantiser(self.weight_rows())
         return quantised.view_as(self.weight)
 
     def quantised_input(self, x: Tensor) -> Tensor:
@@ -106,5 +109,5 @@ def quantise_layer(
     for quantiser in filter(None, (weight_quantiser, act_quantiser)):
         quantiser.to(layer.weight.device, layer.weight.dtype).train(layer.training)
     if not weight_quantiser.initialised:
-        weight_quantiser.initialise(layer.weight)
+        weight_quantiser.initialise(layer.weight_rows())
     return layer

@@ -243,9 +243,7 @@ class LSQ(nn.Module):
         """Of one element, or of as many as will turn out."""
         if self.axis is None and not self.group:
             return nn.Parameter(torch.full((1,), value, dtype=torch.float32))
-        unsized: Any = nn.UninitializedParameter
-        lazy: nn.Parameter = unsized(dtype=torch.float32)
-        return lazy
+        return _sizeless(dtype=torch.float32)
 
     def _judged(self, symmetric: bool | Literal["auto"]) -> bool | Literal["auto"]:
         if symmetric not in (True, False, "auto"):
@@ -273,7 +271,11 @@ class LSQ(nn.Module):
     # --- casts and checkpoints ---------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        unsized = self._unsized()
         super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
+        for name in unsized.keys() - self._unsized().keys():  # on the way to the meta device they became empty ones
+            moved = getattr(self, name)
+            setattr(self, name, _sizeless(device=moved.device, dtype=moved.dtype))
         self._hold()
         return self
 
@@ -347,6 +349,12 @@ class LSQPlus(LSQ):
             return None if reach_C is None else Start(living(reach_C / (1 << self.bits - 1)), None, True)
         ends = least_error(x_CN, self.quant_max, self._agreement)
         return None if ends is None else Start(living((ends[1] - ends[0]) / self.quant_max), ends[0], False)
+
+
+def _sizeless(**where: Any) -> nn.Parameter:
+    kind: Any = nn.UninitializedParameter
+    made: nn.Parameter = kind(**where)
+    return made
 
 
 def _check(bits: int, group: int, axis: int | None, init_batches: int) -> None:

@@ -44,7 +44,7 @@ def prepare(
     initialised, all ranks of `process_group` must call: they share their statistics ("local": nobody has to).
     """
     _check_model(model)
-    _check_bits(weight_bits=weight_bits, act_bits=act_bits or 8, first_last_bits=first_last_bits or 8)
+    _check_bits(weight_bits=weight_bits, act_bits=act_bits, first_last_bits=first_last_bits)
     found = list(_layers(model))
     chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
     _check_group(chosen, group)
@@ -179,9 +179,9 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("parameters are sharded already: prepare the model, calibrate it, then call fully_shard")
 
 
-def _check_bits(**named: int) -> None:
+def _check_bits(**named: int | None) -> None:
     for name, bits in named.items():
-        if bits not in BITS:
+        if bits is not None and bits not in BITS:
             raise ValueError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
 
 

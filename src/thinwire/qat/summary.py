@@ -1,5 +1,6 @@
 """What became of a model's layers, as a table: bits, scales, and what quantisation does to the weights."""
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -132,16 +133,19 @@ def _measured(row: Row, layer: QuantisedLayer) -> Row:
     """With what quantisation does to the weight."""
     quantiser = layer.weight_quantiser
     scale_C, offset_C = whole(quantiser.scale), None if quantiser.offset is None else whole(quantiser.offset)
-    w_CN = quantiser.by_channel(whole(layer.weight))
+    if not ((scale_C > 0) & (scale_C < math.inf)).all():
+        return replace(row, note="; ".join(filter(None, [row.note, "a scale is not positive and finite"])))
+    w_CN = quantiser.by_channel(whole(layer.weight_rows()))
     v_CN = (w_CN - (0 if offset_C is None else offset_C.unsqueeze(1))) / scale_C.unsqueeze(1)
     outside = (v_CN <= quantiser.quant_min) | (v_CN >= quantiser.quant_max)
     low, high = quantiser.quant_min, quantiser.quant_max
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
+    signal, noise = _energy(w_CN), _energy(y_CN - w_CN)
     return replace(
         row,
         scale=(float(scale_C.min()), float(scale_C.max())),
         saturation=float(outside.double().mean()),
-        sqnr_db=float(10 * (_energy(w_CN) / _energy(y_CN - w_CN)).log10()),
+        sqnr_db=float(10 * (signal / noise).log10()) if signal else None,
     )
 
 
