@@ -453,10 +453,13 @@ def _coding_bound(codec: Codec, low: Tensor, high: Tensor) -> Tensor:
     if isinstance(codec, Cast) and codec.format == "bf16":
         return torch.maximum(low.abs(), high.abs()) * 2.0**-8 + 2.0**-134
     reach = min(block_of(codec), low.numel()) - 1
-    windows = torch.cat((_windows(low, reach), _windows(high, reach)), 1)
-    bound = error_bound(codec, windows)
-    bound = torch.where(windows.isfinite().all(1, keepdim=True), bound, math.inf)
-    return bound[:, 0] if isinstance(codec, Lloyd) else torch.maximum(bound[:, reach], bound[:, 3 * reach + 1])
+    lows, highs = _windows(low, reach), _windows(high, reach)
+    if isinstance(codec, Lloyd):  # the norm of a block decides
+        rows = torch.cat((lows, highs), 1)
+    else:  # an element and the ends of its block
+        rows = torch.stack((low, high, lows.amin(1), highs.amax(1)), 1)
+    bound = torch.where(rows.isfinite().all(1, keepdim=True), error_bound(codec, rows), math.inf)
+    return bound[:, :2].amax(1)
 
 
 def _windows(x: Tensor, reach: int) -> Tensor:
