@@ -85,8 +85,10 @@ def test_batches_fit_the_network(task: Task) -> None:
 def test_a_window_is_followed_by_its_targets() -> None:
     inputs, targets = tasks.TASKS["gpt"].batch(0, 0, 0, 2)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    text = "".join(tasks.vocabulary()[code] for code in inputs[0])
-    assert text in "".join(tasks.vocabulary()[code] for code in tasks.training_text())
+    window, text = (
+        "".join(tasks.vocabulary()[code] for code in codes.tolist()) for codes in (inputs[0], tasks.training_text())
+    )
+    assert window in text
 
 
 def test_attention_does_not_look_ahead() -> None:

@@ -217,7 +217,7 @@ def nmse(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("codec", ["int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
 def test_two_phases_lose_little_more_than_two_roundings(codec: str, world: int) -> None:
     """Independent ranks: their errors add up as their numbers do, so the sum's share of error is that of one tensor."""
-    n, coder = 1 << 18, thinwire.codec(codec)
+    n, coder = 1 << 17, thinwire.codec(codec)
     xs = [torch.randn(n, generator=seeded(world, rank)) for rank in range(world)]
     wires_WN = wires_of(coder, xs, step=3)
     once = [nmse(decoded(coder, wire, n), x) for wire, x in zip(wires_WN[:8], xs, strict=False)]

@@ -350,12 +350,11 @@ def use(group: Group, name: str, device: Device) -> tuple[float, dict[str, tuple
     return float(peak), found
 
 
-FOUR = ("several buckets", "parameters left out", "Join", "lanes of one element", "mixed dtypes")
-THREE = (*FOUR, "gradients are views of buckets", "kept views", "odd lengths", "no_sync", "bfloat16", "complex64")
-WORLD_WAYS = [*((2, name) for name in WAYS), *((3, name) for name in THREE), *((4, name) for name in FOUR)]
-
-
-ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in FOUR)]
+SOME = ("several buckets", "parameters left out", "Join", "lanes of one element", "mixed dtypes")
+THREE = (*SOME, "gradients are views of buckets", "kept views", "odd lengths", "no_sync", "bfloat16", "complex64")
+MOST = ("several buckets", "mixed dtypes")
+WORLD_WAYS = [*((2, name) for name in WAYS), *((3, name) for name in THREE), *((4, name) for name in MOST)]
+ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in SOME)]
 
 
 @pytest.mark.parametrize(
@@ -513,7 +512,7 @@ TRAINED = [*CODECS.values(), "auto:4", {0: "none", 3: "int8", 6: "lloyd2"}]
 @pytest.mark.parametrize("given_codec", TRAINED, ids=str)
 def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_codec: Any, device: Device) -> None:
     at = TRAINED.index(given_codec) % 3
-    for alike, first, last in ranks(WORLDS[at]).run(train, list(OPTIMIZERS)[at], {"codec": given_codec}, 16, device):
+    for alike, first, last in ranks(WORLDS[at]).run(train, list(OPTIMIZERS)[at], {"codec": given_codec}, 10, device):
         assert alike
         assert last < first
 
@@ -860,17 +859,17 @@ def break_one(
 
 
 @each_device
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
 @pytest.mark.parametrize("algorithm", CODED)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
-    ranks: RankPool, world: int, algorithm: str, feedback: str, bad: float, device: Device
+    ranks: RankPool, world: int, algorithm: str, feedback: str, device: Device
 ) -> None:
     n, at, block = 2013, 1100, 64
     shard = n if algorithm == "one_shot" else -(-n // world)
     begin = at // shard * shard + at % shard // block * block
-    for name in ("lloyd2:block=64", "int4:block=64"):
+    kinds = (math.nan, -math.inf) if (world == 2) == (algorithm == "one_shot") else (-math.inf, math.nan)
+    for name, bad in zip(("lloyd2:block=64", "int4:block=64"), kinds, strict=True):
         options = {"codec": name, "feedback": feedback, "algorithm": algorithm, "exempt": "none"}
         for found in ranks(world).run(break_one, options, at, bad, WHOLE, device):
             want = found.want.clone()

@@ -163,8 +163,13 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("world", [2, 3])
+IN_SHARDS = ("classic", "ef21", "by an optimiser that is seen", "bits by layer", "a schedule", "dtypes")
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [*((2, kind) for kind in RUNS), *((3, kind) for kind in (*IN_SHARDS, "parameters without elements"))],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, world: int, kind: str) -> None:
     """A new DDP begins with one bucket of everything, where the old one had rebuilt its own."""
     check_interrupted(ranks, world, RUNS[kind], "files")

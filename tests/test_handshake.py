@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from ranks import RankPool
+from thinwire.collectives import handshake, schedule
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -142,9 +143,10 @@ def known_against_new(group: Group, async_op: bool, algorithm: str) -> tuple[str
     dist.barrier()
     start = time.monotonic()
     x = torch.ones(200 if group.rank() == 0 else 300)
-    text = said(
-        lambda: thinwire.all_reduce(x, async_op=True, **how).wait() if async_op else thinwire.all_reduce(x, **how)
-    )
+    with patch.object(handshake, "_LOOK_S", 0.1), patch.object(schedule, "_LOOK_S", 0.1):
+        text = said(
+            lambda: thinwire.all_reduce(x, async_op=True, **how).wait() if async_op else thinwire.all_reduce(x, **how)
+        )
     seconds = time.monotonic() - start
     return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), **how))
 
@@ -161,6 +163,10 @@ def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(
         assert "numel=300" in text
         assert seconds < 8
         assert "make a new group" in again
+
+
+def test_waiting_ranks_look_at_each_other_every_second() -> None:
+    assert handshake._LOOK_S == schedule._LOOK_S == 1.0
 
 
 def same_text_other_spelling(group: Group) -> bool:

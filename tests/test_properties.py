@@ -1,4 +1,4 @@
-"""What holds for any codec, dtype, length and content, on generated cases: 5,000 in all."""
+"""What holds for any codec, dtype, length and content, on generated cases: 3,000 in all."""
 
 import itertools
 import math
@@ -105,7 +105,7 @@ serving = st.sampled_from([*cases.SERVING[:1] * 7, "reference"])  # mostly the f
 
 
 @pytest.mark.skipif(not cases.OTHERS, reason="only the reference runs here")
-@generated(1500)
+@generated(1000)
 @given(
     case=any_case(most_ranks=2),
     backend=st.sampled_from(cases.OTHERS or ["reference"]),
@@ -133,7 +133,7 @@ def everything(case: Case, carry: bool, wires_WN: Tensor | None = None) -> dict[
     return results
 
 
-@generated(2000)
+@generated(1000)
 @given(any_case(), serving)
 def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
     """Finite where the block is finite, NaN where not, zero where zero, and no further off than the definition says."""
@@ -143,7 +143,7 @@ def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
     cases.assert_within_bound(case.codec, case.xs[0], y.float())
 
 
-@generated(1500)
+@generated(1000)
 @given(any_case(most_ranks=2), serving, st.integers(0, 16))
 def test_nothing_is_written_outside_the_buffers(case: Case, backend: str, shift: int) -> None:
     """Into the middle of a larger buffer, at any address: the same bytes there, and none around."""
