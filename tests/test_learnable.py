@@ -21,6 +21,7 @@ from torch.ao.quantization import (
     MovingAveragePerChannelMinMaxObserver,
     PerChannelMinMaxObserver,
     QConfig,
+    QConfigMapping,
     convert,
     disable_fake_quant,
     disable_observer,
@@ -29,6 +30,7 @@ from torch.ao.quantization import (
     prepare_qat,
 )
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -362,10 +364,10 @@ def test_loading_restores_the_mode_and_what_is_trainable(learning: bool) -> None
 
 
 def test_loading_a_checkpoint_without_quantisers_changes_no_mode() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
-    quantiser.load_state_dict({}, strict=False)
-    assert flags(quantiser) == [1, 0, 1]
-    assert quantiser.scale.requires_grad
+    for quantiser in (int8(), int8().enable_param_learning(), int8().enable_static_observation()):
+        before = flags(quantiser), quantiser.scale.requires_grad
+        quantiser.load_state_dict({}, strict=False)
+        assert (flags(quantiser), quantiser.scale.requires_grad) == before
 
 
 def test_observation_leaves_the_parameters_alone() -> None:
@@ -605,6 +607,13 @@ def test_real_zero_points(observer: Any) -> None:
     # y = code * s + b here, (code - z) * s there: three roundings of numbers up to |x| + 255 s each.
     assert ((y - theirs).abs() <= 8 * ROUND * (x.abs() + 256 * scale.unsqueeze(1))).all()
     assert ((y - x).abs() <= scale.unsqueeze(1) / 2 + 8 * ROUND * (x.abs() + 256 * scale.unsqueeze(1))).all()
+
+
+def test_a_constant_channel_with_a_real_zero_point() -> None:
+    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, qscheme=torch.per_channel_affine_float_qparams)
+    x = torch.tensor([[7.25, 7.25], [0.0, 0.0]])
+    assert torch.equal(quantiser(x), x)
+    assert quantiser.scale.tolist() == [1.0, 1.0]
 
 
 def test_gradients_of_real_zero_points() -> None:
@@ -850,7 +859,16 @@ def test_scripting_is_refused_in_words() -> None:
         torch.jit.script(_LearnableFakeQuantize(MinMaxObserver))
 
 
-def small_model() -> torch.nn.Module:
+@pytest.fixture
+def integers() -> Iterator[None]:
+    """torch's integer kernels, whichever this machine has."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
+    yield
+    torch.backends.quantized.engine = before
+
+
+def small_model() -> torch.nn.Sequential:
     return torch.nn.Sequential(
         torch.ao.quantization.QuantStub(),
         torch.nn.Conv2d(1, 4, 3),
@@ -875,10 +893,11 @@ def learnable_qconfig() -> QConfig:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("integers")
 def test_in_a_qconfig_from_preparation_to_integers() -> None:
     torch.manual_seed(0)
-    model = small_model().train()
-    model.qconfig = learnable_qconfig()  # type: ignore[assignment]
+    model: Any = small_model().train()
+    model.qconfig = learnable_qconfig()
     prepared = prepare_qat(model)
     quantisers = [m for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
     assert len(quantisers) == 5  # the input, and weight and output of two layers
@@ -898,10 +917,22 @@ def test_in_a_qconfig_from_preparation_to_integers() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     fake = prepared.eval()(x)
-    torch.backends.quantized.engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
     real = convert(prepared)(x)
     step = quantisers[-1].scale.item()
     assert ((real - fake).abs() <= 2 * step).all()  # a rounding of each layer's output
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("integers")
+def test_in_a_qconfig_of_fx() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 1, 4, 4)
+    prepared = prepare_qat_fx(small_model()[1:5].train(), QConfigMapping().set_global(learnable_qconfig()), (x,))
+    assert sum(isinstance(m, LearnableFakeQuantize) for m in prepared.modules()) == 6  # Flatten's output as well
+    prepared(x).sum().backward()
+    fake = prepared.eval()(x)
+    step = max(m.scale.max().item() for m in prepared.modules() if isinstance(m, LearnableFakeQuantize))
+    assert ((convert_fx(prepared)(x) - fake).abs() <= 2 * step).all()
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -1054,7 +1085,8 @@ def test_devices_agree_and_the_host_never_waits(observer: Any, dtype: torch.dtyp
     host, card = (LearnableFakeQuantize(observer, 0, 7, use_grad_scaling=True) for _ in range(2))
     card.to(CUDA)
     x = torch.linspace(-1, 2, 3 * 700).view(3, 700).to(dtype)
-    host(x), card(x.to(CUDA))
+    host(x), card(x.to(CUDA)).sum().backward()  # kernels are compiled here
+    card.zero_grad()
     for name in ("enable_static_estimate", "enable_param_learning"):
         a, b = x.clone().requires_grad_(), x.to(CUDA).requires_grad_()
         getattr(host, name)()(a).sum().backward()
