@@ -1,5 +1,6 @@
 """The benchmark of quantisation-aware training: what a run hands back, its formulas, its flags."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from thinwire.bench import qat, qat_speed, record, timing
+from thinwire.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
+from thinwire.bench.qat_methods import METHODS
+from thinwire.bench.qat_tasks import Recipe
 from thinwire.cli.app import app
 from thinwire.kernels import BACKENDS, use_backend
+from thinwire.qat import LSQ
+from thinwire.qat.layers import QuantisedLayer
 
 CPU = torch.device("cpu")
 
@@ -123,13 +128,172 @@ def test_ctrl_c_keeps_the_finished_cases(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stop.value.record.conditions["interrupted"]
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+TINY = qat_tasks.Digits(Recipe(1, 0.05), epochs=1, widths=(4, 4, 4))
+
+
+@pytest.fixture
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = data.digits()
+    monkeypatch.setattr(data, "digits", lambda: (images[:250], labels[:250]))
+    monkeypatch.setattr(qat_tasks, "QUICK", TINY)
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_training_run_end_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "qat.json"
+    result = call("--parts", "train", "--bits", "8", "--seeds", "1", "--quick", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "torch_learnable" in result.output
+    rows = record.read(str(path)).rows
+    assert [(row["method"], row["weight_bits"]) for row in rows] == [
+        (name, 32 if name == "fp32" else 8) for name in METHODS
+    ]
+    for row in rows:
+        assert (row["seeds"], row["first_last_bits"], row["act_bits"]) == (1, row["weight_bits"], row["weight_bits"])
+        assert row["rate"] == (0.005 if row["weight_bits"] == 8 else 0.05)
+        assert row["diverged"] or 0 <= float(str(row["accuracy"])) <= 1
+    assert {row["method"] for row in rows if row["control"]} == {"absmax_ste", "lsq_no_grad_scale", "lsq_absmax_init"}
+    assert [row["method"] for row in rows if row["peer"]] == ["torch_learnable"]
+
+
+def test_lessons_go_by_bits_then_by_method_and_fp32_is_first() -> None:
+    school = qat.School(TINY, bits=(2, 4), seeds=2, threads=1, device=CPU)
+    lessons = [str(lesson) for lesson in school.lessons([METHODS["lsq"], METHODS["fp32"]])]
+    assert lessons[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
+    assert lessons[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_seed_fixes_a_training_and_fp32_is_trained_once_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[Recipe, int]] = []
+    train = qat_tasks.train
+
+    def counted(model: nn.Module, seen: qat_tasks.Split, recipe: Recipe, seed: int) -> bool:
+        trained.append((recipe, seed))
+        return train(model, seen, recipe, seed)
+
+    monkeypatch.setattr(qat_tasks, "train", counted)
+    first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
+    timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
+    assert timeless[0] == timeless[1]
+    before, after = (TINY.before, 0), (TINY.after(2), 2)
+    assert trained[: len(trained) // 2] == [
+        before,
+        after,
+        (TINY.before, 1),
+        (TINY.after(2), 3),
+        after,
+        (TINY.after(2), 3),
+    ]
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_scale_that_dies_is_a_row_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(self: LSQ, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ValueError("a scale must be positive")
+        return x
+
+    monkeypatch.setattr(qat_methods.NoGradientScale, "forward", dies)
+    (row,) = qat.run(parts=["train"], methods=["lsq_no_grad_scale"], quick=True).rows
+    assert (row["diverged"], row["train_loss"], row["accuracy"]) == (2, None, None)
+
+
+def test_other_splits_for_other_seeds_and_no_image_in_both_parts() -> None:
+    first, second = (qat_tasks.split(seed, CPU) for seed in (0, 1))
+    assert not torch.equal(first.test_images, second.test_images)
+    assert len(first.labels) + len(first.test_labels) == 1797
+    together = torch.cat([first.images, first.test_images]).flatten(1).sum(0)
+    assert torch.equal(together, torch.cat([second.images, second.test_images]).flatten(1).sum(0))
+
+
+def test_what_is_judged() -> None:
+    class Right(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images * 4
+
+    images, labels = torch.eye(3), torch.tensor([0, 1, 2])
+    found = qat_tasks.judge(Right(), qat_tasks.Split(images, labels, images, torch.tensor([0, 0, 2])))
+    assert found.accuracy == 2 / 3
+    assert found.train_loss == pytest.approx(math.log(math.exp(4) + 2) - 4, rel=1e-6)
+    assert qat_tasks.judge(Right(), qat_tasks.Split(images * math.nan, labels, images, labels)).diverged
+
+
+def started(name: str, bits: int = 2) -> nn.Module:
+    model = qat_tasks.network(TINY, 0)
+    METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits, bits)
+    return model
+
+
+def layers(model: nn.Module) -> list[QuantisedLayer]:
+    return [module for module in model.modules() if isinstance(module, QuantisedLayer)]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "fp32"])
+def test_all_methods_quantise_the_same_places(name: str) -> None:
+    quantised = layers(started(name))
+    assert [type(layer).__name__ for layer in quantised] == ["QuantisedConv2d"] * 3 + ["QuantisedLinear"]
+    for layer in quantised:
+        assert all(len(row.unique()) <= 4 for row in layer.quantised_weight().detach().flatten(1))
+        x = torch.linspace(0, 2, 1000).expand(1, 1, -1)
+        assert len(layer.quantised_input(x).detach().unique()) <= 4
+
+
+def test_absmax_starts_clip_nothing() -> None:
+    for layer in layers(started("lsq_absmax_init")):
+        weight = layer.weight.detach().flatten(1)
+        assert torch.equal(layer.weight_quantiser.scale.detach(), weight.abs().amax(1) / 1)
+    first = layers(started("lsq_absmax_init"))[0].act_quantiser
+    assert first is not None
+    assert first.scale.item() == pytest.approx(1 / 3, rel=1e-6)  # images reach from 0 to 1, on the integers 0 to 3
+
+
+def test_absmax_without_learning_is_straight_through_and_fresh_every_time() -> None:
+    quantiser = qat_methods.AbsmaxAlways(3, symmetric=True, axis=0)
+    x = torch.tensor([[0.6, -1.5, 0.7], [3.0, 0.2, 30.0]], requires_grad=True)
+    scale = torch.tensor([[1.5 / 3], [30 / 3]])
+    y = quantiser(x)
+    assert torch.equal(y, torch.round(x.detach() / scale) * scale)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(parameter.grad is None for parameter in quantiser.parameters())
+
+
+def test_the_gradient_without_its_factor() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind in (LSQ, qat_methods.NoGradientScale):
+        quantiser = kind(2).initialise(x)
+        quantiser(x).sum().backward()
+        assert quantiser.scale.grad is not None
+        found.append(quantiser.scale.grad.item())
+    assert found[1] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
+
+
+def test_torchs_module_and_ours_by_its_names_start_alike() -> None:
+    """The same network and images: every output agrees but for a value on the very edge of a step, here none."""
+    images = qat_tasks.split(0, CPU).images[:64]
+    ours, theirs = started("learnable"), started("torch_learnable")
+    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
+    learned = [sum(p.requires_grad for p in model.parameters()) for model in (ours, theirs)]
+    assert learned[0] == learned[1] > 2 * 2 * 4
+
+
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--parts", "speed,nothing"], "'nothing' is not one of speed"),
+        (["--parts", "speed,nothing"], "'nothing' is not one of speed, train"),
+        (["--methods", "lsq,adam"], "'adam' is not one of fp32, lsq, lsqplus"),
+        (["--bits", "1"], "2 to 8 bits"),
+        (["--bits", "2,9"], "2 to 8 bits"),
+        (["--bits", "two"], "got 'two'"),
+        (["--seeds", "0"], "greater than or equal to 1"),
         (["--numel", "0"], "greater than or equal to 1"),
         (["--threads", "0"], "greater than or equal to 1"),
         (["--device", "tpu"], "'cpu', 'cuda'"),
@@ -144,3 +308,17 @@ def test_bad_flags_say_what_is_allowed(arguments: list[str], said: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
     assert "use --device cpu" in call("--device", "cuda").stderr
+
+
+def test_without_scikit_learn_training_is_an_error_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qat_tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(qat_speed, "cases", lambda *arguments: pytest.fail("measured"))
+    result = call("--parts", "train")
+    assert result.exit_code == 1
+    assert "pip install 'thinwire[bench]'" in result.stderr
+
+
+def test_parts_that_are_not_asked_for_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qat_tasks, "check", lambda: pytest.fail("trained"))
+    monkeypatch.setattr(qat_speed, "cases", lambda *arguments: [])
+    assert qat.run(parts=["speed"]).rows == []

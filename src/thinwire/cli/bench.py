@@ -19,10 +19,12 @@ from thinwire.bench import (
     train as train_bench,
 )
 from thinwire.bench.data import DISTRIBUTIONS
+from thinwire.bench.qat_methods import METHODS
 from thinwire.bench.record import Interrupted, Progress, Record, as_csv, write
 from thinwire.cli import flags, screen
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
+from thinwire.qat.lsq import BITS
 from thinwire.report import tables
 
 app = typer.Typer(
@@ -330,7 +332,17 @@ def qat_command(
     parts: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(qat_bench.PARTS)}; default all.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where the tensors of the speed part are.")] = Device.cpu,
+    methods: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"To train, among {', '.join(METHODS)}; default all.")
+    ] = None,
+    bits: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N,M", help="To train at, of weights and activations alike; default 2,3,4,8, quick 2."),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Trainings of each method; default 5, quick 2.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")] = Device.cpu,
     numel: Annotated[
         int | None,
         typer.Option(
@@ -339,31 +351,39 @@ def qat_command(
             help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of the speed part.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads.")] = 1,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
 ) -> None:
-    """What fake quantisation costs.
+    """What fake quantisation costs, and what networks trained with it reach.
 
     \b
     Parts:
       speed   forward and backward, per tensor and per channel, in fp32 and bf16
+      train   a network of three convolutions on scikit-learn's digits, trained in fp32, then on at few bits
 
-    All are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing each
-    tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is faster).
-    Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an element.
+    Speed: all are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing
+    each tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is
+    faster). Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an
+    element.
+
+    Training: all layers are quantised; every method has the same recipe, and the same batches from the same start.
+    Controls (absmax_ste, lsq_no_grad_scale, lsq_absmax_init) ought to fail; torch_learnable is torch's own module.
 
     \b
     Example:
-      thinwire bench qat --parts speed --numel 1048576
+      thinwire bench qat --parts train --methods lsq,torch_learnable --bits 2,4 --seeds 3
       thinwire bench qat --parts speed --device cuda --json qat.json
     """
     _check_device(device)
     pieces = flags.words(parts, qat_bench.PARTS, "--parts")
+    chosen, widths = flags.words(methods, METHODS, "--methods"), flags.counts(bits, "--bits")
+    if not all(width in BITS for width in widths or ()):
+        raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
 
     def measure(progress: Progress) -> Record:
-        return qat_bench.run(device.value, pieces, numel, threads, quick, progress)
+        return qat_bench.run(device.value, pieces, chosen, widths, seeds, numel, threads, quick, progress)
 
     with links.sigterm_as_ctrl_c():
         _deliver(measure, Targets(json, csv))
