@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 AT_ONCE = 2
-LIMIT_S = 300.0  # of a program that has the lowest priority on a busy machine
+WAIT_S = 300.0  # of a test; until one waits for it, a program may take as long as it likes
 LEAVE_S = 5.0  # for what a program started to end after it
 TESTS = Path(__file__).parent
 
@@ -49,25 +49,29 @@ class Programs:
 
     def __init__(self, items: Iterable[pytest.Item]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-programs-")
-        self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), set[int]()
+        self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), dict[str, int]()
         marks = {item.nodeid: item.get_closest_marker("program") for item in items}
         self._ended: dict[str, Future[Ended]] = {
-            name: self._pool.submit(self._run, mark.args, mark.kwargs) for name, mark in marks.items() if mark
+            name: self._pool.submit(self._run, name, mark.args, mark.kwargs) for name, mark in marks.items() if mark
         }
 
     def ended(self, name: str) -> Ended:
-        """The program of a test, once it has ended."""
+        """The program of a test, once it has ended, or has been killed after WAIT_S."""
+        with suppress(TimeoutError):
+            return self._ended[name].result(WAIT_S)
+        if group := self._groups.get(name):
+            _kill(group)
         return self._ended[name].result()
 
     def close(self) -> None:
         """End those that nobody waits for any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for group in list(self._groups):
+        for group in list(self._groups.values()):
             _kill(group)
         self._pool.shutdown()
         self._folder.cleanup()
 
-    def _run(self, arguments: tuple[str, ...], environment: Mapping[str, str]) -> Ended:
+    def _run(self, name: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> Ended:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         process = subprocess.Popen(
             ["nice", "-n", "10", sys.executable, *map(str, arguments)],
@@ -79,15 +83,11 @@ class Programs:
             env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
             process_group=0,  # that of all it starts; in a session of its own its priority would count in there only
         )
-        self._groups.add(process.pid)
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            _kill(process.pid)
-            out, err = process.communicate()
+        self._groups[name] = process.pid
+        out, err = process.communicate()
         alone = _is_gone(process.pid)
         _kill(process.pid)
-        self._groups.discard(process.pid)
+        del self._groups[name]
         return Ended(process.returncode, out, err, folder, alone)
 
 

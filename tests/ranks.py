@@ -324,10 +324,10 @@ def _join(number: int, size: int, store: str) -> Any:
 
 
 def _end_groups(group: Any) -> None:
-    """End the groups that calls made: each has a thread that wakes a hundred times a second, and there are hundreds."""
-    from torch.distributed.distributed_c10d import _world, destroy_process_group
+    """End gloo groups that calls made: each keeps a thread that wakes a hundred times a second; there are hundreds."""
+    from torch.distributed.distributed_c10d import _world, destroy_process_group, get_backend
 
-    made = [other for other in _world.pg_map if other is not group]
+    made = [other for other in _world.pg_map if other is not group and get_backend(other) == "gloo"]
     for other in made:
         destroy_process_group(other)
     if made:

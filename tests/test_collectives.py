@@ -425,17 +425,17 @@ def test_groups_and_meshes_are_served(ranks: RankPool) -> None:
     assert ranks(3).run(in_groups) == [[*total, 1.0, 4.0, 2.0], [*total, 2.0], [*total, 3.0, 4.0, 2.0]]
 
 
-def hierarchical(
-    group: Group, shape: tuple[int, int], codec: Any, numel: int, factor: float | str, device: Device
-) -> tuple[str, Tensor]:
-    mesh = meshes.setdefault(shape, init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")))
-    x = given(numel, group.rank()).to(device)
+ON_A_MESH = ((0, "sum"), (1, "sum"), (3, "avg"), (1511, "avg"), (2003, -2.0))  # lengths and factors
+
+
+def hierarchical(group: Group, shape: tuple[int, int], codec: Any, device: Device) -> list[tuple[str, Tensor]]:
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")), []
     with small_chunks():
-        thinwire.all_reduce(x, op_of(factor), mesh, codec=codec, algorithm="hierarchical")
-    return digest(x), x.cpu()
-
-
-meshes: dict[tuple[int, int], Any] = {}  # of a rank: a mesh is made once, as in a job
+        for numel, factor in ON_A_MESH:
+            x = given(numel, group.rank()).to(device)
+            thinwire.all_reduce(x, op_of(factor), mesh, codec=codec, algorithm="hierarchical")
+            found.append((digest(x), x.cpu()))
+    return found
 
 
 def hierarchical_range(shape: tuple[int, int], codec: tuple[str, str], numel: int, factor: float | str) -> Range:
@@ -456,9 +456,8 @@ def hierarchical_range(shape: tuple[int, int], codec: tuple[str, str], numel: in
 def test_hierarchical_sums_inside_and_across(
     ranks: RankPool, shape: tuple[int, int], codec: tuple[str, str], device: Device
 ) -> None:
-    for numel, factor in ((0, "sum"), (1, "sum"), (3, "avg"), (1511, "avg"), (2003, -2.0)):
-        spec = codec if codec[0] != codec[1] else codec[0]
-        answers = ranks(4).run(hierarchical, shape, spec, numel, factor, device)
+    told = ranks(4).run(hierarchical, shape, codec if codec[0] != codec[1] else codec[0], device)
+    for (numel, factor), *answers in zip(ON_A_MESH, *told, strict=True):
         assert len({answer[0] for answer in answers}) == 1
         hierarchical_range(shape, codec, numel, factor).assert_holds(answers[0][1], f"{shape} {codec} {numel} {factor}")
 
