@@ -1,8 +1,10 @@
 """Fake quantisation, forward and backward in one pass each. `schema.Grid` has the formulas.
 
-A tensor (outer, channels, inner) is a matrix of ROWS x COLUMNS tiles, a tile a program. BY_ROW the rows are outer times
-channels and a row has one channel; else the columns are channels times inner and a column has one. The sums of a tile,
-one for each of its rows or columns, are left for the host to add: [Note: Partial sums] in fake_launch.py.
+A tensor (outer, channels, inner) is a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. BY_ROW the
+rows are outer times channels, a row has one channel, and the tiles are neighbours in their rows; else the columns are
+channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once a
+program, and so is the sum over its tiles written, a number for each of its rows or columns: [Note: Partial sums] in
+fake_launch.py.
 """
 
 import triton
@@ -10,8 +12,10 @@ import triton.language as tl
 
 from thinwire.kernels.triton.numbers import ROUNDER
 
+_PLAIN = ("rows", "channels", "inner", "steps")  # of `columns` it matters whether rows start on 16 bytes
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_PLAIN)
 def forward_kernel(
     x,
     out,
@@ -21,27 +25,28 @@ def forward_kernel(
     columns,
     channels,
     inner,
+    steps,
     quant_min,
     quant_max,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_ROW: tl.constexpr,
-    SINGLE: tl.constexpr,
+    FAR: tl.constexpr,
     SHIFT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """out = y. SINGLE: there is one row; SHIFT: there is a shift, and by OFFSET it is an offset."""
-    row, start, at, inside, whole = _tile(rows, columns, ROWS, COLUMNS, SINGLE)
-    s, inverse, b, low, high = _channel(
-        scale, shift, row, start, rows, columns, channels, inner, quant_min, quant_max, COLUMNS, BY_ROW, SHIFT, OFFSET
-    )
-    value = _load(x, at, inside, whole)
-    _v, r = _place(value, inverse, b, low, high)
-    y = _clamp(r, low, high) * s + b
-    _store(out, at, y, inside, whole)
+    """out = y. FAR: a tile reaches over 2**31 elements; SHIFT: there is one, and by OFFSET it is an offset."""
+    row, column, _place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
+    s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
+    for _ in range(steps):
+        start, at, inside, whole = _tile(row, column, rows, columns, ROWS, COLUMNS, FAR)
+        _v, r = _place_on(_load(x + start, at, inside, whole), inverse, b, low, high)
+        _store(out + start, at, _clamp(r, low, high) * s + b, inside, whole)
+        row, column = _next(row, column, ROWS, COLUMNS, BY_ROW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLAIN)
 def backward_kernel(
     x,
     grad,
@@ -53,94 +58,136 @@ def backward_kernel(
     columns,
     channels,
     inner,
+    steps,
     quant_min,
     quant_max,
     factor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_ROW: tl.constexpr,
-    SINGLE: tl.constexpr,
+    FAR: tl.constexpr,
     SHIFT: tl.constexpr,
     OFFSET: tl.constexpr,
     PAPER: tl.constexpr,
     WANT_DX: tl.constexpr,
 ):
-    """dx and the tile's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
-    row, start, at, inside, whole = _tile(rows, columns, ROWS, COLUMNS, SINGLE)
-    s, inverse, b, low, high = _channel(
-        scale, shift, row, start, rows, columns, channels, inner, quant_min, quant_max, COLUMNS, BY_ROW, SHIFT, OFFSET
-    )
-    value = _load(x, at, inside, whole)
-    g = _load(grad, at, inside, whole)
-    v, r = _place(value, inverse, b, low, high)
-    if PAPER:
-        outside = (v <= low) | (v >= high)
-    else:
-        outside = (r < low) | (r > high)
-    if WANT_DX:
-        _store(dx, at, tl.where(outside, 0.0, g), inside, whole)
-    term = g * tl.where(outside, _clamp(r, low, high), r - v)
-    column_tiles = tl.cdiv(columns, COLUMNS)
-    tile = tl.program_id(0).to(tl.int64)
+    """dx and the program's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
+    row, column, place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
+    s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
+    ds = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(steps):
+        start, at, inside, whole = _tile(row, column, rows, columns, ROWS, COLUMNS, FAR)
+        g = _load(grad + start, at, inside, whole)
+        v, r = _place_on(_load(x + start, at, inside, whole), inverse, b, low, high)
+        if PAPER:
+            outside = (v <= low) | (v >= high)
+        else:
+            outside = (r < low) | (r > high)
+        if WANT_DX:
+            _store(dx + start, at, tl.where(outside, 0.0, g), inside, whole)
+        ds += g * tl.where(outside, _clamp(r, low, high), r - v)
+        if SHIFT:
+            db += tl.where(outside, g, 0.0)
+        row, column = _next(row, column, ROWS, COLUMNS, BY_ROW)
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    if BY_ROW:
-        place = row * column_tiles + tile % column_tiles
-        kept, parts = row < rows, column_tiles.to(tl.int64) * rows
-    else:
-        column = start + tl.arange(0, COLUMNS)
-        place = (tile // column_tiles) * columns + column
-        kept, parts = column < columns, tl.cdiv(rows, ROWS).to(tl.int64) * columns
     if SHIFT:
-        ds, db = tl.reduce((term, tl.where(outside, g, 0.0)), AXIS, _add_both)
-        db = db * factor
+        total, below = tl.reduce((ds, db), AXIS, _add_both)
+        below = below * factor
         if not OFFSET:
-            db = db * -tl.reshape(s, db.shape)
-        tl.store(partial + parts + place, db, kept)
+            below = below * -tl.reshape(s, below.shape)
+        parts = _parts(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+        tl.store(partial + parts + place, below, known)
     else:
-        ds = tl.sum(term, AXIS)
-    tl.store(partial + place, ds * factor, kept)
+        total = tl.sum(ds, AXIS)
+    tl.store(partial + place, total * factor, known)
+
+
+# --- where a program is -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SINGLE: tl.constexpr):
-    """Rows, first column, offsets, which of them are inside, and whether all are."""
-    column_tiles = tl.cdiv(columns, COLUMNS)
+def _first(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
+    """First row and column of the first tile, and where its sums go."""
     program = tl.program_id(0).to(tl.int64)
-    row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)
-    start = (program % column_tiles) * COLUMNS
-    column = tl.arange(0, COLUMNS)[None, :]
-    if SINGLE:
-        at = start + column
+    if BY_ROW:
+        strips = tl.cdiv(tl.cdiv(columns, COLUMNS), steps)
+        row, column = (program // strips) * ROWS, (program % strips) * steps * COLUMNS
+        place = (row + tl.arange(0, ROWS)) * strips + program % strips
     else:
-        at = (row * columns)[:, None] + (start + column)
-    inside = (row < rows)[:, None] & (start + column < columns)
-    whole = ((program // column_tiles) * ROWS + ROWS <= rows) & (start + COLUMNS <= columns)
-    return row, start, at, inside, whole
+        across = tl.cdiv(columns, COLUMNS)
+        row, column = (program // across) * steps * ROWS, (program % across) * COLUMNS
+        place = (program // across) * columns + column + tl.arange(0, COLUMNS)
+    return row, column, place
 
 
 @triton.jit
-def _channel(
+def _parts(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
+    """How many numbers all programs leave for one sum."""
+    if BY_ROW:
+        count = tl.cdiv(tl.cdiv(columns, COLUMNS), steps).to(tl.int64) * rows
+    else:
+        count = tl.cdiv(tl.cdiv(rows, ROWS), steps).to(tl.int64) * columns
+    return count
+
+
+@triton.jit
+def _next(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
+    if BY_ROW:
+        column += COLUMNS
+    else:
+        row += ROWS
+    return row, column
+
+
+@triton.jit
+def _tile(row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FAR: tl.constexpr):
+    """Where the tile starts, offsets from there, which of them are inside, and whether all are."""
+    down, right = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    inside = (row + down < rows) & (column + right < columns)
+    whole = (row + ROWS <= rows) & (column + COLUMNS <= columns)
+    if ROWS == 1:
+        at = right
+    elif FAR:
+        at = down.to(tl.int64) * columns + right
+    else:
+        at = down * columns + right
+    return row * columns + column, at, inside, whole
+
+
+# --- what its channels are --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _channels(
+    row, column, rows, columns, channels, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr
+):
+    """The channel of every row, or column, and which there are. One long division a program, short ones after it."""
+    if BY_ROW:
+        down = tl.arange(0, ROWS)
+        channel = ((row % channels).to(tl.int32) + down) % channels.to(tl.int32)
+        known = row + down < rows
+    else:
+        right = tl.arange(0, COLUMNS)
+        channel = (column // inner).to(tl.int32) + ((column % inner).to(tl.int32) + right) // inner.to(tl.int32)
+        known = column + right < columns
+    return channel, known
+
+
+@triton.jit
+def _grid(
     scale,
     shift,
-    row,
-    start,
-    rows,
-    columns,
-    channels,
-    inner,
+    channel,
+    known,
     quant_min,
     quant_max,
-    COLUMNS: tl.constexpr,
     BY_ROW: tl.constexpr,
     SHIFT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """s, 1 / s, b, lo and hi of the rows, or of the columns, to be broadcast."""
-    if BY_ROW:
-        channel, known = row % channels, row < rows
-    else:
-        column = start + tl.arange(0, COLUMNS)
-        channel, known = column // inner, column < columns
+    """s, 1 / s, b, lo and hi of channels, to be broadcast."""
     s = tl.load(scale + channel, known, other=1.0)
     inverse = tl.div_rn(1.0, s)
     good = (s > 0) & (s < float("inf")) & (inverse < float("inf"))
@@ -155,18 +202,20 @@ def _channel(
     s = tl.where(good, s, float("nan"))
     inverse = tl.where(good, inverse, float("nan"))
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    low, high = quant_min - z, quant_max - z
     return (
         tl.expand_dims(s, AXIS),
         tl.expand_dims(inverse, AXIS),
         tl.expand_dims(b, AXIS),
-        tl.expand_dims(low, AXIS),
-        tl.expand_dims(high, AXIS),
+        tl.expand_dims(quant_min - z, AXIS),
+        tl.expand_dims(quant_max - z, AXIS),
     )
 
 
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _place(value, inverse, b, low, high):
+def _place_on(value, inverse, b, low, high):
     """v and r. What lies beyond the range by a step or more is rounded as if by one: r need only be outside."""
     v = (value - b) * inverse
     return v, _round(_clamp(v, low - 1, high + 1))
@@ -179,15 +228,15 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _add_both(a, b, c, d):
-    """The sums of two reductions at once."""
-    return a + c, b + d
-
-
-@triton.jit
 def _round(x):
     """Ties to even, for |x| < 2**22."""
     return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    """Two sums in one reduction."""
+    return a + c, b + d
 
 
 @triton.jit
