@@ -1,5 +1,8 @@
 """Learnable fake quantisation: quantisers whose scales are trained, for weights and activations."""
 
+from thinwire.qat.convert import convert, weight_bytes
+from thinwire.qat.export import export
+from thinwire.qat.gather import WeightCodes
 from thinwire.qat.groups import parameter_groups
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ, LSQPlus
@@ -12,9 +15,13 @@ __all__ = [
     "LSQPlus",
     "LearnableFakeQuantize",
     "Summary",
+    "WeightCodes",
     "calibrate",
+    "convert",
+    "export",
     "fake_quantize",
     "parameter_groups",
     "prepare",
     "summary",
+    "weight_bytes",
 ]

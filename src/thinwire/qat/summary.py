@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.qat.agreement import whole, widest
+from thinwire.qat.convert import IntegerLayer, weight_bytes
 from thinwire.qat.layers import FORMS, QuantisedLayer
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
@@ -88,7 +89,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 
     Sharded weights (FSDP2) are gathered for it: then all ranks must call.
     """
-    prepared = any(isinstance(module, QuantisedLayer) for module in model.modules())
+    prepared = any(isinstance(module, QuantisedLayer | IntegerLayer) for module in model.modules())
     found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
     if not quiet:
         found.show()
@@ -100,6 +101,8 @@ def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
         return []
     if isinstance(module, QuantisedLayer):
         return [_quantised(name, module)]
+    if isinstance(module, IntegerLayer):
+        return [_converted(name, module)]
     if any(p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
     return []
@@ -119,10 +122,22 @@ def _quantised(name: str, layer: QuantisedLayer) -> Row:
     kind, weight, act = type(layer).__name__.removeprefix("Quantised"), layer.weight_quantiser, layer.act_quantiser
     act_bits = None if act is None else act.bits
     notes = [layer.note, *_waiting(weight=weight, activation=act)]
-    row = Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes)))
-    if act is not None and act.initialised:
-        row = replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
+    row = _with_act(Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes))), act)
     return row if not weight.initialised or layer.weight.is_meta else _measured(row, layer)
+
+
+def _converted(name: str, layer: IntegerLayer) -> Row:
+    kind, weight, act = type(layer).__name__.removeprefix("Integer"), layer.integer_weight, layer.act_quantiser
+    notes = [layer.note, f"integers, {weight_bytes(layer)} bytes"]
+    row = Row(name, kind, weight.coding.bits, None if act is None else act.bits, note="; ".join(filter(None, notes)))
+    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
+    return _with_act(replace(row, scale=scale), act)
+
+
+def _with_act(row: Row, act: LSQ | None) -> Row:
+    if act is None or not act.initialised:
+        return row
+    return replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
 
 
 def _waiting(**quantisers: LSQ | None) -> list[str]:

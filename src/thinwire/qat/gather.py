@@ -1,0 +1,213 @@
+"""Quantise before gather: a sharded weight travels an all-gather as the codes of its quantiser.
+
+A weight is cut along its first axis as FSDP2 cuts it: a rank has ceil(rows / world) rows, the last ones fewer or none.
+All wires of a gather are equally long:
+
+    scales of the shard's channels | their offsets, where there are any | codes at `bits`, packed as one row
+
+There is room for a whole shard; what a shorter one leaves is zero. Nothing in a wire is aligned.
+Shape suffixes: W ranks, N bytes of a wire, C channels of a shard.
+
+[Note: Gradients after the scatter] The straight-through rule is linear in the gradient of the quantised weight, so it
+runs once, on the shard, after the reduce-scatter, instead of on every rank before it. The factor of a scale's gradient
+counts the elements of the whole weight under that scale, of which a shard may hold a part only.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire.kernels import select
+from thinwire.qat.agreement import is_sharded
+from thinwire.qat.codes import Coding
+from thinwire.qat.integers import pack, packed_bytes, unpack
+from thinwire.qat.lsq import LSQ
+from thinwire.qat.ops import gradient_factor
+
+
+class Gradients(NamedTuple):
+    """Of the weight's shard, and of scale and offset in the shape in which the quantiser holds them."""
+
+    weight: Tensor
+    scale: Tensor
+    offset: Tensor | None
+
+
+class WeightCodes:
+    """How one rank's shard of a weight travels, and what comes back as gradients. Makes no collective call itself.
+
+    The quantiser holds all scales on every rank. Those that belong to rows (`axis=0` and groups) may also be cut like
+    the rows, so that a rank holds its own only: that is what `fully_shard` makes of `axis=0`.
+    """
+
+    def __init__(self, quantiser: LSQ, shape: Sequence[int], *, rank: int, world: int) -> None:
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be within 0..{world - 1}, got {rank}")
+        if not quantiser.initialised:
+            raise ValueError("the quantiser has no scale yet: run qat.calibrate(model, batches) before sharding")
+        if not math.prod(shape):
+            raise ValueError(f"a weight of shape {tuple(shape)} has nothing to send")
+        self.quantiser, self.shape, self.rank, self.world = quantiser, torch.Size(shape), rank, world
+        self._row, self._most = self.shape[1:].numel(), -(-self.shape[0] // world)
+        self._per_row = self._scales_per_row()
+        self._every = self._scales_of(self.shape[0])
+        self._check_scales()
+
+    # --- the wire ----------------------------------------------------------------------------------------------------
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of every wire of the gather."""
+        return self._codes_at + packed_bytes(self._most * self._row, self.quantiser.bits)
+
+    def rows(self, rank: int) -> slice:
+        """The rows of the whole weight that a rank holds."""
+        start, stop = (min(at * self._most, self.shape[0]) for at in (rank, rank + 1))
+        return slice(start, stop)
+
+    @torch.no_grad()
+    def encode(self, shard: Tensor, wire: Tensor) -> None:
+        """wire = the shard's scales and codes. A channel in which a weight is not finite gets a scale of NaN."""
+        self._check_shard(shard)
+        self._check_wire(wire)
+        coding, shard, (scale, offset) = self._coding, shard.contiguous(), self._own(self.quantiser.scale.dtype)
+        codes = coding.codes(shard, scale, offset)
+        finite_C = coding.lay_out(shard, scale).view(shard).isfinite().all(2).all(0)
+        heads = [scale.where(finite_C, torch.nan), *([] if offset is None else [offset])]
+        heads = [_filled(head, self._scales_of(self._most)).view(torch.uint8) for head in heads]
+        packed = pack(_filled(codes.view(-1), self._most * self._row).view(1, -1), coding.bits)
+        wire.copy_(torch.cat([*heads, packed[0]]))
+
+    @torch.no_grad()
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """out = the numbers of a wire: those of fake quantisation, in out's type. out has that rank's rows."""
+        self._check_wire(wire)
+        scale, *offset = self._sections(wire, len(out))
+        codes = unpack(wire[self._codes_at :].view(1, -1), self.quantiser.bits, self._most * self._row)
+        self._coding.values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
+
+    def decode_all(self, wires_WN: Tensor, out: Tensor) -> None:
+        """out = the whole weight, of the wires of all ranks."""
+        if out.shape != self.shape or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous and of shape {tuple(self.shape)}, got {tuple(out.shape)}")
+        for rank, wire in enumerate(wires_WN.reshape(self.world, self.wire_bytes)):
+            self.decode(wire, out[self.rows(rank)])
+
+    # --- the gradients -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gradients(self, shard: Tensor, grad: Tensor) -> Gradients:
+        """LSQ's rule for the shard, given the reduce-scattered gradient of the quantised weight's rows.
+
+        [Note: Gradients after the scatter] Where the quantiser holds all scales, their gradients are this shard's part
+        of them, and the sum over the ranks (a plain all-reduce, the caller's) is the whole. Where it holds those of its
+        own rows, they are complete.
+        """
+        self._check_shard(shard)
+        self._check_shard(grad)
+        shard, coding = shard.contiguous(), self._coding
+        scale, offset = self._own(torch.promote_types(shard.dtype, torch.float32))
+        dx, sums_2C, laid = torch.empty_like(shard), scale.new_zeros(2, len(scale)), coding.lay_out(shard, scale)
+        if shard.numel():
+            views = laid.view(shard), laid.view(grad.to(shard.dtype))
+            kernel = select(shard.device).fake_quantize_grad
+            kernel(coding.grid, *views, scale, offset, laid.view(dx), sums_2C, factor=self._factor)
+        dscale, doffset = map(self._held, sums_2C)
+        return Gradients(dx, dscale, None if offset is None else doffset)
+
+    @property
+    def _factor(self) -> float:
+        if not self.quantiser.scale_gradient:
+            return 1.0
+        return gradient_factor(self.shape.numel(), self._every, self._coding.grid)
+
+    # --- whose scales ------------------------------------------------------------------------------------------------
+
+    def _scales_per_row(self) -> int:
+        """0 where scales do not belong to rows: every wire then carries all of them."""
+        if self.quantiser.group:
+            return self._row // self.quantiser.group
+        return int(self.quantiser.axis is not None and self.quantiser.axis % len(self.shape) == 0)
+
+    def _scales_of(self, rows: int) -> int:
+        if self._per_row:
+            return rows * self._per_row
+        return 1 if self.quantiser.axis is None else self.shape[self.quantiser.axis]
+
+    def _own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Scale and offset of this rank's rows."""
+        scale, offset = (None if p is None else self._part(_local(p)).to(dtype) for p in self._parameters())
+        assert scale is not None
+        return scale, offset
+
+    def _part(self, held: Tensor) -> Tensor:
+        """Of what belongs to scales, as the quantiser holds it, that of this rank's rows: a view."""
+        rows = self.rows(self.rank)
+        apart = self._per_row and len(held) == self._every
+        return held[self._scales_of(rows.start) : self._scales_of(rows.stop)] if apart else held
+
+    def _held(self, sums_C: Tensor) -> Tensor:
+        """Gradients of this rank's scales in the shape in which the quantiser holds them."""
+        grad = torch.zeros_like(_local(self.quantiser.scale))
+        self._part(grad).copy_(sums_C)
+        return grad
+
+    def _parameters(self) -> tuple[Tensor, Tensor | None]:
+        return self.quantiser.scale.detach(), None if self.quantiser.offset is None else self.quantiser.offset.detach()
+
+    # --- its layout --------------------------------------------------------------------------------------------------
+
+    @property
+    def _coding(self) -> Coding:
+        return Coding.of(self.quantiser)
+
+    @property
+    def _section_bytes(self) -> int:
+        return self._scales_of(self._most) * self.quantiser.scale.itemsize
+
+    @property
+    def _codes_at(self) -> int:
+        return self._section_bytes * (1 if self.quantiser.offset is None else 2)
+
+    def _sections(self, wire: Tensor, rows: int) -> Iterator[Tensor]:
+        """Scales, then offsets, of so many rows. Copies, since a wire may lie at any address."""
+        for at in range(0, self._codes_at, self._section_bytes):
+            section = wire[at : at + self._section_bytes].clone().view(self.quantiser.scale.dtype)
+            yield section[: self._scales_of(rows)]
+
+    # --- what cannot be ----------------------------------------------------------------------------------------------
+
+    def _check_scales(self) -> None:
+        held, rows = len(_local(self.quantiser.scale)), self.rows(self.rank)
+        own = self._scales_of(rows.stop - rows.start)
+        if held not in (self._every, own):
+            raise ValueError(
+                f"a weight of shape {tuple(self.shape)} has {self._every} scales, {own} of them of rank {self.rank}; "
+                f"the quantiser holds {held}"
+            )
+
+    def _check_shard(self, shard: Tensor) -> None:
+        rows = self.rows(self.rank)
+        want = (rows.stop - rows.start, *self.shape[1:])
+        if shard.shape != want:
+            raise ValueError(f"the shard of rank {self.rank} must be of shape {want}, got {tuple(shard.shape)}")
+
+    def _check_wire(self, wire: Tensor) -> None:
+        if wire.dtype != torch.uint8 or wire.shape != (self.wire_bytes,):
+            want = f"{self.wire_bytes} bytes (uint8)"
+            raise ValueError(f"a wire must be {want}, got {tuple(wire.shape)} of {wire.dtype}")
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    held: Tensor = parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+    return held
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    """x and zeros after it."""
+    return pad(x, (0, length - len(x)))

@@ -1,0 +1,372 @@
+"""qat.convert: integers in place of floats, bit for bit; what they take, how they are saved, what is refused."""
+
+import copy
+import io
+import pickle
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor, nn
+
+from cases import assert_same, seeded
+from thinwire import qat
+from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
+from thinwire.qat.integers import packed_bytes, unpack
+from thinwire.qat.layers import QuantisedLayer, quantise_layer
+from thinwire.qat.lsq import LSQ, LSQPlus
+
+ROWS, WIDTH = 12, 8
+
+
+class Net(nn.Module):
+    """An embedding, convolutions, linear layers, and a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(ROWS, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, ROWS)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.conv(self.wte(tokens).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, ROWS, shape or (3, 5), generator=seeded(1))
+
+
+def prepared(dtype: torch.dtype = torch.float32, **how: Any) -> Net:
+    """A model whose quantisers have started, its scales away from where they started."""
+    torch.manual_seed(0)
+    model = qat.prepare(Net().to(dtype), **how)
+    qat.calibrate(model, [tokens()])
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, LSQ):
+                module.scale.mul_(1.1)
+    return model
+
+
+def integer_layers(model: nn.Module) -> dict[str, IntegerLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, IntegerLayer)}
+
+
+def quantised_layers(model: nn.Module) -> dict[str, QuantisedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLayer)}
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.data(),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+    st.sampled_from([{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis": -1}, {"group": 4}]),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_an_integer_weight_is_the_fake_quantised_one(
+    data: st.DataObject, dtype: torch.dtype, where: dict[str, Any], shifted: bool
+) -> None:
+    bits = data.draw(st.integers(2, 8))
+    inner = data.draw(st.sampled_from([(4,), (12,), (3, 4), (2, 3, 2)]))
+    shape = (data.draw(st.integers(1, 5)), *inner)
+    weight = torch.randn(shape, generator=seeded(*shape, bits), dtype=torch.float64).to(dtype)
+    weight.view(-1)[::3] *= 100  # far beyond the range
+    rows = weight.flatten(1) if "group" in where else weight
+    quantiser = (LSQPlus if shifted else LSQ)(bits, symmetric=not shifted, **where).to(dtype).initialise(rows)
+    held = IntegerWeight(weight, quantiser)
+    assert held.packed.shape == (shape[0], packed_bytes(weight[0].numel(), bits))
+    assert_same(held(), quantiser(rows).detach().view(shape))
+
+
+HOWS: list[dict[str, Any]] = [
+    {"weight_bits": 4},
+    {"weight_bits": 2, "act_bits": 2, "first_last_bits": None},
+    {"weight_bits": 3, "act_bits": None},
+    {"weight_bits": 5, "act_bits": 4, "quantiser": LSQPlus},
+    {"weight_bits": 4, "group": 4},
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: "-".join(map(str, how.values())))
+def test_outputs_are_the_prepared_models_bit_for_bit(how: dict[str, Any]) -> None:
+    model = prepared(**how)
+    before = copy.deepcopy(model.state_dict())
+    converted = qat.convert(model)
+    assert not quantised_layers(converted)
+    assert integer_layers(converted).keys() == quantised_layers(model).keys()
+    for name, layer in integer_layers(converted).items():
+        assert_same(layer.quantised_weight(), quantised_layers(model)[name].quantised_weight().detach())
+    assert_same(converted(tokens()).detach(), model(tokens()).detach())
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert next(p for p in model.parameters() if p.dim() == 2).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_other_types(dtype: torch.dtype) -> None:
+    model = prepared(dtype)
+    assert_same(qat.convert(model)(tokens()).detach(), model(tokens()).detach())
+
+
+def test_convolutions_in_two_dimensions_keep_their_memory_format() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    model = qat.prepare(model.to(memory_format=torch.channels_last))
+    x = torch.randn(2, 2, 6, 6, generator=seeded(2)).contiguous(memory_format=torch.channels_last)
+    want = model(x).detach()
+    converted = qat.convert(model)
+    assert converted[0].quantised_weight().stride() == model[0].weight.stride()
+    assert_same(converted(x).detach(), want)
+
+
+def test_a_layer_with_one_scale_or_one_for_every_input() -> None:
+    for axis in (None, 1):
+        layer = nn.Linear(5, 3)
+        quantise_layer(layer, weight_quantiser=LSQ(4, axis=axis))
+        x = torch.randn(2, 5, generator=seeded(3))
+        assert_same(qat.convert(layer)(x).detach(), layer(x).detach())
+
+
+# --- what is left, and what it takes ----------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_weight_is_left_to_train() -> None:
+    converted = qat.convert(prepared())
+    left = {name for name, p in converted.named_parameters() if p.requires_grad}
+    assert left == {"conv.bias", "norm.weight", "norm.bias", "up.bias", "head.bias"}
+    converted(tokens()).sum().backward()
+    assert converted.up.bias.grad is not None
+    assert not any("weight_quantiser" in key or key.endswith("up.weight") for key in converted.state_dict())
+
+
+def test_tied_weights_stay_one() -> None:
+    converted = qat.convert(prepared())
+    assert converted.wte.integer_weight is converted.head.integer_weight
+    moved = copy.deepcopy(converted).to(torch.float64).float()
+    assert moved.wte.integer_weight.packed.data_ptr() == moved.head.integer_weight.packed.data_ptr()
+
+
+def test_a_weight_seen_through_two_quantisers_becomes_two() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    quantise_layer(model[0], weight_quantiser=LSQ(2, axis=0))
+    quantise_layer(model[1], weight_quantiser=LSQ(8, axis=0))
+    x = torch.randn(3, 4, generator=seeded(4))
+    want = model(x).detach()
+    assert_same(qat.convert(model)(x).detach(), want)
+
+
+def test_bytes() -> None:
+    model = prepared(weight_bits=2, first_last_bits=None)
+    floats = 4 * (ROWS * WIDTH + WIDTH * WIDTH // 2 * 3 + 2 * 16 * WIDTH)
+    codes = ROWS * packed_bytes(WIDTH, 2) + WIDTH * packed_bytes(12, 2) + 16 * packed_bytes(8, 2) + WIDTH * 4
+    scales = 4 * (ROWS + WIDTH + 16 + WIDTH)
+    assert qat.weight_bytes(model) == floats
+    assert qat.weight_bytes(qat.convert(model)) == codes + scales
+    assert packed_bytes(4096, 4) == 2048
+    assert packed_bytes(4096, 2) == 1024
+    assert qat.weight_bytes(nn.ReLU()) == 0
+
+
+def test_the_summary_of_a_converted_model() -> None:
+    model = prepared(skip="down")
+    before, after = (qat.summary(one, quiet=True).rows for one in (model, qat.convert(model)))
+    kept = ("layer", "kind", "weight_bits", "act_bits", "scale", "act_scale", "act_range")
+    assert [[getattr(row, name) for name in kept] for row in after] == [
+        [getattr(row, name) for name in kept] for row in before
+    ]
+    assert {row.layer: row.note for row in after} == {
+        "wte": f"first layer: 8 bits; integers, {ROWS * (WIDTH + 4)} bytes",
+        "conv": f"integers, {WIDTH * (8 + 4)} bytes",  # rows of 12 codes have room for 16
+        "up": f"integers, {16 * (4 + 4)} bytes",
+        "down": "skipped",
+        "head": f"last layer: 8 bits; integers, {ROWS * (WIDTH + 4)} bytes",
+    }
+
+
+def test_in_place_the_floats_are_gone() -> None:
+    model = prepared()
+    want, up, weight = model(tokens()).detach(), model.up, weakref.ref(model.up.weight)
+    called: list[str] = []
+    model.up.register_forward_hook(lambda *_: called.append("up"))
+    assert qat.convert(model, inplace=True) is model
+    assert model.up is up
+    assert isinstance(up, IntegerLinear)
+    assert isinstance(up, nn.Linear)
+    assert weight() is None
+    assert_same(model(tokens()).detach(), want)
+    assert called == ["up"]
+
+
+def test_modes_are_kept() -> None:
+    model = prepared()
+    model.up.eval()
+    converted = qat.convert(model)
+    assert converted.training
+    assert not converted.up.training
+    assert not converted.up.integer_weight.training
+    assert converted.down.integer_weight.training
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_decodes_the_rows_looked_up_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = qat.convert(prepared(group=4)).wte
+    seen: list[int] = []
+
+    def spy(packed: Tensor, bits: int, numel: int) -> Tensor:
+        seen.append(len(packed))
+        return unpack(packed, bits, numel)
+
+    monkeypatch.setattr(sys.modules[IntegerWeight.__module__], "unpack", spy)
+    assert isinstance(embedding, IntegerEmbedding)
+    table = embedding.integer_weight()
+    for index in (torch.tensor([[3, 1], [3, 0]]), torch.tensor(7), torch.empty(2, 0, dtype=torch.int32)):
+        assert_same(embedding(index), table[index.long()])
+    assert seen == [ROWS, 4, 1, 0]
+    for wrong in (ROWS, -1):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([wrong]))
+
+
+# --- casts, copies and checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> None:
+    converted = qat.convert(prepared())
+    before = {name: layer.quantised_weight() for name, layer in integer_layers(converted).items()}
+    converted.to(dtype)
+    for name, layer in integer_layers(converted).items():
+        got, wide = layer.quantised_weight(), torch.promote_types(dtype, torch.float32)
+        assert got.dtype == dtype
+        assert layer.integer_weight.scale.dtype == wide
+        off = (got.to(wide) - before[name].to(dtype).to(wide)).abs()
+        assert (off <= 2**-23 * before[name].abs()).all()  # fp64: the product of code and scale is rounded later
+    assert converted(tokens()).dtype == dtype
+    converted.float()
+    for name, layer in integer_layers(converted).items():
+        assert_same(layer.quantised_weight(), before[name])
+
+
+def test_a_state_dict_goes_round() -> None:
+    converted = qat.convert(prepared())
+    file = io.BytesIO()
+    torch.save(converted.state_dict(), file)
+    file.seek(0)
+    torch.manual_seed(5)
+    other = qat.prepare(Net())
+    qat.calibrate(other, [tokens(2, 5)])
+    other = qat.convert(other)
+    assert not torch.equal(other(tokens()), converted(tokens()))
+    other.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    assert_same(other(tokens()).detach(), converted(tokens()).detach())
+
+
+def test_a_skeleton_on_the_meta_device_takes_a_checkpoint() -> None:
+    converted = qat.convert(prepared()).eval()
+    with torch.device("meta"):
+        skeleton = qat.convert(qat.prepare(Net())).eval()
+    skeleton.load_state_dict(converted.state_dict(), strict=True, assign=True)
+    assert_same(skeleton(tokens()).detach(), converted(tokens()).detach())
+    assert qat.weight_bytes(skeleton) == qat.weight_bytes(converted)
+
+
+def test_a_range_found_by_the_data_is_loaded_with_it() -> None:
+    weight = torch.randn(3, 4, generator=seeded(6))
+    held = IntegerWeight(weight, LSQ(4, symmetric="auto", axis=0).initialise(weight))
+    other = IntegerWeight(weight.abs(), LSQ(4, symmetric="auto", axis=0).initialise(weight.abs()))
+    other.load_state_dict(held.state_dict())
+    assert_same(other(), held())
+
+
+def test_other_bits_are_not_loaded() -> None:
+    narrow = qat.convert(prepared(weight_bits=2))
+    with pytest.raises(RuntimeError, match=r"up\.integer_weight\.packed"):
+        qat.convert(prepared(weight_bits=4)).load_state_dict(narrow.state_dict())
+
+
+def test_copies_and_pickles() -> None:
+    converted = qat.convert(prepared(quantiser=LSQPlus))
+    for again in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert_same(again(tokens()).detach(), converted(tokens()).detach())
+        assert again.wte.integer_weight is again.head.integer_weight
+
+
+def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
+    model = qat.prepare(nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 3)), group=4)
+    qat.calibrate(model, [tokens()])
+    converted = qat.convert(model)
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(tokens()).detach(), converted(tokens()).detach())
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_models_without_quantised_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no quantised layers: run qat\.prepare"):
+        qat.convert(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="converted already"):
+        qat.convert(qat.convert(prepared()))
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str"):
+        qat.convert("model")  # type: ignore[type-var]
+
+
+def test_quantisers_without_a_scale_are_named() -> None:
+    model = qat.prepare(Net())
+    with pytest.raises(ValueError, match=r"conv\.act_quantiser, up\.act_quantiser.*qat\.calibrate"):
+        qat.convert(model)
+    assert quantised_layers(model)
+
+
+def test_wrapped_and_sharded_models_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.module.*DataParallel"):
+        qat.convert(nn.DataParallel(prepared()))
+    model = prepared()
+    model.up.weight.placements = model.up.weight.full_tensor = ()  # what a DTensor is known by
+    with pytest.raises(ValueError, match="full state_dict"):
+        qat.convert(model)
+
+
+def test_a_weight_that_is_no_number_is_refused_and_the_model_left_alone() -> None:
+    model = prepared()
+    with torch.no_grad():
+        model.down.weight[3, 2] = torch.nan
+    with pytest.raises(ValueError, match="the weight of down is not a number"):
+        qat.convert(model, inplace=True)
+    assert len(quantised_layers(model)) == 5
+
+
+class Halved(LSQ):
+    """A quantiser whose numbers are not those of its scales."""
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        return super().forward(x, rows) / 2
+
+
+def test_a_quantiser_that_does_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"has a Halved.*knows LSQ and LSQPlus"):
+        qat.convert(prepared(quantiser=Halved))
+
+
+def test_layers_whose_weight_is_made_elsewhere_are_refused() -> None:
+    model = prepared()
+    nn.utils.parametrizations.weight_norm(model.down)
+    with pytest.raises(TypeError, match=r"down is a Parametrized.*remove parametrisations"):
+        qat.convert(model)
+    model = prepared()
+    model.wte.max_norm = 1.0
+    with pytest.raises(ValueError, match="wte rescales rows"):
+        qat.convert(model)
