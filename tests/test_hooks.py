@@ -472,8 +472,9 @@ def registered(
 
 
 def train(
-    group: Group, hook: Any, shapes: Shapes, steps: int = 3, state: Any = None, **options: Any
+    group: Group, hook: Any, shapes: Shapes, steps: int = 2, state: Any = None, **options: Any
 ) -> list[list[Tensor | None]]:
+    """DDP rebuilds its buckets between the first step and the second."""
     model, found = registered(shapes, hook, state=state, **options), []
     for step in range(steps):
         model(*gradients_of(shapes, group.rank(), step)).backward()
@@ -532,7 +533,7 @@ def train_with_all(group: Group, shapes: Shapes, options: dict[str, Any]) -> lis
 OPTIONS: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_cap_mb": 0.001},
     "bucket views": {"gradient_as_bucket_view": True},
-    "static graph": {"static_graph": True},
+    "static graph": {"static_graph": True, "steps": 3},
 }
 
 
@@ -772,7 +773,7 @@ def compile_pairs(group: Group, names: Sequence[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, list(HOOKS)), (3, ["perchannel", "allreduce", "bf16(perchannel)"])])
+@pytest.mark.parametrize(("world", "names"), [(2, list(HOOKS)), (3, ["bf16(perchannel)"])])
 def test_pairs_trace_without_a_break(ranks: RankPool, world: int, names: list[str]) -> None:
     assert ranks(world).run(compile_pairs, names, timeout=50) == [[]] * world
 

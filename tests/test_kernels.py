@@ -92,12 +92,28 @@ def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     assert_as_reference(place, recodings, codec, wires_WN, n, torch.float32, worlds)
 
 
+def lengths_of(codec: Codec) -> list[int]:
+    """Around a block, and all of LENGTHS; half of them where another codec of that width has the other half."""
+    number, block = cases.CODECS.index(codec), cases.block_of(codec)
+    half = isinstance(codec, (BlockInt, Lloyd))
+    others = cases.LENGTHS[(number + number // 4) % 2 :: 2] if half else cases.LENGTHS
+    return sorted({*others, block - 1, block, block + 1})
+
+
+def test_every_width_meets_every_length() -> None:
+    met: dict[Any, set[int]] = {}
+    for codec in (*cases.INTEGERS, *cases.LLOYDS):
+        kind = codec.mode if isinstance(codec, BlockInt) else "lloyd"
+        met.setdefault((kind, codec.bits), set()).update(lengths_of(codec))
+    assert all(lengths >= set(cases.LENGTHS) for lengths in met.values())
+    assert len(met) == 7 + 7 + 4
+
+
 @each_place
 @each_codec
 def test_every_length(codec: Codec, place: Place) -> None:
     names = list(cases.CONTENTS)
-    block = cases.block_of(codec)
-    for i, n in enumerate({*cases.LENGTHS, max(block - 1, 0), block, block + 1}):
+    for i, n in enumerate(lengths_of(codec)):
         first, second = names[i % len(names)], names[(i * 5 + cases.CODECS.index(codec)) % len(names)]
         xs = [cases.content(first, n, seed=1), cases.content(second, n, seed=2)]
         wires = list(assert_as_reference(place, encodings, codec, xs).values())
