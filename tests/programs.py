@@ -73,6 +73,7 @@ class Programs:
 
     def _run(self, name: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> Ended:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        path = filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))
         process = subprocess.Popen(
             ["nice", "-n", "10", sys.executable, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
@@ -80,7 +81,7 @@ class Programs:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
             process_group=0,  # that of all it starts; in a session of its own its priority would count in there only
         )
         self._groups[name] = process.pid
