@@ -6,6 +6,9 @@ that reads x and the gradient of y and writes that of x. Together: the sum of th
 [Note: Peak] Bytes that are allocated at the peak of a forward and a backward beyond those before it (x, the gradient of
 y, the parameters) and beyond y, over the elements of x; the gradient of x is counted. On a GPU torch's allocator tells
 it, on the CPU torch's profiler: what C code takes for itself there is not seen.
+
+[Note: Host] Times are those of the device: it is kept waiting until the host has queued all calls of a measurement, as
+it does where a model keeps it busy. `host_ms` is the time of a call, launched several times in a row, where it is not.
 """
 
 import contextlib
@@ -32,6 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
 QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
 BITS = 4  # the work does not hang on it
+_AHEAD_MS = 8.0  # longer than the host takes to queue the launches of a measurement
 _LO, _HI = -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1
 
 
@@ -177,8 +181,24 @@ def _measure(case: Case) -> dict[str, Row]:
     if case.device.type == "cuda" and notes["note"] is None:
         with _noted(notes, "graph_note"):
             calls |= _graphs(case)
-    times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches)
-    return {op: {**_times(op, times), **_peaks(op, peaks), **notes} for op in OPS}
+    times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
+    hosts = _hosts(case, calls)
+    return {op: {**_times(op, times), **hosts[op], **_peaks(op, peaks), **notes} for op in OPS}
+
+
+def _hosts(case: Case, calls: dict[str, Call]) -> dict[str, Row]:
+    """[Note: Host]"""
+    columns = {"host_ms": "ours", "torch_host_ms": "torch"}
+    if case.device.type != "cuda":
+        return {op: dict.fromkeys(columns) for op in OPS}
+    return {op: {column: _host_ms(case, calls.get(f"{name} {op}")) for column, name in columns.items()} for op in OPS}
+
+
+def _host_ms(case: Case, call: Call | None) -> float | None:
+    if call is None:
+        return None
+    taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
+    return timing.percentiles(taken)[1]
 
 
 @contextlib.contextmanager

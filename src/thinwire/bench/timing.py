@@ -12,7 +12,7 @@ import torch
 from thinwire.kernels import BACKENDS, Backend
 
 Call = Callable[[], None]
-_AHEAD_CYCLES = 2_000_000  # about 1 ms: the device waits while the host queues, so that no launch gap is timed
+_CYCLES_A_MS = 2_000_000  # about
 _WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold
 
 
@@ -22,14 +22,15 @@ def name_of(backend: Backend) -> str:
 
 
 def interleave(
-    calls: Mapping[str, Call], rounds: int, device: torch.device, launches: int = 1
+    calls: Mapping[str, Call], rounds: int, device: torch.device, launches: int = 1, ahead_ms: float = 1.0
 ) -> dict[str, list[float]]:
     """Milliseconds of every call in every round: all calls once a round, so that a slow spell hits them alike.
 
     One round before them is not counted: it touches the buffers, fills caches, compiles what is compiled late. On a
-    GPU a call is launched `launches` times in a row, and its time is their mean.
+    GPU a call is launched `launches` times in a row, and its time is their mean; see `cuda_ms`.
     """
-    clock = functools.partial(cuda_ms, launches=launches) if device.type == "cuda" else host_ms
+    on_device = functools.partial(cuda_ms, launches=launches, ahead_ms=ahead_ms)
+    clock = on_device if device.type == "cuda" else host_ms
     taken = [{name: clock(call) for name, call in calls.items()} for _ in range(rounds + 1)][1:]
     return {name: [times[name] for times in taken] for name in calls}
 
@@ -41,15 +42,17 @@ def host_ms(call: Call) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def cuda_ms(call: Call, launches: int = 1) -> float:
+def cuda_ms(call: Call, launches: int = 1, ahead_ms: float = 1.0) -> float:
     """Milliseconds that the work of a call takes on the current stream: the mean of `launches` in a row.
+
+    The device waits for `ahead_ms` while the host queues them; where that is long enough, no launch gap is timed.
 
     Where there are several, one goes before them untimed: the caches then hold, and have yet to write back, what such
     a call leaves there, not what another did.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(_AHEAD_CYCLES)
+    torch.cuda._sleep(int(ahead_ms * _CYCLES_A_MS))
     if launches > 1:
         call()
     start.record()

@@ -5,11 +5,10 @@ sum, and torch adds them: the result does not hang on the order in which program
 the one that programs run along, so that these numbers are few.
 """
 
-import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from thinwire.kernels.schema import Grid
@@ -25,48 +24,24 @@ _PROGRAMS = 4096  # enough to fill a large GPU several times; beyond them a prog
 class _Cut(NamedTuple):
     """A tensor as a matrix of tiles, and how many of them a program takes."""
 
-    rows: int
-    columns: int
-    tile: tuple[int, int]
-    by_row: bool
-    sums: bool
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return triton.cdiv(self.rows, self.tile[0]), triton.cdiv(self.columns, self.tile[1])
-
-    @property
-    def steps(self) -> int:
-        down, across = self.tiles
-        if self.by_row and not self.sums:
-            return 1
-        return min(max(down * across // _PROGRAMS, 1), across if self.by_row else down)
-
-    @property
-    def programs(self) -> tuple[int, int]:
-        """Beside, and along, the way that a program takes."""
-        down, across = self.tiles
-        beside, along = (down, across) if self.by_row else (across, down)
-        return beside, triton.cdiv(along, self.steps)
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "ROWS": self.tile[0],
-            "COLUMNS": self.tile[1],
-            "BY_ROW": self.by_row,
-            "FAR": self.tile[0] * self.columns >= 1 << 31,
-        }
+    programs: int
+    sizes: tuple[int, ...]  # rows, columns, channels, inner, steps
+    constants: tuple[Any, ...]  # ROWS, COLUMNS, BY_ROW, FAR
+    parts: tuple[int, int, int]  # what programs leave for each sum, as (outer, channels, inner)
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
     """See schema.Backend."""
-    cut = _cut(x_OCI, _FORWARD_BYTES // x_OCI.itemsize, sums=False)
+    cut = _cut(x_OCI.shape, _FORWARD_BYTES // x_OCI.itemsize, False)
+    shift = scale_C if shift_C is None else shift_C
+    choices = (*cut.constants, shift_C is not None, grid.offset)
     launch.run(
         fake.forward_kernel,
-        math.prod(cut.programs),
-        (x_OCI, out_OCI, *_parameters(grid, x_OCI, cut, scale_C, shift_C)),
-        {**cut.constants(), "SHIFT": shift_C is not None, "OFFSET": grid.offset},
+        cut.programs,
+        (x_OCI, out_OCI, scale_C, shift, *cut.sizes, float(grid.quant_min), float(grid.quant_max)),
+        dict(zip(_CONSTANTS, choices, strict=False)),
         _WARPS,
+        _kind(cut, choices, x_OCI, out_OCI, scale_C, shift),
     )
 
 
@@ -81,44 +56,52 @@ def fake_quantize_grad(
     factor: float,
 ) -> None:
     """See schema.Backend."""
-    cut = _cut(x_OCI, _BACKWARD, sums=True)
-    outer, channels, inner = x_OCI.shape
-    along = cut.programs[1]
-    parts = (outer, channels, along) if cut.by_row else (along, channels, inner)
+    cut = _cut(x_OCI.shape, _BACKWARD, True)
+    shift = scale_C if shift_C is None else shift_C
     sums_SC = sums_2C if shift_C is not None else sums_2C[:1]
-    partial = sums_SC if parts[0] * parts[2] == 1 else sums_2C.new_empty(len(sums_SC), *parts)
-    want = x_OCI if dx_OCI is None else dx_OCI
+    partial = sums_SC if cut.parts[0] * cut.parts[2] == 1 else sums_2C.new_empty(len(sums_SC), *cut.parts)
+    tensors = (x_OCI, grad_OCI, x_OCI if dx_OCI is None else dx_OCI, partial, scale_C, shift)
+    choices = (*cut.constants, shift_C is not None, grid.offset, grid.paper, dx_OCI is not None)
     launch.run(
         fake.backward_kernel,
-        math.prod(cut.programs),
-        (x_OCI, grad_OCI, want, partial, *_parameters(grid, x_OCI, cut, scale_C, shift_C), factor),
-        {
-            **cut.constants(),
-            "SHIFT": shift_C is not None,
-            "OFFSET": grid.offset,
-            "PAPER": grid.paper,
-            "WANT_DX": dx_OCI is not None,
-        },
+        cut.programs,
+        (*tensors, *cut.sizes, float(grid.quant_min), float(grid.quant_max), factor),
+        dict(zip(_CONSTANTS, choices, strict=True)),
         _WARPS,
+        _kind(cut, choices, *tensors),
     )
     if partial is not sums_SC:
         torch.sum(partial, (1, 3), out=sums_SC)
 
 
-def _parameters(grid: Grid, x_OCI: Tensor, cut: _Cut, scale_C: Tensor, shift_C: Tensor | None) -> tuple[Any, ...]:
-    _, channels, inner = x_OCI.shape
-    shift = scale_C if shift_C is None else shift_C
-    ends = float(grid.quant_min), float(grid.quant_max)
-    return scale_C, shift, cut.rows, cut.columns, channels, inner, cut.steps, *ends
+_CONSTANTS = ("ROWS", "COLUMNS", "BY_ROW", "FAR", "SHIFT", "OFFSET", "PAPER", "WANT_DX")
 
 
-def _cut(x_OCI: Tensor, elements: int, *, sums: bool) -> _Cut:
-    """[Note: Partial sums]"""
-    outer, channels, inner = x_OCI.shape
-    if inner >= min(outer, _LONG):
-        columns = min(triton.next_power_of_2(inner), elements)
-        rows = min(triton.next_power_of_2(outer * channels), elements // columns)
-        return _Cut(outer * channels, inner, (rows, columns), True, sums)
-    columns = min(triton.next_power_of_2(channels * inner), _COLUMNS)
-    rows = min(triton.next_power_of_2(outer), elements // columns)
-    return _Cut(outer, channels * inner, (rows, columns), False, sums)
+def _kind(cut: _Cut, choices: tuple[Any, ...], *tensors: Tensor) -> Any:
+    """What Triton distinguishes, as short as it can be said where all tensors are on 16 bytes; None elsewhere."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return None if addresses % 16 else (cut.sizes, choices, tensors[0].dtype)
+
+
+@lru_cache(maxsize=1024)
+def _cut(shape: tuple[int, int, int], elements: int, sums: bool) -> _Cut:
+    """[Note: Partial sums]. Where nothing is summed, a program that stays in its rows has one tile."""
+    outer, channels, inner = shape
+    by_row = inner >= min(outer, _LONG)
+    rows, columns = (outer * channels, inner) if by_row else (outer, channels * inner)
+    wide = min(_power(columns), elements if by_row else _COLUMNS)
+    high = min(_power(rows), elements // wide)
+    down, across = -(-rows // high), -(-columns // wide)
+    beside, along = (down, across) if by_row else (across, down)
+    steps = 1 if by_row and not sums else min(max(down * across // _PROGRAMS, 1), along)
+    strips = -(-along // steps)
+    parts = (outer, channels, strips) if by_row else (strips, channels, inner)
+    far = high * columns >= 1 << 31
+    return _Cut(beside * strips, (rows, columns, channels, inner, steps), (high, wide, by_row, far), parts)
+
+
+def _power(n: int) -> int:
+    """The power of two from n up."""
+    return 1 << (n - 1).bit_length()

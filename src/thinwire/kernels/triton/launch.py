@@ -187,14 +187,17 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
 _found: dict[tuple[Any, ...], Any] = {}
 
 
-def run(kernel: Any, grid: int, args: tuple[Any, ...], constants: dict[str, Any], warps: int) -> None:
-    """Start a kernel on the device of its first argument; constants are in the order of its parameters."""
+def run(kernel: Any, grid: int, args: tuple[Any, ...], constants: dict[str, Any], warps: int, kind: Any = None) -> None:
+    """Start a kernel on the device of its first argument; constants are in the order of its parameters.
+
+    `kind` stands for constants and arguments, if the caller knows a shorter way to say what Triton distinguishes.
+    """
     device = args[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            run(kernel, grid, args, constants, warps)
+            run(kernel, grid, args, constants, warps, kind)
         return
-    key = (kernel, device, warps, *constants.values(), *map(_kind, args))
+    key = (kernel, device, warps, kind or (*constants.values(), *map(_kind, args)))
     found = _found.get(key)
     if found is not None:
         found[grid, 1, 1](*args, *constants.values())
