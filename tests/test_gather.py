@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from cases import CUDA, GARBAGE, ROUND, assert_same, needs_cuda, no_host_sync, seeded
 from ranks import RankPool
+from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
 from thinwire.qat.integers import packed_bytes
 
@@ -251,6 +253,33 @@ def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) ->
             assert_same(found.dscale, seen[0].dscale)
         grad = sum((rank_gradient(shape, rank) for rank in range(world)), torch.zeros(shape))
         check_gradients(one, grad, torch.cat([found.dweight for found in seen]), seen[0].dscale, seen[0].doffset)
+
+
+def sharded_step(group: Group) -> Seen:
+    """The same for a layer whose weight and scales fully_shard has cut; the gradient is every rank's."""
+    torch.manual_seed(0)
+    layer = fully_shard(qat.prepare(nn.Linear(8, 5), act_bits=None))
+    codec = WeightCodes(layer.weight_quantiser, layer.weight.shape, rank=group.rank(), world=group.size())
+    shard, rows = layer.weight.to_local(), codec.rows(group.rank())
+    wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
+    codec.encode(shard, wire)
+    wires, weight = [torch.empty_like(wire) for _ in range(group.size())], torch.empty(5, 8)
+    dist.all_gather(wires, wire, group=group)
+    codec.decode_all(torch.stack(wires), weight)
+    found = codec.gradients(shard, rank_gradient((5, 8), 0)[rows])
+    return Seen(weight, wire.numel(), found.weight, found.scale, found.offset)
+
+
+def test_scales_that_fully_shard_has_cut(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    layer = qat.prepare(nn.Linear(8, 5), act_bits=None)
+    one = Case(layer.weight.detach(), layer.weight_quantiser)
+    seen = ranks(2).run(sharded_step)
+    for found in seen:
+        assert_same(found.weight, one.quantised().detach())
+        assert found.wire_bytes == 3 * 4 + 3 * 8  # of three rows: scales, and codes of 8 bits, as it is the last layer
+    weight, scale = (torch.cat([getattr(found, name) for found in seen]) for name in ("dweight", "dscale"))
+    check_gradients(one, rank_gradient((5, 8), 0), weight, scale, None)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
