@@ -77,7 +77,8 @@ def estimate(observer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    steps = float(observer.quant_max - observer.quant_min)
+    # A tensor, since torch multiplies by the inverse of a number on GPUs: there the last bit would be another.
+    steps = torch.full_like(low, observer.quant_max - observer.quant_min)
     if is_float(observer.qscheme):
         scale = (high - low) / steps
         scale = scale.where(scale > observer.eps, 1.0)
