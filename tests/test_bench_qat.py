@@ -1,6 +1,7 @@
 """The benchmark of quantisation-aware training: what a run hands back, its formulas, its flags."""
 
 import math
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = data.digits()
     monkeypatch.setattr(data, "digits", lambda: (images[:250], labels[:250]))
     monkeypatch.setattr(qat_tasks, "QUICK", TINY)
+    qat._trained.cache_clear()
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -159,10 +161,18 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
 
 
 def test_lessons_go_by_bits_then_by_method_and_fp32_is_first() -> None:
-    school = qat.School(TINY, bits=(2, 4), seeds=2, threads=1, device=CPU)
-    lessons = [str(lesson) for lesson in school.lessons([METHODS["lsq"], METHODS["fp32"]])]
+    plan = qat.Plan(TINY, ("lsq", "fp32"), (2, 4), 2, 1, CPU)
+    lessons = [str(lesson) for lesson in plan.lessons()]
     assert lessons[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
     assert lessons[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
+
+
+def test_a_pool_maps_in_order_and_leaves_no_process() -> None:
+    """On numbers, since a process that was sent a lesson would import torch first."""
+    learn_all: Any
+    with qat._pool(2) as learn_all:
+        assert list(learn_all(abs, [-3, 2, -1])) == [3, 2, 1]
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -178,15 +188,9 @@ def test_a_seed_fixes_a_training_and_fp32_is_trained_once_a_seed(monkeypatch: py
     first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
     timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
     assert timeless[0] == timeless[1]
-    before, after = (TINY.before, 0), (TINY.after(2), 2)
-    assert trained[: len(trained) // 2] == [
-        before,
-        after,
-        (TINY.before, 1),
-        (TINY.after(2), 3),
-        after,
-        (TINY.after(2), 3),
-    ]
+    before, after, later = TINY.before, TINY.after(2), 1 + qat.LATER
+    assert trained[:4] == [(before, 0), (after, qat.LATER), (before, 1), (after, later)]
+    assert trained[4:] == 3 * [(after, qat.LATER), (after, later)]
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -223,7 +227,7 @@ def test_what_is_judged() -> None:
 
 def started(name: str, bits: int = 2) -> nn.Module:
     model = qat_tasks.network(TINY, 0)
-    METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits, bits)
+    METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits)
     return model
 
 

@@ -4,33 +4,86 @@ speed   what fake quantisation costs beside plain copies and torch's own op (ben
 train   what a network reaches at a few bits, by method (bench/qat_tasks.py, bench/qat_methods.py)
 """
 
+import contextlib
 import copy
 import math
+import multiprocessing
+import os
+import signal
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from thinwire.bench import qat_speed, qat_tasks, timing
-from thinwire.bench.qat_methods import FP32, METHODS, Method
+from thinwire.bench.qat_methods import FP32, METHODS
 from thinwire.bench.qat_tasks import DIVERGED, FULL_BITS, Digits, Outcome, Split
 from thinwire.bench.record import Progress, Record, Row, collect
 
 PARTS = ("speed", "train")
-BITS = (2, 3, 4, 8)
+BITS, QUICK_BITS = (2, 3, 4, 8), (2,)
 SEEDS, QUICK_SEEDS = 5, 2
-QUICK_BITS = (2,)
+LATER = 1 << 16  # added to a seed: other batches than in fp32
+MOST_WORKERS = 8  # unless asked for: each holds a torch of its own
 
 
-class Job(Protocol):
-    """What is measured in one go; a progress bar shows it by its text."""
+@dataclass(frozen=True)
+class Lesson:
+    """One training of one method. All layers get the bits: with 8 in the first and the last, methods hardly differ."""
 
-    def rows(self) -> Iterator[Row]: ...
+    task: Digits
+    method: str
+    bits: int
+    seed: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        width = "" if self.method == FP32 else f" W{self.bits}A{self.bits}"
+        return f"train, {self.method}{width}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of a lesson, and how long its training took."""
+
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The trainings of a run."""
+
+    task: Digits
+    methods: tuple[str, ...]
+    bits: tuple[int, ...]
+    seeds: int
+    workers: int
+    device: torch.device
+
+    def lessons(self) -> list[Lesson]:
+        """By bits, then by method; fp32 has no bits and comes first, once."""
+        plain = [(FULL_BITS, FP32)] if FP32 in self.methods else []
+        others = [(bits, method) for bits in self.bits for method in self.methods if method != FP32]
+        return [
+            Lesson(self.task, method, bits, seed, self.device)
+            for bits, method in plain + others
+            for seed in range(self.seeds)
+        ]
+
+    def rows(self, progress: Progress) -> Iterator[Row]:
+        """One for each method at each number of bits, as soon as its last seed is trained."""
+        lessons, found = self.lessons(), list[Learned]()
+        with _pool(self.workers) as learn_all:
+            for lesson, learned in zip(progress(lessons), learn_all(learn, lessons), strict=False):
+                found.append(learned)
+                if len(found) == self.seeds:
+                    yield row_of(lesson, found, self.workers)
+                    found = []
 
 
 def run(
@@ -41,118 +94,82 @@ def run(
     seeds: int | None = None,
     numel: int | None = None,
     threads: int = 1,
+    workers: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "qat"; what is None is the usual. `numel` is of the speed part, `threads` are the CPU's."""
+    """A record of kind "qat"; what is None is the usual.
+
+    `numel` and `threads`, the CPU's, are of the speed part; `workers` are processes of one thread that train.
+    """
     device, chosen = torch.device(device), parts or PARTS
-    jobs: list[Job] = []
-    if "speed" in chosen:
-        jobs += qat_speed.cases(device, numel, threads, quick)
     if "train" in chosen:
         qat_tasks.check()
-        school = School(
-            task=qat_tasks.QUICK if quick else qat_tasks.FULL,
-            bits=tuple(bits or (QUICK_BITS if quick else BITS)),
-            seeds=seeds or (QUICK_SEEDS if quick else SEEDS),
-            threads=threads,
-            device=device,
-        )
-        jobs += school.lessons([METHODS[name] for name in methods or METHODS])
-    return collect("qat", device, _rows(jobs, progress))
+    cases = qat_speed.cases(device, numel, threads, quick) if "speed" in chosen else []
+    plan = Plan(
+        task=qat_tasks.QUICK if quick else qat_tasks.FULL,
+        methods=tuple(methods or METHODS) if "train" in chosen else (),
+        bits=tuple(bits or (QUICK_BITS if quick else BITS)),
+        seeds=seeds or (QUICK_SEEDS if quick else SEEDS),
+        workers=workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS)),
+        device=device,
+    )
+    with contextlib.closing(_rows(cases, plan, progress)) as rows:
+        return collect("qat", device, rows)
 
 
-def _rows(jobs: Sequence[Job], progress: Progress) -> Iterator[Row]:
-    for job in progress(jobs):
-        yield from job.rows()
+def _rows(cases: Sequence[qat_speed.Case], plan: Plan, progress: Progress) -> Generator[Row]:
+    for case in progress(cases) if cases else ():
+        yield from case.rows()
+    if plan.methods:
+        yield from plan.rows(progress)
 
 
-@dataclass
-class School:
-    """All trainings of a run: the networks they start from, and what came of them."""
-
-    task: Digits
-    bits: tuple[int, ...]
-    seeds: int
-    threads: int
-    device: torch.device
-    _starts: dict[int, tuple[Split, nn.Module]] = field(default_factory=dict)  # by seed, trained in fp32
-    _outcomes: dict[tuple[str, int], list[Outcome]] = field(default_factory=lambda: defaultdict(list))
-    _seconds: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def lessons(self, methods: Sequence[Method]) -> "list[Lesson]":
-        """By bits, then by method; fp32 has no bits and comes first, once."""
-        plain = [(method, FULL_BITS) for method in methods if method.name == FP32]
-        others = [(method, bits) for bits in self.bits for method in methods if method.name != FP32]
-        return [Lesson(self, method, bits, seed) for method, bits in plain + others for seed in range(self.seeds)]
-
-    def learn(self, method: Method, bits: int, seed: int) -> None:
-        """Train once, and keep the outcome."""
-        seen, trained = self._start(seed)
+def learn(lesson: Lesson) -> Learned:
+    """Train once; one thread, so that the sums of a training have one order on every machine."""
+    with timing.threads(1):
+        seen, trained = _trained(lesson.task, lesson.seed, lesson.device)
         model = copy.deepcopy(trained)
-        method.start(model, seen.images[: qat_tasks.START], bits, self._first_last(bits))
+        METHODS[lesson.method].start(model, seen.images[: qat_tasks.START], lesson.bits)
         begun = time.perf_counter()
-        ended = qat_tasks.train(model, seen, self.task.after(bits), seed + self.seeds)  # other batches than in fp32
-        self._seconds[method.name, bits].append(time.perf_counter() - begun)
-        self._outcomes[method.name, bits].append(qat_tasks.judge(model, seen) if ended else DIVERGED)
-
-    def _start(self, seed: int) -> tuple[Split, nn.Module]:
-        if seed not in self._starts:
-            seen, model = qat_tasks.split(seed, self.device), qat_tasks.network(self.task, seed).to(self.device)
-            qat_tasks.train(model, seen, self.task.before, seed)
-            self._starts[seed] = seen, model
-        return self._starts[seed]
-
-    def _first_last(self, bits: int) -> int:
-        """All layers are alike: with the first and the last at 8 bits, two bits in the others hardly tell methods."""
-        return bits
-
-    def row(self, method: Method, bits: int) -> Row:
-        """What all seeds of a method came to."""
-        outcomes, recipe = self._outcomes[method.name, bits], self.task.after(bits)
-        return {
-            "task": self.task.name,
-            "method": method.name,
-            "weight_bits": bits,
-            "act_bits": bits,
-            "seeds": self.seeds,
-            **_over_seeds("train_loss", [each.train_loss for each in outcomes]),
-            **_over_seeds("accuracy", [each.accuracy for each in outcomes]),
-            "diverged": sum(each.diverged for each in outcomes),
-            "first_last_bits": self._first_last(bits),
-            "control": method.control,
-            "peer": method.peer,
-            "optimizer": f"sgd, momentum {qat_tasks.MOMENTUM}",
-            "rate": recipe.rate,
-            "epochs": recipe.epochs,
-            "rows": recipe.rows,
-            "fp32_rate": self.task.before.rate,
-            "fp32_epochs": self.task.before.epochs,
-            "device": self.device.type,
-            "threads": self.threads,
-            "seconds": fmean(self._seconds[method.name, bits]),
-        }
+        ended = qat_tasks.train(model, seen, lesson.task.after(lesson.bits), lesson.seed + LATER)
+        seconds = time.perf_counter() - begun
+        return Learned(qat_tasks.judge(model, seen) if ended else DIVERGED, seconds)
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """One training. The last seed of a method makes its row."""
+@cache
+def _trained(task: Digits, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
+    """What all lessons of a seed start from."""
+    seen, model = qat_tasks.split(seed, device), qat_tasks.network(task, seed).to(device)
+    qat_tasks.train(model, seen, task.before, seed)
+    return seen, model
 
-    school: School
-    method: Method
-    bits: int
-    seed: int
 
-    def __str__(self) -> str:
-        width = "" if self.method.name == FP32 else f" W{self.bits}A{self.bits}"
-        return f"train, {self.method}{width}, seed {self.seed}"
-
-    def rows(self) -> Iterator[Row]:
-        """The row of the method, or none yet."""
-        with timing.threads(self.school.threads):
-            self.school.learn(self.method, self.bits, self.seed)
-        if self.seed + 1 == self.school.seeds:
-            yield self.school.row(self.method, self.bits)
+def row_of(lesson: Lesson, learned: Sequence[Learned], workers: int) -> Row:
+    """What all seeds of a method came to."""
+    recipe, method = lesson.task.after(lesson.bits), METHODS[lesson.method]
+    return {
+        "task": lesson.task.name,
+        "method": lesson.method,
+        "weight_bits": lesson.bits,
+        "act_bits": lesson.bits,
+        "seeds": len(learned),
+        **_over_seeds("train_loss", [each.outcome.train_loss for each in learned]),
+        **_over_seeds("accuracy", [each.outcome.accuracy for each in learned]),
+        "diverged": sum(each.outcome.diverged for each in learned),
+        "first_last_bits": lesson.bits,
+        "control": method.control,
+        "peer": method.peer,
+        "optimizer": f"sgd, momentum {qat_tasks.MOMENTUM}",
+        "rate": recipe.rate,
+        "epochs": recipe.epochs,
+        "batch": recipe.batch,
+        "fp32_rate": lesson.task.before.rate,
+        "fp32_epochs": lesson.task.before.epochs,
+        "device": lesson.device.type,
+        "seconds": fmean(each.seconds for each in learned),
+        "workers": workers,
+    }
 
 
 def _over_seeds(name: str, values: Sequence[float]) -> Row:
@@ -160,3 +177,14 @@ def _over_seeds(name: str, values: Sequence[float]) -> Row:
     finite = all(map(math.isfinite, values))
     error = stdev(values) / math.sqrt(len(values)) if finite and len(values) > 1 else None
     return {name: fmean(values) if finite else None, f"{name}_error": error}
+
+
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator[Callable[[Callable[[Lesson], Learned], Iterable[Lesson]], Iterator[Learned]]]:
+    """What maps in order: in processes of their own, which end with the block, or here where one is enough."""
+    if workers == 1:
+        yield map
+        return
+    # Spawned: a fork would copy the locks of torch's threads. Ctrl-C is this process's alone to answer.
+    with multiprocessing.get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield pool.imap

@@ -22,19 +22,19 @@ FP32 = "fp32"
 
 @dataclass(frozen=True)
 class Method:
-    """How a network is quantised in place, given bits and those of its first and last layer."""
+    """How all layers of a network are quantised in place, given the bits of weights and activations."""
 
     name: str
-    quantise: Callable[[nn.Module, int, int], None]
+    quantise: Callable[[nn.Module, int], None]
     control: bool = False  # ought to fail
     peer: bool = False  # torch's own
 
     def __str__(self) -> str:
         return self.name
 
-    def start(self, model: nn.Module, images: Tensor, bits: int, first_last_bits: int) -> None:
+    def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
         """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
-        self.quantise(model, bits, first_last_bits)
+        self.quantise(model, bits)
         with torch.no_grad():
             model.eval()(images)
         for module in model.modules():
@@ -88,21 +88,20 @@ class Slot(nn.Module):
         return quantised
 
 
-def _leave(model: nn.Module, bits: int, first_last_bits: int) -> None:
+def _leave(model: nn.Module, bits: int) -> None:
     """Nothing is quantised."""
 
 
-def _by_lsq(quantiser: type[LSQ], model: nn.Module, bits: int, first_last_bits: int) -> None:
-    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=first_last_bits, quantiser=quantiser)
+def _by_lsq(quantiser: type[LSQ], model: nn.Module, bits: int) -> None:
+    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantiser=quantiser)
 
 
-def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int, first_last_bits: int) -> None:
+def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int) -> None:
     """As torch's module is meant: observers give the first ranges, symmetric for weights, affine for activations."""
-    _by_lsq(LSQ, model, bits, first_last_bits)
+    _by_lsq(LSQ, model, bits)
     for layer in [module for module in model.modules() if isinstance(module, QuantisedLayer)]:
-        own = layer.weight_quantiser.bits
-        layer.register_module("weight_quantiser", Slot(_weights(kind, own, len(layer.weight))))
-        layer.register_module("act_quantiser", Slot(_activations(kind, own)))
+        layer.register_module("weight_quantiser", Slot(_weights(kind, bits, len(layer.weight))))
+        layer.register_module("act_quantiser", Slot(_activations(kind, bits)))
 
 
 def _weights(kind: Callable[..., nn.Module], bits: int, channels: int) -> nn.Module:

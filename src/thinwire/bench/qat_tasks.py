@@ -28,11 +28,11 @@ class Recipe:
 
     epochs: int
     rate: float
-    rows: int = 64  # of a batch
+    batch: int = 64
 
     def steps(self, images: int) -> int:
         """Of a whole training."""
-        return self.epochs * (images // self.rows)
+        return self.epochs * (images // self.batch)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ def train(model: nn.Module, seen: Split, recipe: Recipe, seed: int) -> bool:
 def _batches(count: int, recipe: Recipe, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(recipe.epochs):
-        yield from torch.randperm(count, generator=generator)[: count // recipe.rows * recipe.rows].split(recipe.rows)
+        yield from torch.randperm(count, generator=generator)[: count // recipe.batch * recipe.batch].split(
+            recipe.batch
+        )
 
 
 @torch.no_grad()

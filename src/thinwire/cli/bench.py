@@ -351,7 +351,11 @@ def qat_command(
             help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of the speed part.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes that train; default one a core, at most 8, quick and GPU 1."),
+    ] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -383,7 +387,7 @@ def qat_command(
         raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
 
     def measure(progress: Progress) -> Record:
-        return qat_bench.run(device.value, pieces, chosen, widths, seeds, numel, threads, quick, progress)
+        return qat_bench.run(device.value, pieces, chosen, widths, seeds, numel, threads, workers, quick, progress)
 
     with links.sigterm_as_ctrl_c():
         _deliver(measure, Targets(json, csv))
