@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from cases import seeded
 from ranks import RankPool
-from thinwire.qat import LSQ, LSQPlus
+from thinwire.qat import LSQ, LSQPlus, fake_quantize
 from thinwire.qat.starts import three_sigmas
 
 Group = dist.ProcessGroup
@@ -279,6 +280,45 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
     assert quantiser(table[rows[:0]], rows=rows[:0]).shape == (0, 2, 8)
 
 
+# --- the floor --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "lent"])
+def test_a_scale_below_its_floor_is_raised_and_still_learns(how: str) -> None:
+    quantiser, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
+    start = quantiser.scale.detach().clone()
+    with torch.no_grad():
+        quantiser.scale[1] = -1.0
+    call = torch.compile(quantiser, fullgraph=True, backend="eager") if how == "compiled" else quantiser
+    lent = quantiser.scale.detach().clone().requires_grad_()
+    y = torch.func.functional_call(quantiser, {"scale": lent}, x) if how == "lent" else call(x)
+    floor = start.min() / 64
+    assert quantiser.scale_floor == floor
+    torch.testing.assert_close(y[1], fake_quantize(x, floor, quant_min=-8, quant_max=7)[1])
+    y.backward(-x.sign())
+    grad = lent.grad if how == "lent" else quantiser.scale.grad
+    assert grad[1] < 0, "all of x is far outside: only a larger scale brings it back"
+    assert quantiser.scale[1] == (floor if how == "eager" else -1.0)
+
+
+def test_adam_with_steps_larger_than_scales() -> None:
+    weight, x, steps, falls = 0.05 * normal(4, 64), normal(32, 64, seed=1), 100, 0
+    target = x @ (0.05 * normal(4, 64, seed=2)).T
+    quantiser = LSQ(8, axis=0).initialise(weight)
+    optimizer = torch.optim.Adam([weight.requires_grad_(), *quantiser.parameters()], lr=0.005)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+
+    for _ in range(steps):
+        loss = (x @ quantiser(weight).T - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        falls += int((quantiser.scale <= 0).sum())
+    assert falls
+    assert loss < 0.01 * target.square().mean()
+
+
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
@@ -427,10 +467,22 @@ def test_a_start_in_lent_parameters_is_refused() -> None:
     assert y.item() == 2.0
 
 
+def test_an_activation_checkpoint_shows_its_batch_once() -> None:
+    plain, checked = LSQ(4, init_batches=2), LSQ(4, init_batches=2)
+    for seed in range(2):
+        x = normal(9, seed=seed).requires_grad_()
+        plain(x).sum().backward()
+        torch.utils.checkpoint.checkpoint(checked, x, use_reentrant=False).sum().backward()
+        assert checked.initialised == bool(seed)
+    assert torch.equal(plain.scale, checked.scale)
+    assert torch.equal(plain.scale.grad, checked.scale.grad)
+
+
 def test_nothing_is_read_back_after_the_start() -> None:
     quantiser, x = LSQ(4, symmetric="auto"), normal(7)
     y = quantiser(x)
-    quantiser.init_left, quantiser.quant_range = (buffer.to("meta") for buffer in quantiser.buffers())
+    for name, buffer in list(quantiser.named_buffers()):
+        setattr(quantiser, name, buffer.to("meta"))
     assert torch.equal(quantiser(x), y), "a value of these on a GPU would make the host wait"
 
 
@@ -468,11 +520,12 @@ def test_tensors_that_do_not_fit() -> None:
         LSQ(4, group=4)(normal(5, 6))
 
 
-def test_a_scale_that_fell_below_zero_is_named() -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_scale_that_is_no_number_is_named(bad: float) -> None:
     quantiser = started(normal(3, 4), bits=4, axis=0)
     with torch.no_grad():
-        quantiser.scale[1] = -1e-3
-    with pytest.raises(ValueError, match=r"-0.001 \(channel 1\)"):
+        quantiser.scale[1] = bad
+    with pytest.raises(ValueError, match=rf"got {bad} \(channel 1\)"):
         quantiser(normal(3, 4))
 
 

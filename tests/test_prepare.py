@@ -469,14 +469,16 @@ def test_summary_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_summary_of_dead_and_broken_scales() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     nn.init.zeros_(model[0].weight)
     qat.prepare(model)
     with torch.no_grad():
         model[1].weight_quantiser.scale[1] = -1.0
+        model[2].weight_quantiser.scale[1] = math.nan
     rows = qat.summary(model, quiet=True).rows
     assert rows[0].sqnr_db is None
-    assert "a scale is not positive and finite" in rows[1].note
+    assert rows[1].note == "activation: no batch yet; scales at their floor: 1"
+    assert rows[2].note.endswith("activation: no batch yet; a scale is NaN or Inf")
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,10 @@ all ranks, so that every rank starts with the same bits.
 `quant_range`; they are saved, loaded and broadcast with the model. Reading them on a GPU makes the host wait, so once
 nothing is left `_ready` says so, and they are not read again.
 
+[Note: The floor] An optimiser that divides by the size of gradients, as Adam does, moves a scale of 0.004 by its whole
+learning rate a step, past zero within a few. A scale is therefore not let below `scale_floor`, a small share of where
+the start left it: it is raised to that before it is used, and gradients reach it there as anywhere.
+
 [Note: Parameters that are lent] Inside a forward, FSDP2 and torch.func.functional_call show a module other parameters
 than its own: what is written to them is lost. `_own` knows the module's own, and a start in lent ones is refused.
 """
@@ -25,6 +29,7 @@ from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
 from thinwire.qat.starts import least_error, living, mean_magnitude, three_sigmas
 
 BITS = range(2, 9)
+_FLOOR = 1 / 64  # of the least scale at the start
 _BEFORE_COMPILE = (
     "this quantiser has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
@@ -52,7 +57,8 @@ class LSQ(nn.Module):
 
     One scale for all, for every index of `axis` (negative ones count from the end), or for every `group` elements of a
     row (weights only). Scales are fp32 parameters of one dimension whatever the model is cast to, fp64 after
-    `.double()`. A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n are the elements under it.
+    `.double()`. A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n are the elements under it. A scale
+    never falls below 1/64 of the least at the start, whatever the optimiser does; NaN and Inf are reported.
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without
@@ -60,6 +66,7 @@ class LSQ(nn.Module):
     offset: nn.Parameter | None
     init_left: Tensor
     quant_range: Tensor
+    scale_floor: Tensor
 
     def __init__(
         self,
@@ -77,11 +84,13 @@ class LSQ(nn.Module):
         self.symmetric = self._judged(symmetric)
         self._agreement = Agreement(process_group)
         self._ready = False
+        self._floor = 0.0
         self.quant_min, self.quant_max = self._range(signed=symmetric is True)
         self.scale = self._parameter(1.0)
         self.register_parameter("offset", self._parameter(0.0) if self._shifts else None)
         self.register_buffer("init_left", torch.tensor(init_batches))
         self.register_buffer("quant_range", torch.tensor([self.quant_min, self.quant_max]))
+        self.register_buffer("scale_floor", torch.zeros((), dtype=torch.float32))
         self._hold()
 
     # --- what it does ------------------------------------------------------------------------------------------------
@@ -90,9 +99,17 @@ class LSQ(nn.Module):
         """x on the grid. With `rows`, x holds those rows of the tensor whose first axis the scales belong to."""
         if not self._ready and not self._started(x):
             return self._untouched(x)
+        scale = self.floored()
         if rows is not None:
-            return self._quantise_rows(x, rows)
-        return self._quantise(x, self.scale, self.offset, self.axis)
+            return self._quantise_rows(x, scale, rows)
+        return self._quantise(x, scale, self.offset, self.axis)
+
+    def floored(self) -> Tensor:
+        """The scale, nowhere below its floor. [Note: The floor]"""
+        if torch.compiler.is_compiling() or self._lent():
+            return self.scale + (self._floor - self.scale.detach()).relu()
+        self.scale.data.clamp_(min=self._floor)
+        return self.scale
 
     def _quantise(self, x: Tensor, scale: Tensor, offset: Tensor | None, axis: int | None) -> Tensor:
         return fake_quantize(
@@ -107,10 +124,10 @@ class LSQ(nn.Module):
             scale_gradient=self.scale_gradient,
         )
 
-    def _quantise_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _quantise_rows(self, x: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
         """As if the whole table had been quantised, then looked up: as many elements are under a scale either way."""
         per_row = x.shape[-1] // self.group if self.group else 1
-        scale = self.scale.view(-1, per_row)[rows]
+        scale = scale.view(-1, per_row)[rows]
         offset = None if self.offset is None else self.offset.view(-1, per_row)[rows]
         return self._quantise(x.reshape(-1, x.shape[-1]), scale, offset, self.axis).view(x.shape)
 
@@ -133,6 +150,7 @@ class LSQ(nn.Module):
             return self.init_batches
         left = int(self.init_left)
         self.quant_min, self.quant_max = self.quant_range.tolist()
+        self._floor = float(self.scale_floor)
         self._ready = left == 0
         return left
 
@@ -159,6 +177,7 @@ class LSQ(nn.Module):
         for parameter in () if self._unsized() else self.parameters():
             parameter.fill_(parameter is self.scale)
         self._set_range(signed=self.symmetric is True)
+        self._set_floor(0.0)
 
     def _started(self, x: Tensor) -> bool:
         """Make the start, or a part of it, from a batch. Whether there is a grid by now."""
@@ -171,6 +190,8 @@ class LSQ(nn.Module):
         left = self._left()
         if not left:
             return True
+        if torch._C._current_graph_task_id() != -1:  # an activation checkpoint shows its batch again, in the backward
+            return left < self.init_batches
         self._refuse_lent()
         with torch.inference_mode(False), torch.no_grad():
             found = self.estimate(x)
@@ -208,6 +229,11 @@ class LSQ(nn.Module):
             if parameter is not None and target_C is not None:
                 target_C = target_C.to(parameter)
                 parameter.data.copy_(target_C if share == 1.0 else parameter.lerp(target_C, share))
+        self._set_floor(_FLOOR * float(self.scale.min()))
+
+    def _set_floor(self, floor: float) -> None:
+        self._floor = floor
+        self.scale_floor.fill_(floor)
 
     def _set_range(self, signed: bool) -> None:
         self.quant_min, self.quant_max = self._range(signed)
@@ -225,9 +251,12 @@ class LSQ(nn.Module):
         return {name: p for name, p in self._parameters.items() if isinstance(p, nn.UninitializedParameter)}
 
     def _refuse_lent(self) -> None:
-        """[Note: Parameters that are lent]"""
-        if any(own is not self._parameters[name] for name, own in self._own.items()):
+        if self._lent():
             raise RuntimeError(_LENT)
+
+    def _lent(self) -> bool:
+        """[Note: Parameters that are lent]"""
+        return self._own["scale"] is not self._parameters["scale"]
 
     def _hold(self) -> None:
         self._own = dict(self._parameters)

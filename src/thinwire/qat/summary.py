@@ -1,6 +1,5 @@
 """What became of a model's layers, as a table: bits, scales, and what quantisation does to the weights."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -145,23 +144,32 @@ def _waiting(**quantisers: LSQ | None) -> list[str]:
 
 
 def _measured(row: Row, layer: QuantisedLayer) -> Row:
-    """With what quantisation does to the weight."""
-    quantiser = layer.weight_quantiser
-    scale_C, offset_C = whole(quantiser.scale), None if quantiser.offset is None else whole(quantiser.offset)
-    if not ((scale_C > 0) & (scale_C < math.inf)).all():
-        return replace(row, note="; ".join(filter(None, [row.note, "a scale is not positive and finite"])))
-    w_CN = quantiser.by_channel(whole(layer.weight_rows()))
-    v_CN = (w_CN - (0 if offset_C is None else offset_C.unsqueeze(1))) / scale_C.unsqueeze(1)
-    outside = (v_CN <= quantiser.quant_min) | (v_CN >= quantiser.quant_max)
+    """With the scales of the weight, and what quantisation does to it."""
+    quantiser, floor = layer.weight_quantiser, float(layer.weight_quantiser.scale_floor)
+    scale_C = whole(quantiser.scale).clamp(min=floor)
+    if not scale_C.isfinite().all():
+        return _noted(row, "a scale is NaN or Inf")
+    if fallen := int((scale_C <= floor).sum()):
+        row = _noted(row, f"scales at their floor: {fallen}")
+    row = replace(row, scale=(float(scale_C.min()), float(scale_C.max())))
+    return _compared(row, quantiser, quantiser.by_channel(whole(layer.weight_rows())), scale_C)
+
+
+def _compared(row: Row, quantiser: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
     low, high = quantiser.quant_min, quantiser.quant_max
+    offset_C = torch.zeros_like(scale_C) if quantiser.offset is None else whole(quantiser.offset)
+    v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
     signal, noise = _energy(w_CN), _energy(y_CN - w_CN)
     return replace(
         row,
-        scale=(float(scale_C.min()), float(scale_C.max())),
-        saturation=float(outside.double().mean()),
+        saturation=float(((v_CN <= low) | (v_CN >= high)).double().mean()),
         sqnr_db=float(10 * (signal / noise).log10()) if signal else None,
     )
+
+
+def _noted(row: Row, note: str) -> Row:
+    return replace(row, note="; ".join(filter(None, [row.note, note])))
 
 
 def _energy(x: Tensor) -> Tensor:
