@@ -15,8 +15,8 @@ test: .venv/.installed
 	@echo "== tests"
 	@$(BIN)/python -m pytest
 
-demo: .venv/.installed
-	@$(BIN)/thinwire bench codec --quick
+demo: .venv/.package
+	@$(BIN)/thinwire demo
 
 check: lint types test
 
@@ -42,13 +42,18 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv
 
 # The directory itself is a prerequisite of the library: its time changes when a source comes or goes.
-.venv/.installed: pyproject.toml setup.py constraints.txt native $(NATIVE) | $(BIN)/python
-	@echo "== installing thinwire and its test dependencies, compiling native/ (the first time takes minutes: torch)"
-	@$(PIP) install -c constraints.txt -e '.[test]'
+.venv/.package: pyproject.toml setup.py constraints.txt native $(NATIVE) | $(BIN)/python
+	@echo "== installing thinwire, compiling native/ (the first time takes minutes: torch)"
+	@$(PIP) install -c constraints.txt -e '.[bench,report]'
 	@test -f src/thinwire/kernels/_native.so || echo "== no native library: no C compiler worked, or THINWIRE_NO_NATIVE=1"
 	@touch $@
 
-# thinwire is installed already, so this adds only the tools of the extra and compiles nothing.
+# thinwire is installed already, so these add only what their extras name and compile nothing.
+.venv/.installed: .venv/.package
+	@echo "== installing the test dependencies"
+	@$(PIP) install -c constraints.txt 'thinwire[test]'
+	@touch $@
+
 .venv/.dev: .venv/.installed
 	@echo "== installing the development tools"
 	@$(PIP) install -c constraints.txt 'thinwire[dev]'

@@ -12,7 +12,7 @@ import torch
 from thinwire.advise import model, units
 from thinwire.advise.links import LATENCY_S, Cluster, Link
 from thinwire.advise.machine import Machine
-from thinwire.advise.model import Job
+from thinwire.advise.model import Job, Prediction
 from thinwire.advise.schemes import PLAIN, Scheme
 from thinwire.bench.record import Record, Row
 from thinwire.codecs import Cast, codec
@@ -52,6 +52,14 @@ def compare(record: Record, machine: Machine) -> list[Comparison]:
     return list({(item.what, item.scheme, round(item.measured_s, 9)): item for item in found}.values())
 
 
+def predicted(row: Row, link: str, machine: Machine) -> Prediction | None:
+    """The DDP step of a train row as it would be over a link such as "1gbit"; None where its scheme is not modelled."""
+    scheme = BF16 if row.get("peer") and row["codec"] == "bf16" else _step_scheme(row)
+    if scheme is None:
+        return None
+    return model.predict(_job(row), scheme, _cluster({**row, "link": link}), _shared(row, machine))
+
+
 def _collective(row: Row, machine: Machine) -> Iterator[Comparison]:
     """The row's own time, and torch's in fp32 and bf16 beside it."""
     if row["verb"] != "all_reduce":
@@ -73,19 +81,23 @@ def _scheme(row: Row) -> Scheme:
 def _step(row: Row, machine: Machine) -> Iterator[Comparison]:
     """A step of DDP, and that of torch's bf16 hook beside it; peers of other kinds are not predicted."""
     scheme, cluster = _step_scheme(row), _cluster(row)
-    measured, params = 1e-3 * _number(row, "step_ms"), int(_number(row, "params"))
-    job = Job(
+    measured, job = 1e-3 * _number(row, "step_ms"), _job(row)
+    what = f"DDP step of {job.params} parameters, {cluster.world} ranks, {row['link']}"
+    bf16_s = _number(row, "speedup_bf16") * measured
+    for found, seconds in ((scheme, measured), (BF16, bf16_s)):
+        if found is not None:
+            step = model.predict(job, found, cluster, _shared(row, machine))
+            yield Comparison(what, found, seconds, step.step_s)
+
+
+def _job(row: Row) -> Job:
+    params = int(_number(row, "params"))
+    return Job(
         params,
         1e-3 * _number(row, "compute_ms"),
         bucket_bytes=-(-4 * params // BUCKETS[str(row["task"])]) if row["task"] in BUCKETS else model.BUCKET_BYTES,
         family="linear" if row["optimizer"] == "sgd" else "adaptive",
     )
-    what = f"DDP step of {params} parameters, {cluster.world} ranks, {row['link']}"
-    bf16_s = _number(row, "speedup_bf16") * measured
-    for found, seconds in ((scheme, measured), (BF16, bf16_s)):
-        if found is not None:
-            predicted = model.predict(job, found, cluster, _shared(row, machine))
-            yield Comparison(what, found, seconds, predicted.step_s)
 
 
 def _step_scheme(row: Row) -> Scheme | None:

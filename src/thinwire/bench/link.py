@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,9 @@ MOST_HOSTS = 254  # in 10.77.0.0/24
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
 _NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
+# What follows is run by an ordinary user as root of a user namespace, with a network and a /run of its own.
+_OWN_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c")
+_OWN_RUN = f'mount -t tmpfs tmpfs {_RUNTIME.parent} && ip link set lo up && exec "$@"'
 _numbers = itertools.count()
 
 
@@ -62,6 +65,22 @@ def check() -> None:
             f"--link puts every rank into a network namespace of its own and needs {' and '.join(lacking)}; "
             "without --link the ranks talk over loopback"
         )
+
+
+def as_own_root(command: Sequence[str]) -> list[str]:
+    """`command`, so run that an ordinary user can shape links in it; LinkError where this system does not allow it.
+
+    Nothing outlives the command: its namespaces go with its last process.
+    """
+    wrapped = [*_OWN_ROOT, _OWN_RUN, "sh"]
+    try:
+        _run(*wrapped, "ip", "netns", "add", "trial")
+    except (LinkError, OSError) as error:
+        raise LinkError(
+            f"--link needs root (run it with sudo), or user namespaces that may hold networks: {error}. "
+            "Without --link the ranks talk over loopback"
+        ) from None
+    return [*wrapped, *command]
 
 
 @contextlib.contextmanager

@@ -105,14 +105,16 @@ class Replica:
         elif scheme.label == BF16:
             self.model.register_comm_hook(None, _torch_bf16)
 
-    def step(self, task: Task, batch: Batch, rate: float, *, alone: bool = False) -> None:
-        """One step of training; `alone`: with nothing sent, so that the ranks' gradients stay their own."""
+    def step(self, task: Task, batch: Batch, rate: float, *, alone: bool = False) -> Tensor:
+        """One step of training, and the batch's loss; `alone`: nothing is sent, the ranks' gradients stay their own."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
         with self.model.no_sync() if alone else contextlib.nullcontext():
-            task.loss(self.model, batch).backward()
+            loss = task.loss(self.model, batch)
+            loss.backward()
         self.optimizer.step()
+        return loss.detach()
 
     @property
     def bytes_sent(self) -> int | None:

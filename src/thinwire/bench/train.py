@@ -307,20 +307,50 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 def learn(plan: Plan, scheme: Scheme, seed: int) -> Outcome:
     """Train this rank's replica; all ranks run it together."""
-    task, rank, world = plan.task, dist.get_rank(), dist.get_world_size()
-    network = task.model(seed)
-    optimizer = schemes.optimizer_for(scheme, plan.optimizer, network.parameters(), round(schemes.WARMUP * plan.steps))
-    replica = Replica(scheme, network, optimizer)
-    for step in range(plan.steps):
-        replica.step(task, task.batch(step, seed, rank, world), task.rate(plan.optimizer, step, plan.steps))
-    with torch.no_grad():
-        train, val = task.train_loss(network, rank, world), task.val_loss(network, rank, world)
-    params = sum(parameter.numel() for parameter in network.parameters())
-    outcome = Outcome(train, val, digest(network), replica.feedback, params)
-    replica.close()
-    del replica, optimizer
-    gc.collect()  # DDP and its hooks hold each other: 25 million weights a lesson would not wait
-    return outcome
+    pupil = Pupil(plan, scheme, seed)
+    for _ in range(plan.steps):
+        pupil.step()
+    return pupil.finish()
+
+
+class Pupil:
+    """This rank's replica on its way through a lesson; all ranks take every step together."""
+
+    def __init__(self, plan: Plan, scheme: Scheme, seed: int) -> None:
+        self._plan, self._seed, self._steps = plan, seed, 0
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._network = plan.task.model(seed)
+        warmup, weights = round(schemes.WARMUP * plan.steps), self._network.parameters()
+        self._replica = Replica(scheme, self._network, schemes.optimizer_for(scheme, plan.optimizer, weights, warmup))
+
+    def step(self) -> torch.Tensor:
+        """The next step, and the loss of this rank's batch before it."""
+        plan, step = self._plan, self._steps
+        batch = plan.task.batch(step, self._seed, self._rank, self._world)
+        self._steps += 1
+        return self._replica.step(plan.task, batch, plan.task.rate(plan.optimizer, step, plan.steps))
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Handed to the transport so far; None where torch sends by itself."""
+        return self._replica.bytes_sent
+
+    @property
+    def params(self) -> int:
+        """Weights of the network."""
+        return sum(parameter.numel() for parameter in self._network.parameters())
+
+    def finish(self) -> Outcome:
+        """Judge the network and let go of the replica; nothing can follow."""
+        task, network = self._plan.task, self._network
+        with torch.no_grad():
+            train = task.train_loss(network, self._rank, self._world)
+            val = task.val_loss(network, self._rank, self._world)
+        outcome = Outcome(train, val, digest(network), self._replica.feedback, self.params)
+        self._replica.close()
+        del self._replica
+        gc.collect()  # DDP and its hooks hold each other: 25 million weights a lesson would not wait
+        return outcome
 
 
 def digest(network: torch.nn.Module) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from thinwire.bench import record
-from thinwire.cli import advise, bench, doctor, report, screen
+from thinwire.cli import advise, bench, demo, doctor, report, screen
 
 _EPILOG = """\b
 Exit status:
@@ -18,6 +18,7 @@ Exit status:
   130  interrupted; what was measured until then is kept
 \b
 Example:
+  thinwire demo
   thinwire doctor
   thinwire bench codec --quick --json codec.json
   thinwire report codec.json --html codec.html
@@ -33,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.command)
 app.add_typer(bench.app, name="bench")
 app.command("advise")(advise.command)
 app.command("report")(report.command)

@@ -1,0 +1,196 @@
+"""What the demo found: the measured table, the predicted one, and what they mean in sentences."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.advise import check
+from thinwire.advise.machine import Machine
+from thinwire.advise.model import Prediction
+from thinwire.advise.verdict import duration
+from thinwire.bench.record import Row
+from thinwire.bench.schemes import NONE
+from thinwire.integrations.auto import GAIN
+from thinwire.report.cells import ABSENT, Grid, counted, fixed, number, signed, significant, text
+
+LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
+
+
+def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
+    """What was measured, and what is predicted; nothing for no rows."""
+    return [_measured(rows), _predicted(rows, machine)] if rows else []
+
+
+def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
+    """What the tables mean, for a person who has to decide."""
+    if not rows:
+        return []
+    others = [row for row in rows if row["codec"] != NONE]
+    told = [_of_loss(others), _of_steps(rows[0], others), *_of_links(_outlooks(rows, machine))] if others else []
+    return [*told, "For your own model, ranks and links: thinwire advise."]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _measured(rows: Sequence[Row]) -> Grid:
+    header = ["codec", "feedback", "loss", "log ratio", "bytes a step", "fewer", "step", "×none"]
+    return Grid(_measured_title(rows), header, [_measured_cells(row, rows[0]) for row in rows], labels=2)
+
+
+def _measured_title(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    runs = f"{counted(_whole(first, 'seeds'), 'seed')} of {counted(_whole(first, 'steps'), 'step')}"
+    ranks = f"{text(first['world'])} ranks on {counted(_whole(first, 'cores'), 'core')}, over {text(first['link'])}"
+    parts = [
+        f"Measured here: a GPT of {text(first['params'])} weights, {ranks}, {runs}",
+        f"log ratio: ln(loss / fp32's); another seed changes fp32's by {fixed(first['noise_floor'], 3)}",
+    ]
+    if any(row["bytes_from"] == "formula" for row in rows):
+        parts.append("bytes of torch's own sums: by the formula of a ring")
+    return ". ".join(parts)
+
+
+def _measured_cells(row: Row, plain: Row) -> list[str]:
+    sent, most, ms = number(row["bytes_per_step"]), number(plain["bytes_per_step"]), number(row["step_ms"])
+    return [
+        text(row["codec"]),
+        text(row["feedback"]),
+        "diverged" if row["diverged"] else significant(row["loss"]),
+        signed(row["loss_log_ratio"]),
+        ABSENT if sent is None else f"{sent / 1e3:.0f} kB",
+        ABSENT if sent is None or most is None else f"{most / sent:.1f}×",
+        ABSENT if ms is None else duration(1e-3 * ms),
+        fixed(row["speedup_plain"], 2),
+    ]
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """Steps predicted on one link."""
+
+    link: str
+    steps: dict[str, Prediction | None]  # by codec as named in the tables, the uncompressed one first
+
+    @property
+    def plain(self) -> Prediction:
+        """The uncompressed step."""
+        found = self.steps[NONE]
+        assert found is not None
+        return found
+
+    @property
+    def best(self) -> tuple[str, Prediction] | None:
+        """The fastest of the others; None where there is none, or none that the model knows."""
+        known = [(name, step) for name, step in self.steps.items() if name != NONE and step is not None]
+        return min(known, key=lambda found: found[1].step_s, default=None)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the fastest wins more than noise may pretend."""
+        return self.best is not None and self.best[1].step_s < (1 - GAIN) * self.plain.step_s
+
+
+def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
+    """On all links but the one that was measured."""
+    links = [link for link in LINKS if link != rows[0]["link"]]
+    return [_Outlook(link, {_label(row): check.predicted(row, link, machine) for row in rows}) for link in links]
+
+
+def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
+    outlooks = _outlooks(rows, machine)
+    cells = [[name, *(_outlook_cell(outlook, name) for outlook in outlooks)] for name in map(_label, rows)]
+    title = (
+        "PREDICTED, not measured: the same step, were every rank behind a link of that rate, and how many times as "
+        f"fast as none. Cost model of thinwire advise; kernels of {machine.source}"
+    )
+    return Grid(title, ["codec", *(outlook.link for outlook in outlooks)], cells)
+
+
+def _outlook_cell(outlook: _Outlook, name: str) -> str:
+    step = outlook.steps[name]
+    return ABSENT if step is None else f"{duration(step.step_s)}  {outlook.plain.step_s / step.step_s:.2f}×"
+
+
+def _label(row: Row) -> str:
+    """lloyd2@ef21: two rows may share a codec."""
+    feedback = text(row["feedback"])
+    return text(row["codec"]) if feedback == "none" else f"{text(row['codec'])}@{feedback}"
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def _of_loss(others: Sequence[Row]) -> str:
+    floor = number(others[0]["noise_floor"])
+    within = [_label(row) for row in others if _within(row, floor)]
+    beyond = [f"{_label(row)} {_change(row)}" for row in others if not _within(row, floor)]
+    told = [f"{_listed(within)} within what another seed does to fp32"] if within else []
+    return f"Loss: {'; '.join([*told, *beyond])}."
+
+
+def _within(row: Row, floor: float | None) -> bool:
+    ratio = number(row["loss_log_ratio"])
+    return ratio is not None and floor is not None and abs(ratio) <= floor
+
+
+def _change(row: Row) -> str:
+    ratio = number(row["loss_log_ratio"])
+    return "diverged" if ratio is None else f"{abs(math.expm1(ratio)):.1%} {'higher' if ratio > 0 else 'lower'}"
+
+
+def _of_steps(plain: Row, others: Sequence[Row]) -> str:
+    best = min(others, key=lambda row: _ms(row, "step_ms"))
+    where = f"Measured over {text(plain['link'])}"
+    gain = _ms(plain, "step_ms") / _ms(best, "step_ms")
+    if gain * (1 - GAIN) <= 1:
+        told = f"{where}: compression does not pay, an uncompressed step takes {_against(best, gain)}."
+        return f"{told} Loopback is about as fast as memory, codecs only cost time." if _is_loopback(plain) else told
+    if _ms(best, "step_ms_p80") >= _ms(plain, "step_ms_p20"):
+        return f"{where}: no clear difference, the steps of one codec scatter as far as codecs differ."
+    return f"{where}: a step in {_label(best)} is {gain:.2g} times as fast as uncompressed."
+
+
+def _against(best: Row, gain: float) -> str:
+    """How an uncompressed step stands beside the best of the others."""
+    share = 1 - gain
+    return f"about as long as one in {_label(best)}" if share < GAIN else f"{share:.0%} less than one in {_label(best)}"
+
+
+def _is_loopback(row: Row) -> bool:
+    return row["link"] == "loopback"
+
+
+def _of_links(outlooks: Sequence[_Outlook]) -> list[str]:
+    told = [_gain(outlook.link, outlook, *outlook.best) for outlook in outlooks if outlook.best and outlook.pays]
+    idle = [outlook for outlook in outlooks if outlook.best and not outlook.pays]
+    return [*told, _no_gain(idle)] if idle else told
+
+
+def _gain(link: str, outlook: _Outlook, name: str, step: Prediction) -> str:
+    times = outlook.plain.step_s / step.step_s
+    return f"Predicted at {link}: compression pays, a step in {name} is {times:.2g} times as fast as uncompressed."
+
+
+def _no_gain(idle: Sequence[_Outlook]) -> str:
+    """Of several links the slowest: where it does not pay there, it does not on faster ones."""
+    plain = idle[0].plain
+    return (
+        f"Predicted at {_listed([outlook.link for outlook in idle])}: compression does not pay, do not compress there. "
+        f"At {idle[0].link} an uncompressed step of {duration(plain.step_s)} waits {duration(plain.exposed_s)} for its "
+        "gradients."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _ms(row: Row, column: str) -> float:
+    found = number(row[column])
+    assert found is not None, column  # every scheme of a run was timed
+    return found
+
+
+def _whole(row: Row, column: str) -> int:
+    return int(number(row[column]) or 0)
