@@ -390,6 +390,15 @@ def test_a_prepared_model_compiles_whole() -> None:
     torch.testing.assert_close(compiled(tokens(1)), model(tokens(1)))
 
 
+def test_a_scale_that_fell_in_the_last_step_converts_as_it_is_used() -> None:
+    model = qat.prepare(net())
+    qat.calibrate(model, [tokens()])
+    with torch.no_grad():
+        model.conv.weight_quantiser.scale[2] = -1.0
+    converted = qat.convert(copy.deepcopy(model))
+    assert torch.equal(converted(tokens()), model.eval()(tokens()))
+
+
 # --- optimiser groups -------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ class IntegerWeight(nn.Module):
             weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
         )
         self.memory_format = torch.channels_last if last else torch.contiguous_format
-        scale, offset = (None if p is None else p.detach().clone() for p in (quantiser.scale, quantiser.offset))
+        scale, offset = (None if p is None else p.detach().clone() for p in (quantiser.floored(), quantiser.offset))
         assert scale is not None
         codes = self.coding.codes(weight.detach().contiguous(), scale, offset)
         self.register_buffer("packed", pack(codes.flatten(1), self.coding.bits))

@@ -131,7 +131,7 @@ class _ExportedInput(_Exported):
 
     def __init__(self, quantiser: LSQ, opset: int) -> None:
         coding = Coding.of(quantiser)
-        super().__init__(coding, torch.zeros_like(quantiser.scale), quantiser.scale, quantiser.offset, opset)
+        super().__init__(coding, torch.zeros_like(quantiser.scale), quantiser.floored(), quantiser.offset, opset)
         self.integers = self.integers.reshape(self.scale.shape)
         self.narrow, self.kind = coding.bits < self.width, int(self.onnx_type())
         self.register_buffer("low", coding.grid.quant_min * self.scale)

@@ -157,7 +157,8 @@ class WeightCodes:
         return grad
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        return self.quantiser.scale.detach(), None if self.quantiser.offset is None else self.quantiser.offset.detach()
+        offset = self.quantiser.offset
+        return self.quantiser.floored().detach(), None if offset is None else offset.detach()
 
     # --- its layout --------------------------------------------------------------------------------------------------
 
