@@ -265,7 +265,7 @@ def test_a_subclass_may_do_without_the_factor() -> None:
 
 @pytest.mark.parametrize("group", [0, 4])
 def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
-    table, rows = normal(10, 8), torch.tensor([[1, 3], [3, 0]])
+    table, rows = normal(10, 8), torch.tensor([1, 3, 3, 0])
     place = {"group": 4} if group else {"axis": 0}
     results = []
     for whole in (True, False):
@@ -276,8 +276,7 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
         results.append((y, weight.grad, quantiser.scale.grad))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert quantiser(table[torch.tensor(2)], rows=torch.tensor(2)).shape == (8,)
-    assert quantiser(table[rows[:0]], rows=rows[:0]).shape == (0, 2, 8)
+    assert quantiser(table[rows[:0]], rows=rows[:0]).shape == (0, 8)
 
 
 # --- the floor --------------------------------------------------------------------------------------------------------

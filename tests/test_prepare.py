@@ -3,8 +3,11 @@
 import copy
 import math
 import pickle
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import seeded
+from cases import each_device, seeded
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantisedEmbedding, QuantisedLayer, quantise_layer
@@ -153,6 +156,8 @@ def test_embeddings_keep_their_options(options: dict[str, Any]) -> None:
     qat.prepare(layer, weight_bits=4, first_last_bits=None)
     y, before = layer(index), plain(index)
     scale = layer.weight_quantiser.scale[index].unsqueeze(-1)
+    assert torch.equal(layer(torch.tensor(5)), y[1, 0])
+    assert layer(index[:0]).shape == (0, 3, 4)
     inside = (before / scale).abs() < 7
     assert ((y - before).abs() <= 0.5001 * scale)[inside].all()
     y.sum().backward()
@@ -197,6 +202,39 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
         assert layer.weight.grad.dtype == dtype
         assert layer.weight_quantiser.scale.dtype == expected
         assert layer.weight_quantiser.scale.grad.dtype == expected
+
+
+@each_device
+def test_devices(device: torch.device) -> None:
+    """Once started, a step on a GPU never makes the host wait."""
+    model, x = qat.prepare(net()).to(device), tokens().to(device)
+    lazy = LSQ(4, axis=0).to(device)
+    expected = qat.prepare(net())
+    expected(tokens())
+    model(x).sum().backward()
+    for name, parameter in expected.named_parameters():
+        if name.startswith(
+            ("wte", "conv")
+        ):  # what no product of matrices, which devices add up their own ways, is behind
+            torch.testing.assert_close(dict(model.named_parameters())[name].cpu(), parameter, rtol=1e-6, atol=0.0)
+    lazy(x.float())
+    assert lazy.scale.device == device
+    optimizer = torch.optim.SGD(qat.parameter_groups(model), lr=0.01)
+    with no_waiting(device):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
@@ -464,6 +502,13 @@ def test_summary_tells_what_quantisation_does(capsys: pytest.CaptureFixture[str]
     assert row.scale == (scale.min().item(), scale.max().item())
     assert row.sqnr_db == pytest.approx(10 * math.log10(weight.square().sum() / noise), rel=1e-5)
     assert row.saturation == ((weight / scale <= -2) | (weight / scale >= 1)).double().mean()
+
+
+def test_the_example_of_the_docs_prints_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "qat.md").read_text()
+    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.DOTALL).groups()
+    exec(code)
+    assert capsys.readouterr().out == printed
 
 
 def test_summary_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,8 +77,9 @@ class QuantisedEmbedding(QuantisedLayer, nn.Embedding):
         """As nn.Embedding."""
         if not self.weight_quantiser.initialised:
             self.weight_quantiser.initialise(self.weight)
-        quantised: Tensor = self.weight_quantiser(super().forward(input), rows=input)
-        return quantised
+        found = super().forward(input)
+        quantised: Tensor = self.weight_quantiser(found.view(-1, self.embedding_dim), rows=input.reshape(-1))
+        return quantised.view_as(found)
 
 
 FORMS: dict[type[nn.Module], type[QuantisedLayer]] = {

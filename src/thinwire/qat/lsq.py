@@ -96,7 +96,7 @@ class LSQ(nn.Module):
     # --- what it does ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """x on the grid. With `rows`, x holds those rows of the tensor whose first axis the scales belong to."""
+        """x on the grid. With `rows`, x holds those rows, one each, of the table whose scales these are."""
         if not self._ready and not self._started(x):
             return self._untouched(x)
         scale = self.floored()
@@ -129,7 +129,7 @@ class LSQ(nn.Module):
         per_row = x.shape[-1] // self.group if self.group else 1
         scale = scale.view(-1, per_row)[rows]
         offset = None if self.offset is None else self.offset.view(-1, per_row)[rows]
-        return self._quantise(x.reshape(-1, x.shape[-1]), scale, offset, self.axis).view(x.shape)
+        return self._quantise(x, scale, offset, self.axis)
 
     def _untouched(self, x: Tensor) -> Tensor:
         # Parameters stay in the graph: DDP waits for a gradient of each.
