@@ -497,7 +497,7 @@ def test_nothing_is_read_back_after_the_start() -> None:
         ({"group": -1}, "group must be"),
         ({"group": 4, "axis": 0}, "an axis or a group"),
         ({"init_batches": 0}, "init_batches must be 1 or more, got 0"),
-        ({"process_group": "world"}, "ProcessGroup, None .* or 'local', got 'world'"),
+        ({"process_group": "world"}, "ProcessGroup of this rank, None .* or 'local', got 'world'"),
     ],
 )
 @pytest.mark.parametrize("kind", [LSQ, LSQPlus])

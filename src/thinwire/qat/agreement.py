@@ -22,8 +22,10 @@ class Agreement:
     """
 
     def __init__(self, ranks: Ranks = None) -> None:
-        if isinstance(ranks, str) and ranks != "local":
-            raise ValueError(f"process_group must be a ProcessGroup, None (the world) or 'local', got {ranks!r}")
+        if not (ranks is None or isinstance(ranks, dist.ProcessGroup) or ranks == "local"):
+            raise ValueError(
+                f"process_group must be a ProcessGroup of this rank, None (the world) or 'local', got {ranks!r}"
+            )
         self._ranks = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Agreement":
@@ -43,9 +45,15 @@ class Agreement:
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         if self._ranks == "local" or not (dist.is_available() and dist.is_initialized()):
             return x
-        x = x.contiguous().clone()
-        dist.all_reduce(x, op=op, group=self._ranks)
-        return x
+        shared = x.to(x.device if torch.compiler.is_compiling() else self._reachable(x.device), copy=True).contiguous()
+        dist.all_reduce(shared, op=op, group=self._ranks)
+        return shared.to(x.device)
+
+    def _reachable(self, device: torch.device) -> torch.device:
+        """The device, or, where NCCL alone serves and the model is still on the CPU, the GPU of this rank."""
+        group: Any = dist.group.WORLD if self._ranks is None else self._ranks
+        served = group._device_types
+        return device if any(one.type == device.type for one in served) else served[0]
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -256,7 +256,7 @@ class LSQ(nn.Module):
 
     def _lent(self) -> bool:
         """[Note: Parameters that are lent]"""
-        return self._own["scale"] is not self._parameters["scale"]
+        return self._own["scale"] is not self._parameters.get("scale")
 
     def _hold(self) -> None:
         self._own = dict(self._parameters)

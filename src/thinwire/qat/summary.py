@@ -102,7 +102,7 @@ def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
         return [_quantised(name, module)]
     if isinstance(module, IntegerLayer):
         return [_converted(name, module)]
-    if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+    if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
     return []
 
