@@ -1,4 +1,4 @@
-/* The exported functions: choose the instruction set, cut the work into ranges of blocks, one thread a range.
+/* The exported functions: choose the instruction set, cut the work into ranges of blocks or boxes, one thread a range.
  *
  * Threads are started and joined inside the call. Nothing outlives it, so it is safe from several threads at once and
  * in a process forked from one that has called it.
@@ -41,10 +41,8 @@ static void *run_part(void *argument) {
   return NULL;
 }
 
-static void run_all(const tw_task *task, tw_range run) {
-  const tw_job *job = task->job;
-  int64_t units = job->block ? job->num_blocks : job->numel;
-  int threads = job->threads < 1 ? 1 : job->threads > MAX_THREADS ? MAX_THREADS : job->threads;
+static void run_units(const tw_task *task, tw_range run, int64_t units, int threads) {
+  threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
   part parts[MAX_THREADS];
   pthread_t started[MAX_THREADS];
   int running[MAX_THREADS] = {0};
@@ -54,6 +52,16 @@ static void run_all(const tw_task *task, tw_range run) {
     if (!running[i]) run_part(&parts[i]); /* the first, and any that could not be started */
   for (int i = 1; i < threads; i++)
     if (running[i]) pthread_join(started[i], NULL);
+}
+
+static void run_all(const tw_task *task, tw_range run) {
+  const tw_job *job = task->job;
+  run_units(task, run, job->block ? job->num_blocks : job->numel, job->threads);
+}
+
+static void run_boxes(const tw_task *task) {
+  const tw_fake *fake = task->fake;
+  run_units(task, kernels()->fake, fake->cuts_o * fake->cuts_c * fake->cuts_i, fake->threads);
 }
 
 static int known(const tw_job *job) {
@@ -98,5 +106,22 @@ EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
   frame(job, wire);
   tw_task task = {.job = job, .wires = wires, .wire = wire};
   run_all(&task, kernels()->recode);
+  return TW_OK;
+}
+
+EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const void *scale, const void *shift, void *y) {
+  int32_t bad_scale = 0;
+  tw_task task = {.fake = fake, .x = x, .scale = scale, .shift = shift, .out = y, .bad_scale = &bad_scale};
+  run_boxes(&task);
+  return bad_scale ? TW_BAD_SCALE : TW_OK;
+}
+
+EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const void *scale,
+                                 const void *shift, void *dx, void *sums, double *partials, double factor) {
+  int32_t bad_scale = 0;
+  tw_task task = {.fake = fake, .x = x, .grad = grad, .scale = scale, .shift = shift, .out = dx, .sums = sums,
+                  .partials = partials, .factor = factor, .bad_scale = &bad_scale};
+  run_boxes(&task);
+  if (partials) kernels()->finish_fake(&task, fake->cuts_o * fake->cuts_i);
   return TW_OK;
 }

@@ -1,13 +1,13 @@
-/* Interface of the native kernels: plain C, no torch headers, no Python ABI. kernels/cpu.py mirrors tw_job. */
+/* Interface of the native kernels: plain C, no torch headers, no Python ABI. kernels/cpu.py mirrors tw_job and tw_fake. */
 #ifndef THINWIRE_H
 #define THINWIRE_H
 #include <stdint.h>
 
-enum { TW_ABI = 2 };
+enum { TW_ABI = 3 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
-enum { TW_OK = 0, TW_UNKNOWN = -1 };
+enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1 };
 
 typedef struct {
   int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD: 1 = rotated */
@@ -26,6 +26,15 @@ typedef struct {
   uint8_t edges[8], levels[8];
 } tw_job;
 
+/* A fake quantisation: `Grid` in kernels/schema.py. A tensor is (outer, channels, inner), cut into boxes. */
+typedef struct {
+  int32_t dtype, threads;
+  int32_t quant_min, quant_max;
+  int32_t offset, paper;
+  int64_t outer, channels, inner;
+  int64_t cuts_o, cuts_c, cuts_i; /* into how many parts each of them is cut */
+} tw_fake;
+
 /* The buffers of one operation; it runs over blocks [first, last), over elements where there are no blocks. */
 typedef struct {
   const tw_job *job;
@@ -33,13 +42,21 @@ typedef struct {
   float *residual;       /* encode, may be NULL */
   const uint8_t *wires;  /* decode_sum, recode */
   uint8_t *wire;         /* encode, recode */
-  void *out;             /* decode_sum */
+  void *out;             /* decode_sum; y or dx of a fake quantisation, where NULL says that nobody wants dx */
+  const tw_fake *fake;   /* instead of job; it runs over boxes */
+  const void *grad;      /* of y; NULL: y is wanted */
+  const void *scale, *shift; /* of every channel: doubles for doubles, else floats; shift may be NULL */
+  void *sums;            /* gradients of scale and shift, two rows */
+  double *partials;      /* two a channel for every slice; NULL where no channel is cut */
+  double factor;         /* of sums */
+  int32_t *bad_scale;    /* becomes 1 where a scale is none */
 } tw_task;
 
 typedef void (*tw_range)(const tw_task *task, int64_t first, int64_t last);
 typedef struct {
   const char *name;
-  tw_range encode, decode_sum, recode;
+  tw_range encode, decode_sum, recode, fake;
+  void (*finish_fake)(const tw_task *task, int64_t slices);
 } tw_kernels;
 
 #endif

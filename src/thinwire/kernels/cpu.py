@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
-from thinwire.kernels.fake_quantize import (
-    fake_quantize as fake_quantize,
-    fake_quantize_grad as fake_quantize_grad,
-)
-from thinwire.kernels.schema import LLOYD, Encoding, decoding
+from thinwire.kernels.schema import LLOYD, Encoding, Grid, decoding
 from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 2  # of native/thinwire.h
+_ABI = 3  # of native/thinwire.h
+_BAD_SCALE = 1  # TW_BAD_SCALE there
 _ELEMENTS_A_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
+_MOST_PARTS = 64  # of a fake quantisation; more threads find no work
+_WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
@@ -53,6 +52,15 @@ class _Job(ctypes.Structure):
         ("num_levels", ctypes.c_int32),
         ("edges", ctypes.c_uint8 * 8),
         ("levels", ctypes.c_uint8 * 8),
+    )
+
+
+class _Fake(ctypes.Structure):
+    """Mirror of tw_fake in native/thinwire.h."""
+
+    _fields_ = (
+        *[(name, ctypes.c_int32) for name in ("dtype", "threads", "quant_min", "quant_max", "offset", "paper")],
+        *[(name, ctypes.c_int64) for name in ("outer", "channels", "inner", "cuts_o", "cuts_c", "cuts_i")],
     )
 
 
@@ -97,6 +105,48 @@ def recode(
     job = _job(how, layout, 0, key, dither)
     _take_wires(job, wires_WN, scale)
     _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
+
+
+def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:
+    """out = y of `Grid`."""
+    job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
+    shift = None if shift_C is None else shift_C.data_ptr()
+    tensors = x_OCI.data_ptr(), scale_C.data_ptr(), shift, out_OCI.data_ptr()
+    return bool(_library().tw_fake_quantize(job, *tensors) != _BAD_SCALE)
+
+
+def fake_quantize_grad(
+    grid: Grid,
+    x_OCI: Tensor,
+    grad_OCI: Tensor,
+    scale_C: Tensor,
+    shift_C: Tensor | None,
+    dx_OCI: Tensor | None,
+    sums_2C: Tensor,
+    *,
+    factor: float,
+) -> None:
+    """dx and the parameters' gradients of `Grid`. Sums are the same for any number of threads."""
+    job = _fake(grid, x_OCI.shape, x_OCI.dtype, torch.get_num_threads())
+    slices = job.cuts_o * job.cuts_i
+    partials = None if slices == 1 else torch.empty(slices, *scale_C.shape, 2, dtype=torch.float64)
+    tensors = x_OCI, grad_OCI, scale_C, shift_C, dx_OCI, sums_2C, partials
+    _library().tw_fake_quantize_grad(job, *[None if t is None else t.data_ptr() for t in tensors], factor)
+
+
+@lru_cache(maxsize=1024)
+def _fake(grid: Grid, shape: torch.Size, dtype: torch.dtype, threads: int) -> _Fake:
+    parts = max(1, min(_MOST_PARTS, shape.numel() // _ELEMENTS_A_THREAD))
+    numbers = grid.quant_min, grid.quant_max, grid.offset, grid.paper
+    return _Fake(_DTYPES[dtype], min(threads, parts), *numbers, *shape, *_cuts(shape, parts))
+
+
+def _cuts(shape: torch.Size, parts: int) -> tuple[int, int, int]:
+    """Into how many parts each dimension is cut, `parts` in all: channels first, they have their sums to themselves."""
+    outer, channels, inner = shape
+    by_channel = min(parts, channels, max(1, channels * inner // _WIDE_ROW))
+    by_outer = min(outer, -(-parts // by_channel))
+    return by_outer, by_channel, -(-parts // (by_channel * by_outer))
 
 
 def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) -> _Job:
@@ -180,4 +230,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.tw_encode.argtypes = [job, pointer, pointer, pointer]
     library.tw_decode_sum.argtypes = [job, pointer, pointer]
     library.tw_recode.argtypes = [job, pointer, pointer]
+    fake = ctypes.POINTER(_Fake)
+    library.tw_fake_quantize.argtypes = [fake, *[pointer] * 4]
+    library.tw_fake_quantize_grad.argtypes = [fake, *[pointer] * 7, ctypes.c_double]
     library.tw_variant.restype = ctypes.c_char_p

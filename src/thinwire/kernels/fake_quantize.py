@@ -25,10 +25,11 @@ class _Placed(NamedTuple):
         return self.r_OCI.clamp(self.low_C1, self.high_C1)
 
 
-def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
-    """out = y of `Grid`."""
+def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool | None:
+    """out = y of `Grid`; whether all scales are good, where that is known without waiting for a device."""
     at = _place(grid, x_OCI, scale_C, shift_C)
     out_OCI.copy_(at.codes() * at.scale_C1 + at.offset_C1)
+    return bool(at.scale_C1.isfinite().all()) if x_OCI.device.type == "cpu" else None
 
 
 def fake_quantize_grad(
@@ -59,7 +60,7 @@ def _place(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None) -
     scale_C1 = _usable(scale_C.to(compute)).unsqueeze(1)
     offset_C1 = zero_C1 = torch.zeros_like(scale_C1)
     if shift_C is not None and grid.offset:
-        offset_C1 = shift_C.to(compute).unsqueeze(1)
+        offset_C1 = shift_C.to(compute).unsqueeze(1) + 0.0  # no negative zero: y would have the sign of r, or not
     elif shift_C is not None:
         zero_C1 = shift_C.to(compute).round().clamp(grid.quant_min, grid.quant_max).unsqueeze(1)
         scale_C1 = scale_C1.where(zero_C1.isfinite(), torch.nan)
