@@ -195,7 +195,7 @@ def _grid(
     if SHIFT:
         value = tl.load(shift + channel, known, other=0.0)
         if OFFSET:
-            b = value
+            b = value + 0.0  # no negative zero
         else:
             good = good & (value == value)
             z = _round(_clamp(value, quant_min, quant_max))
