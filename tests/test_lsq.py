@@ -519,6 +519,17 @@ def test_tensors_that_do_not_fit() -> None:
         LSQ(4, group=4)(normal(5, 6))
 
 
+def test_a_subclass_may_do_without_the_floor() -> None:
+    class Bare(LSQ):
+        floor_share = 0.0
+
+    quantiser = Bare(4, axis=0).initialise(normal(3, 4))
+    with torch.no_grad():
+        quantiser.scale[1] = -1e-3
+    with pytest.raises(ValueError, match=r"-0\.001 \(channel 1\)"):
+        quantiser(normal(3, 4))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_scale_that_is_no_number_is_named(bad: float) -> None:
     quantiser = started(normal(3, 4), bits=4, axis=0)

@@ -43,9 +43,10 @@ class Method:
 
 
 class NoGradientScale(LSQ):
-    """LSQ without the factor of its scales' gradients."""
+    """LSQ without the factor of its scales' gradients, nor the floor that catches a scale on its way past zero."""
 
     scale_gradient = False
+    floor_share = 0.0
 
 
 class AbsmaxStart(LSQ):

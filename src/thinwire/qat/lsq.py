@@ -29,7 +29,6 @@ from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
 from thinwire.qat.starts import least_error, living, mean_magnitude, three_sigmas
 
 BITS = range(2, 9)
-_FLOOR = 1 / 64  # of the least scale at the start
 _BEFORE_COMPILE = (
     "this quantiser has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
@@ -62,6 +61,7 @@ class LSQ(nn.Module):
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without
+    floor_share = 1 / 64  # of the least scale at the start, below which none falls; in a subclass 0 => no floor
     scale: nn.Parameter
     offset: nn.Parameter | None
     init_left: Tensor
@@ -106,6 +106,8 @@ class LSQ(nn.Module):
 
     def floored(self) -> Tensor:
         """The scale, nowhere below its floor. [Note: The floor]"""
+        if not self._floor:
+            return self.scale
         if torch.compiler.is_compiling() or self._lent():
             return self.scale + (self._floor - self.scale.detach()).relu()
         self.scale.data.clamp_(min=self._floor)
@@ -229,7 +231,7 @@ class LSQ(nn.Module):
             if parameter is not None and target_C is not None:
                 target_C = target_C.to(parameter)
                 parameter.data.copy_(target_C if share == 1.0 else parameter.lerp(target_C, share))
-        self._set_floor(_FLOOR * float(self.scale.min()))
+        self._set_floor(self.floor_share * float(self.scale.min()))
 
     def _set_floor(self, floor: float) -> None:
         self._floor = floor
