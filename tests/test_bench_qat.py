@@ -1,5 +1,6 @@
 """The benchmark of quantisation-aware training: what a run hands back, its formulas, its flags."""
 
+import contextlib
 import math
 import multiprocessing
 from collections.abc import Iterator
@@ -167,6 +168,14 @@ def test_lessons_go_by_bits_then_by_method_and_fp32_is_first() -> None:
     assert lessons[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
 
 
+def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
+    usual = [(lesson.bits, lesson.method) for lesson in qat.Plan(TINY, None, (4, 2), 1, 1, CPU).lessons()]
+    assert [method for bits, method in usual if bits in (2, 32)] == list(METHODS)
+    assert [method for bits, method in usual if bits == 4] == [*list(METHODS)[1:5], "absmax_ste"]
+    asked = [(lesson.bits, lesson.method) for lesson in qat.Plan(TINY, ("lsq_no_floor",), (4, 2), 1, 1, CPU).lessons()]
+    assert asked == [(4, "lsq_no_floor"), (2, "lsq_no_floor")]
+
+
 def test_a_pool_maps_in_order_and_leaves_no_process() -> None:
     """On numbers, since a process that was sent a lesson would import torch first."""
     learn_all: Any
@@ -269,12 +278,22 @@ def test_absmax_without_learning_is_straight_through_and_fresh_every_time() -> N
 def test_the_gradient_without_its_factor() -> None:
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))
     found = []
-    for kind in (LSQ, qat_methods.NoGradientScale):
+    for kind in (LSQ, qat_methods.NoGradientScale, qat_methods.FloorAlone):
         quantiser = kind(2).initialise(x)
         quantiser(x).sum().backward()
         assert quantiser.scale.grad is not None
         found.append(quantiser.scale.grad.item())
-    assert found[1] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
+    assert found[1] == found[2] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
+
+
+def test_what_holds_a_scale_up_and_what_does_not() -> None:
+    x = torch.linspace(-1, 1, 100)
+    for kind in (LSQ, qat_methods.FloorAlone, qat_methods.NoFloor, qat_methods.NoGradientScale):
+        quantiser = kind(2).initialise(x)
+        quantiser.scale.data.fill_(-1)
+        held = not issubclass(kind, qat_methods.NoFloor)
+        with contextlib.nullcontext() if held else pytest.raises(ValueError, match="a scale must be positive"):
+            assert torch.isfinite(quantiser(x)).all()
 
 
 def test_torchs_module_and_ours_by_its_names_start_alike() -> None:

@@ -59,7 +59,7 @@ class Plan:
     """The trainings of a run."""
 
     task: Digits
-    methods: tuple[str, ...]
+    methods: tuple[str, ...] | None  # None => all, each where it tells something
     bits: tuple[int, ...]
     seeds: int
     workers: int
@@ -67,13 +67,17 @@ class Plan:
 
     def lessons(self) -> list[Lesson]:
         """By bits, then by method; fp32 has no bits and comes first, once."""
-        plain = [(FULL_BITS, FP32)] if FP32 in self.methods else []
-        others = [(bits, method) for bits in self.bits for method in self.methods if method != FP32]
+        methods = METHODS if self.methods is None else self.methods
+        plain = [(FULL_BITS, FP32)] if FP32 in methods else []
+        others = [(bits, name) for bits in self.bits for name in methods if name != FP32 and self._tells(name, bits)]
         return [
-            Lesson(self.task, method, bits, seed, self.device)
-            for bits, method in plain + others
+            Lesson(self.task, name, bits, seed, self.device)
+            for bits, name in plain + others
             for seed in range(self.seeds)
         ]
+
+    def _tells(self, name: str, bits: int) -> bool:
+        return self.methods is not None or METHODS[name].at_all_bits or bits == min(self.bits)
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """One for each method at each number of bits, as soon as its last seed is trained."""
@@ -105,24 +109,28 @@ def run(
     device, chosen = torch.device(device), parts or PARTS
     if "train" in chosen:
         qat_tasks.check()
-    cases = qat_speed.cases(device, numel, threads, quick) if "speed" in chosen else []
+    cases = qat_speed.cases(device, numel, threads, quick)
     plan = Plan(
         task=qat_tasks.QUICK if quick else qat_tasks.FULL,
-        methods=tuple(methods or METHODS) if "train" in chosen else (),
+        methods=tuple(methods) if methods else None,
         bits=tuple(bits or (QUICK_BITS if quick else BITS)),
         seeds=seeds or (QUICK_SEEDS if quick else SEEDS),
         workers=workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS)),
         device=device,
     )
-    with contextlib.closing(_rows(cases, plan, progress)) as rows:
-        return collect("qat", device, rows)
+    rows = {"speed": _speed(cases, progress), "train": plan.rows(progress)}
+    with contextlib.closing(_chained(rows[part] for part in PARTS if part in chosen)) as found:
+        return collect("qat", device, found)
 
 
-def _rows(cases: Sequence[qat_speed.Case], plan: Plan, progress: Progress) -> Generator[Row]:
-    for case in progress(cases) if cases else ():
+def _speed(cases: Sequence[qat_speed.Case], progress: Progress) -> Iterator[Row]:
+    for case in progress(cases):
         yield from case.rows()
-    if plan.methods:
-        yield from plan.rows(progress)
+
+
+def _chained(parts: Iterable[Iterator[Row]]) -> Generator[Row]:
+    for part in parts:
+        yield from part
 
 
 def learn(lesson: Lesson) -> Learned:

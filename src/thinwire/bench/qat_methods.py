@@ -28,6 +28,7 @@ class Method:
     quantise: Callable[[nn.Module, int], None]
     control: bool = False  # ought to fail
     peer: bool = False  # torch's own
+    at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
 
     def __str__(self) -> str:
         return self.name
@@ -42,11 +43,22 @@ class Method:
                 module.enable_param_learning()
 
 
-class NoGradientScale(LSQ):
-    """LSQ without the factor of its scales' gradients, nor the floor that catches a scale on its way past zero."""
+class NoFloor(LSQ):
+    """LSQ as the paper has it: nothing catches a scale on its way past zero."""
+
+    floor_share = 0.0
+
+
+class NoGradientScale(NoFloor):
+    """The paper's LSQ without the factor of its scales' gradients."""
 
     scale_gradient = False
-    floor_share = 0.0
+
+
+class FloorAlone(LSQ):
+    """LSQ without that factor, but with thinwire's floor under its scales."""
+
+    scale_gradient = False
 
 
 class AbsmaxStart(LSQ):
@@ -129,7 +141,9 @@ _ALL = (
     Method("learnable", partial(_by_fake_quant, LearnableFakeQuantize)),
     Method("torch_learnable", partial(_by_fake_quant, _LearnableFakeQuantize), peer=True),
     Method("absmax_ste", partial(_by_lsq, AbsmaxAlways), control=True),
-    Method("lsq_no_grad_scale", partial(_by_lsq, NoGradientScale), control=True),
-    Method("lsq_absmax_init", partial(_by_lsq, AbsmaxStart), control=True),
+    Method("lsq_absmax_init", partial(_by_lsq, AbsmaxStart), control=True, at_all_bits=False),
+    Method("lsq_no_grad_scale", partial(_by_lsq, NoGradientScale), control=True, at_all_bits=False),
+    Method("lsq_floor_alone", partial(_by_lsq, FloorAlone), at_all_bits=False),
+    Method("lsq_no_floor", partial(_by_lsq, NoFloor), at_all_bits=False),
 )
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

@@ -373,7 +373,10 @@ def qat_command(
     element.
 
     Training: all layers are quantised; every method has the same recipe, and the same batches from the same start.
-    Controls (absmax_ste, lsq_no_grad_scale, lsq_absmax_init) ought to fail; torch_learnable is torch's own module.
+    torch_learnable is torch's own module, learnable is ours by its names. Controls ought to fail: absmax_ste learns no
+    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. Two more tell
+    what thinwire's floor under the scales does: lsq_floor_alone has it instead of the factor, lsq_no_floor lacks it.
+    All but absmax_ste of these are trained at the fewest bits only, unless they are asked for.
 
     \b
     Example:

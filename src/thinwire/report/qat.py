@@ -12,6 +12,7 @@ _SHOWN: dict[str, tuple[str, Callable[[Value], str]]] = {
     "train_loss": ("train loss", scientific),
     "train_loss_error": ("±", scientific),
     "accuracy": ("accuracy", lambda value: percent(value, 2)),
+    "accuracy_error": ("±", lambda value: percent(value, 2)),
     "ms_p50": ("ms", significant),
     "times_floor": ("×floor", significant),
     "torch_times_floor": ("torch's", significant),
@@ -31,7 +32,9 @@ class _Part:
     labels: int
 
 
-_TRAINED = _Part("Trained at W bits of weights and A bits of activations; means over seeds", COLUMNS["qat"], 4)
+_TRAINED = _Part(
+    "Trained at W bits of weights and A bits of activations; means over seeds", (*COLUMNS["qat"], "diverged"), 4
+)
 _SPEED = _Part(
     "Forward and backward. ×floor: time over that of reading and writing each tensor once; ×torch: torch's time over "
     "this one's; bytes: extra at the peak, an element",
