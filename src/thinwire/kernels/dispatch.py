@@ -24,15 +24,12 @@ def select(device: torch.device) -> Backend:
     """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run."""
     if _requested != "auto":
         return _named(_requested, device)
-    reasons: list[str] = []
     for name, backend in BACKENDS.items():
-        why = _why_not(backend, device)
-        if why is None:
-            if name == "reference" and reasons:
-                _say_once(device, reasons)
+        if backend.serves(device) and backend.unavailable() is None:
+            if name == "reference":
+                _say_once(device)
             return backend
-        reasons.append(f"{name}: {why}")
-    raise BackendError(f"no backend serves {device}: {'; '.join(reasons)}")
+    raise BackendError(f"no backend serves {device}: {_reasons(device)}")
 
 
 @contextlib.contextmanager
@@ -69,8 +66,13 @@ def _why_not(backend: Backend, device: torch.device) -> str | None:
     return backend.unavailable()
 
 
-def _say_once(device: torch.device, reasons: list[str]) -> None:
+def _reasons(device: torch.device) -> str:
+    whys = {name: _why_not(backend, device) for name, backend in BACKENDS.items()}
+    return "; ".join(f"{name}: {why}" for name, why in whys.items() if why is not None)
+
+
+def _say_once(device: torch.device) -> None:
     if device.type not in _said:
         _said.add(device.type)
         served = f"thinwire: {device.type} tensors are served by the plain torch reference, which is slow"
-        warnings.warn(f"{served} ({'; '.join(reasons)})", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{served} ({_reasons(device)})", RuntimeWarning, stacklevel=4)

@@ -11,17 +11,19 @@ it is what torch.compile and torch.export can put into a graph whole, so they ge
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from thinwire.kernels import Grid, select
 
 GRADIENTS = ("torch", "lsq")
 MOST_LEVELS = 1 << 20  # of a range; kernels round in fp32
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def fake_quantize(
@@ -50,9 +52,9 @@ def fake_quantize(
     if zero_point is not None and offset is not None:
         raise ValueError("give a zero_point or an offset, not both")
     shift = zero_point if offset is None else offset
-    enter: Callable[..., Tensor] = _op if torch.compiler.is_compiling() else _Function.apply
-    grid = (quant_min, quant_max, offset is not None, gradient == "lsq")
-    return enter(x, scale, shift, axis, group, *grid, scale_gradient)
+    settings = axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient
+    enter: Callable[..., Tensor] = _op if torch.compiler.is_compiling() else _eager
+    return enter(x, scale, shift, *settings)
 
 
 def check_range(quant_min: int, quant_max: int) -> None:
@@ -102,8 +104,8 @@ def _empty(x: Tensor, group: int) -> Tensor:
 
 
 def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x must be floating point ({', '.join(map(str, _DTYPES))}), got {x.dtype}")
     want = channels_of(x, axis, group)
     if scale.numel() != want:
         raise ValueError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")
@@ -116,7 +118,7 @@ def channels_of(x: Tensor, axis: int | None, group: int) -> int:
     if group:
         if axis is not None:
             raise ValueError("give an axis or a group, not both")
-        if x.dim() == 0 or x.shape[-1] % group:
+        if group < 0 or x.dim() == 0 or x.shape[-1] % group:
             raise ValueError(f"group={group} does not divide the rows of a tensor of shape {tuple(x.shape)}")
         return x.numel() // group
     if axis is None:
@@ -157,12 +159,12 @@ def _forward(
     scale_gradient: bool,
 ) -> Tensor:
     _check(x, scale, shift, axis, group)
-    check_scale(scale)
-    out = _empty(x, group)
+    out, parameters, good = _empty(x, group), _parameters(x, scale, shift), False
     if x.numel():
-        laid = lay_out(out, scale.numel(), axis, group)
-        grid, parameters = Grid(quant_min, quant_max, offset, paper), _parameters(x, scale, shift)
-        select(x.device).fake_quantize(grid, laid.view(x), *parameters, laid.view(out))
+        laid, grid = lay_out(out, scale.numel(), axis, group), _grid(quant_min, quant_max, offset, paper)
+        good = select(x.device).fake_quantize(grid, laid.view(x), *parameters, laid.view(out)) is not False
+    if not good:
+        check_scale(parameters[0])
     return out
 
 
@@ -187,12 +189,15 @@ def _gradients(
         sums_2C.zero_()
     else:
         laid = lay_out(dx, scale.numel(), axis, group)
-        grid = Grid(quant_min, quant_max, offset, paper)
+        grid = _grid(quant_min, quant_max, offset, paper)
         factor = gradient_factor(x.numel(), scale.numel(), grid) if scale_gradient else 1.0
-        views = laid.view(x), laid.view(grad.to(x.dtype))
+        views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
         select(x.device).fake_quantize_grad(grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
     return dx if want_dx else x.new_empty(0), sums_2C
+
+
+_grid = lru_cache(maxsize=256)(Grid)
 
 
 def _compute(x: Tensor) -> torch.dtype:
@@ -209,40 +214,74 @@ def never_narrow(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
 
 def _parameters(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Scale and shift as kernels take them: flat, in the dtype of the computation, beside x."""
-    if scale.device != x.device:
-        raise ValueError(f"x is on {x.device} and the scale on {scale.device}; move the quantiser with the model")
+    if scale.device != x.device or (shift is not None and shift.device != x.device):
+        others = scale.device if shift is None else f"{scale.device}, its shift on {shift.device}"
+        raise ValueError(f"x is on {x.device} and the scale on {others}; move the quantiser with the model")
     dtype = _compute(x)
-    return scale.to(dtype).reshape(-1), None if shift is None else shift.to(dtype).reshape(-1)
+    return _flat(scale, dtype), None if shift is None else _flat(shift, dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
+    if t.dtype == dtype and t.dim() == 1 and t.is_contiguous():  # three calls less, of microseconds each
+        return t
+    return t.to(dtype).reshape(-1).contiguous()
+
+
+def _backward(
+    gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, scale, shift = ctx.saved_tensors
+    wants = ctx.needs_input_grad
+    dx, sums_2C = gradients(x, grad, scale, shift, *ctx.settings, wants[0])
+    dscale = _as(sums_2C[0], scale) if wants[1] else None
+    dshift = _as(sums_2C[1], shift) if wants[2] else None
+    return dx if wants[0] else None, dscale, dshift
+
+
+def _as(row_C: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.dtype == row_C.dtype and parameter.dim() == 1:
+        return row_C
+    return row_C.view(parameter.shape).to(parameter.dtype)
+
+
+def _eager_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(_gradients, ctx, grad), None
+
+
+_once = once_differentiable(_eager_backward)  # with create_graph: to differentiate the result raises, as it must
+
+
+class _Function(torch.autograd.Function):
+    # A setup_context of its own would cost 100 microseconds a call, and every argument a few.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, scale, shift)
+        ctx.settings = settings
+        return _forward(x, scale, shift, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_once if torch.is_grad_enabled() else _eager_backward)(ctx, grad)
+
+
+def _eager(x: Tensor, scale: Tensor, shift: Tensor | None, *settings: Any) -> Tensor:
+    apply: Callable[..., Tensor] = _Function.apply
+    return apply(x, scale, shift, settings)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, shift, *ctx.settings = inputs
     ctx.save_for_backward(x, scale, shift)
 
 
-def _backward(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, scale, shift = ctx.saved_tensors
-    wants = ctx.needs_input_grad
-    dx, sums_2C = gradients(x, grad, scale, shift, *ctx.settings, wants[0])
-    dscale = sums_2C[0].view(scale.shape).to(scale.dtype) if wants[1] else None
-    dshift = sums_2C[1].view(shift.shape).to(shift.dtype) if wants[2] else None
-    return (dx if wants[0] else None, dscale, dshift, *[None] * len(ctx.settings))
-
-
-class _Function(torch.autograd.Function):
-    # A setup_context of its own would cost 100 microseconds a call.
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _keep(ctx, inputs)
-        return _forward(*inputs)
-
-    backward = staticmethod(partial(_backward, _gradients))
+def _compiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(_gradients_op, ctx, grad), *[None] * len(ctx.settings)
 
 
 _op = custom_op("thinwire::fake_quantize", _forward, mutates_args=())
 _gradients_op = custom_op("thinwire::fake_quantize_grad", _gradients, mutates_args=())
-_op.register_autograd(partial(_backward, _gradients_op), setup_context=_keep)
+_op.register_autograd(_compiled_backward, setup_context=_keep)
 
 
 @_op.register_fake
