@@ -1,0 +1,28 @@
+"""Figures in the README and the docs come from committed records, and every record can be read."""
+
+from pathlib import Path
+
+import pytest
+
+import figures
+from thinwire.bench import record
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_tables_are_printed_from_records(page: Path) -> None:
+    text = page.read_text()
+    assert figures.printed(text) == text, (
+        f"run `python tests/figures.py`: {page.name} has other tables than the records"
+    )
+    assert text.count("<!-- table:") == len(figures.TABLE.findall(text)), f"a table of {page.name} has no end"
+
+
+def test_every_record_is_shown_somewhere() -> None:
+    shown = ", ".join(files for page in figures.PAGES for files in figures.TABLE.findall(page.read_text())).split(", ")
+    assert set(shown) == {f"benchmarks/{path.name}" for path in (figures.ROOT / "benchmarks").glob("*.json")}
+
+
+@pytest.mark.parametrize("path", sorted((figures.ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.name)
+def test_records_can_be_read(path: Path) -> None:
+    found = record.read(str(path))
+    assert found.rows
