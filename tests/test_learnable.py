@@ -1106,3 +1106,11 @@ def test_a_negative_scale_shows_as_nan_on_a_card() -> None:
     quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning().to(CUDA)
     quantiser.scale.data.fill_(-1)
     assert quantiser(torch.ones(3, device=CUDA)).isnan().all()
+
+
+def test_channels_that_grow_in_inference_mode_can_be_trained() -> None:
+    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, 0, 7)
+    with torch.inference_mode():
+        quantiser(torch.linspace(-1, 1, 12).view(3, 4))
+    quantiser.enable_param_learning()(torch.linspace(-1, 1, 12).view(3, 4)).sum().backward()
+    assert quantiser.scale.grad is not None

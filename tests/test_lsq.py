@@ -596,3 +596,26 @@ def test_a_start_of_this_process_alone(ranks: RankPool) -> None:
     alone = LSQ(4)
     alone(normal(5))
     assert ranks(2).run(start_alone) == [alone.scale.item(), 1.0]
+
+
+def test_a_loaded_quantiser_compiles_whole() -> None:
+    x = torch.linspace(-1, 1, 64)
+    first, second = LSQ(4), LSQ(4)
+    first(x)
+    second.load_state_dict(first.state_dict())
+    assert "not initialised" not in repr(second)
+    assert torch.equal(torch.compile(second, fullgraph=True, backend="eager")(x), first(x))
+
+
+def test_the_floor_is_that_of_the_buffer() -> None:
+    quantiser = LSQ(4)
+    quantiser(torch.linspace(-1, 1, 64))
+    with torch.no_grad():
+        quantiser.scale_floor.fill_(0.75)  # as a broadcast of DDP does
+    assert quantiser.floored().item() == 0.75
+
+
+@pytest.mark.parametrize(("wrong", "told"), [({"bits": 4.0}, "bits must be"), ({"axis": "0"}, "axis must be")])
+def test_settings_of_other_types_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        LSQ(**wrong)

@@ -39,8 +39,8 @@ def export(
 ) -> None:
     """Write a prepared or converted model as an ONNX file, in evaluation mode. The model itself is left as it is.
 
-    Ranges narrower than their ONNX type are kept by a Clip before QuantizeLinear, offsets of LSQ+ by a Sub before and
-    an Add after the pair. The file passes onnx's checker. `example_inputs`: a tensor, positional or named arguments.
+    Ranges narrower than their ONNX type are kept by Max and Min before QuantizeLinear, offsets of LSQ+ by a Sub before
+    and an Add after the pair. The file passes onnx's checker. `example_inputs`: a tensor, positional or named arguments.
     """
     _check(opset)
     ready = _exportable(model, opset)
@@ -60,7 +60,6 @@ def export(
         )
         assert program is not None
         _pack_nibbles(program.model.graph, ready)
-        program.optimize()
         program.save(path)
     _verify(path)
 

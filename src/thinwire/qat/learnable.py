@@ -255,9 +255,10 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def _grow(self, length: int) -> None:
         self.channel_len = length
-        for parameter in (self.scale, self.zero_point):
-            parameter.data = parameter.data.expand(length).clone()
-            parameter.grad = None
+        with torch.inference_mode(False):  # parameters made in inference mode could not be trained
+            for parameter in (self.scale, self.zero_point):
+                parameter.data = parameter.data.expand(length).clone()
+                parameter.grad = None
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class LSQ(nn.Module):
     One scale for all, for every index of `axis` (negative ones count from the end), or for every `group` elements of a
     row (weights only). Scales are fp32 parameters of one dimension whatever the model is cast to, fp64 after
     `.double()`. A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n are the elements under it. A scale
-    never falls below 1/64 of the least at the start, whatever the optimiser does; NaN and Inf are reported.
+    is never used below 1/64 of the least at the start, whatever the optimiser does; NaN and Inf are reported.
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without
@@ -84,7 +84,6 @@ class LSQ(nn.Module):
         self.symmetric = self._judged(symmetric)
         self._agreement = Agreement(process_group)
         self._ready = False
-        self._floor = 0.0
         self.quant_min, self.quant_max = self._range(signed=symmetric is True)
         self.scale = self._parameter(1.0)
         self.register_parameter("offset", self._parameter(0.0) if self._shifts else None)
@@ -106,11 +105,11 @@ class LSQ(nn.Module):
 
     def floored(self) -> Tensor:
         """The scale, nowhere below its floor. [Note: The floor]"""
-        if not self._floor:
+        if not self.floor_share:
             return self.scale
         if torch.compiler.is_compiling() or self._lent():
-            return self.scale + (self._floor - self.scale.detach()).relu()
-        self.scale.data.clamp_(min=self._floor)
+            return self.scale + (self.scale_floor - self.scale.detach()).relu()
+        self.scale.data.clamp_(min=self.scale_floor)
         return self.scale
 
     def _quantise(self, x: Tensor, scale: Tensor, offset: Tensor | None, axis: int | None) -> Tensor:
@@ -152,7 +151,6 @@ class LSQ(nn.Module):
             return self.init_batches
         left = int(self.init_left)
         self.quant_min, self.quant_max = self.quant_range.tolist()
-        self._floor = float(self.scale_floor)
         self._ready = left == 0
         return left
 
@@ -179,7 +177,7 @@ class LSQ(nn.Module):
         for parameter in () if self._unsized() else self.parameters():
             parameter.fill_(parameter is self.scale)
         self._set_range(signed=self.symmetric is True)
-        self._set_floor(0.0)
+        self.scale_floor.zero_()
 
     def _started(self, x: Tensor) -> bool:
         """Make the start, or a part of it, from a batch. Whether there is a grid by now."""
@@ -231,11 +229,7 @@ class LSQ(nn.Module):
             if parameter is not None and target_C is not None:
                 target_C = target_C.to(parameter)
                 parameter.data.copy_(target_C if share == 1.0 else parameter.lerp(target_C, share))
-        self._set_floor(self.floor_share * float(self.scale.min()))
-
-    def _set_floor(self, floor: float) -> None:
-        self._floor = floor
-        self.scale_floor.fill_(floor)
+        self.scale_floor.copy_(self.floor_share * self.scale.min())
 
     def _set_range(self, signed: bool) -> None:
         self.quant_min, self.quant_max = self._range(signed)
@@ -328,6 +322,7 @@ class LSQ(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._parameters.update(unsized)
         self._ready = False
+        self._left()  # torch.compile must find the cache filled
         self._hold()
 
     def _check_range(self, saved: Tensor | None, prefix: str, errors: list[str]) -> None:
@@ -389,10 +384,12 @@ def _sizeless(**where: Any) -> nn.Parameter:
 
 
 def _check(bits: int, group: int, axis: int | None, init_batches: int) -> None:
-    if bits not in BITS:
+    if not isinstance(bits, int) or bits not in BITS:
         raise ValueError(f"bits must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
     if not isinstance(group, int) or group < 0:
         raise ValueError(f"group must be a number of elements, or 0 for none, got {group!r}")
+    if not isinstance(axis, int | None):
+        raise ValueError(f"axis must be a dimension's number or None, got {axis!r}")
     if group and axis is not None:
         raise ValueError("give an axis or a group, not both")
     if not isinstance(init_batches, int) or init_batches < 1:

@@ -82,7 +82,8 @@ def _kind(cut: _Cut, choices: tuple[Any, ...], *tensors: Tensor) -> Any:
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
-    return None if addresses % 16 else (cut.sizes, choices, tensors[0].dtype)
+    columns, far = cut.sizes[1], max(cut.sizes) >= 1 << 31
+    return None if addresses % 16 or far else (choices, columns == 1, columns % 16 == 0, tensors[0].dtype)
 
 
 @lru_cache(maxsize=1024)
