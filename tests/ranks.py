@@ -47,10 +47,8 @@ LIMIT_S, GPU_LIMIT_S = 30.0, 150.0  # of a call; kernels of a GPU are compiled w
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-IMPORTED = (  # before ranks are forked; nothing that looks for a GPU, which no process may use after a fork
-    *("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"),
-    *("hypothesis", "pytest"),
-)
+IMPORTED = ("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest")  # at first
+WITHOUT_CUDA = ("torch._dynamo",)  # DDP's; with it comes Triton, and a GPU that was looked for is lost after a fork
 
 
 # The test process's side.
@@ -254,8 +252,11 @@ class _Rank:
 
 def rock(channel: socket.socket) -> None:
     """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
-    for name in IMPORTED:
-        importlib.import_module(name)
+    import torch
+
+    for name in (*IMPORTED, *(WITHOUT_CUDA if torch.version.cuda is None else ())):
+        with suppress(ModuleNotFoundError):  # whoever needs it will tell
+            importlib.import_module(name)
     gc.freeze()  # ranks share these pages, as long as nobody looks at them
     while True:
         question, handles, _, _ = socket.recv_fds(channel, 4096, 2)
