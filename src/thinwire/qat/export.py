@@ -40,7 +40,7 @@ def export(
     """Write a prepared or converted model as an ONNX file, in evaluation mode. The model itself is left as it is.
 
     Ranges narrower than their ONNX type are kept by Max and Min before QuantizeLinear, offsets of LSQ+ by a Sub before
-    and an Add after the pair. The file passes onnx's checker. `example_inputs`: a tensor, or arguments as a tuple or dict.
+    and an Add after the pair. The file passes onnx's checker. `example_inputs`: a tensor, a tuple or a dict.
     """
     _check(opset)
     ready = _exportable(model, opset)
