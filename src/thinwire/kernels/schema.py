@@ -96,7 +96,7 @@ class Backend(Protocol):
     def fake_quantize(
         self, grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor
     ) -> bool | None:
-        """out = y of `Grid`; no shift is a zero point of 0. x and out are contiguous, channels in the middle.
+        """out = y of `Grid`; without a shift b and z are 0. x and out are contiguous, channels in the middle.
 
         False says that a scale is none, None that it would take a wait for a device to know.
         """
