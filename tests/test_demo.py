@@ -246,26 +246,20 @@ def test_predictions_are_those_of_the_cost_model() -> None:
     assert "bytes of torch's own sums: by the formula of a ring" in measured.title
     assert predicted.header == ["codec", "100mbit", "1gbit", "10gbit", "100gbit"]
     assert predicted.title.startswith("PREDICTED, not measured")
+    assert OWN.source in predicted.title
     (none_ms, even), (int8_ms, gain) = (row[1].split("  ") for row in predicted.rows[:2])
-    # 1 MB, and a bit more than a quarter of it, over 12.5 MB/s less headers, at the pace of a core over loopback
+    # 50 ms of compute; 1 MB, and a bit more than a quarter of it, over 12.5 MB/s less headers; a few ms of handing over
     none, int8 = (float(text.removesuffix(" ms")) for text in (none_ms, int8_ms))
-    assert none == pytest.approx(60 + 1e3 * (1e6 / (12.5e6 * PAYLOAD) - 1e6 * OWN.byte_s), rel=0.01)
-    assert 60 + 1e3 * 2.5e5 / 12.5e6 < int8 < 60 + 1e3 * 3e5 / 12.5e6
-    assert (even, gain) == ("1.00×", f"{none / int8:.2f}×")
+    assert 0 < none - (50 + 1e3 * 1e6 / (12.5e6 * PAYLOAD)) < 5
+    assert 0 < int8 - (50 + 1e3 * 2.5e5 / (12.5e6 * PAYLOAD)) < 5
+    assert even == "1.00×"
+    assert float(gain.removesuffix("×")) == pytest.approx(none / int8, abs=0.01)
     assert predicted.rows[2][1:] == ["–"] * 4  # not modelled
 
 
-def test_on_the_fastest_link_a_step_takes_what_it_takes_over_loopback() -> None:
-    _, predicted = findings.grids([a_row("none", 60.0), a_row("lloyd4", 80.0)], OWN)
-    assert [row[-1] for row in predicted.rows] == ["60 ms  1.00×", "80 ms  0.75×"]
-
-
-def test_predictions_from_a_shaped_link_meet_those_from_loopback() -> None:
-    row = a_row("int8", 70.0)
-    shaped = findings._step_s(row, "1gbit", OWN)
-    assert shaped is not None
-    again = findings._step_s(row | {"link": "1gbit", "step_ms": 1e3 * shaped}, "100mbit", OWN)
-    assert again == pytest.approx(findings._step_s(row, "100mbit", OWN), rel=1e-9)
+def test_what_was_measured_on_a_busy_machine_changes_no_prediction() -> None:
+    calm, busy = ([a_row("none", none), a_row("int8", int8)] for none, int8 in ((60.0, 65.0), (200.0, 130.0)))
+    assert findings.grids(calm, OWN)[1] == findings.grids(busy, OWN)[1]
 
 
 def test_a_link_that_was_measured_is_not_predicted() -> None:

@@ -13,7 +13,6 @@ from thinwire.integrations.auto import GAIN
 from thinwire.report.cells import ABSENT, Grid, counted, fixed, number, signed, significant, text
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
-LIKE_LOOPBACK = "1tbit"  # processors, not the link, decide what a byte takes
 
 
 def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
@@ -98,13 +97,9 @@ def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
 
 
 def _step_s(row: Row, link: str, machine: Machine) -> float | None:
-    """What was measured, and what the model adds for this link instead of the measured one; None: not modelled.
-
-    What kernels and Python cost on this machine is in the measured step; the model's own figures are another machine's.
-    """
-    there = check.predicted(row, link, machine)
-    here = check.predicted(row, LIKE_LOOPBACK if _is_loopback(row) else text(row["link"]), machine)
-    return None if there is None or here is None else 1e-3 * _ms(row, "step_ms") + there.step_s - here.step_s
+    """From what the row says a step computes; None where the model does not know its scheme."""
+    found = check.predicted(row, link, machine)
+    return None if found is None else found.step_s
 
 
 def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
@@ -112,7 +107,7 @@ def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
     cells = [[name, *(_outlook_cell(outlook, name) for outlook in outlooks)] for name in map(_label, rows)]
     title = (
         "PREDICTED, not measured: the same step, were every rank behind a link of that rate, and how many times as "
-        "fast as none. The measured step, and what the cost model of thinwire advise adds for the link"
+        f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}"
     )
     return Grid(title, ["codec", *(outlook.link for outlook in outlooks)], cells)
 
