@@ -752,12 +752,22 @@ def test_the_self_test_finds_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> No
         if len(wires_WN) > 1:
             out[-1] = out[-1] + 1
 
-    wrong: Any = SimpleNamespace(encode=reference.encode, decode_sum=decode_sum, recode=reference.recode)
+    def fake_quantize_grad(*args: Any, **keys: Any) -> None:
+        reference.fake_quantize_grad(*args, **keys)
+        sums_2C = args[-1]
+        sums_2C[1] *= -1
+
+    wrong: Any = SimpleNamespace(
+        **vars(reference) | {"decode_sum": decode_sum, "fake_quantize_grad": fake_quantize_grad}
+    )
     monkeypatch.setattr(selftest, "codecs", lambda: [codec("int8"), codec("lloyd2")])
     compared, differing = selftest.differences(wrong, CPU)
-    assert compared == 2 * len(selftest.SIZES) * len(selftest.DTYPES) * 5
-    assert len(differing) == compared // 5
+    wires = 2 * len(selftest.SIZES) * len(selftest.DTYPES)
+    fakes = len(selftest.FAKES) * len(selftest.FAKE_SHAPES) * len(selftest.DTYPES)
+    assert compared == 5 * wires + 3 * fakes
+    assert len(differing) == wires + fakes
     assert differing[0] == "decode_sum int8 torch.float32 numel=1"
+    assert differing[-1].startswith("fake_quantize_grad sums Grid(")
     assert selftest.differences(reference, CPU) == (compared, [])
 
 

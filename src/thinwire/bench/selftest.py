@@ -1,5 +1,6 @@
-"""Whether the kernels of this machine work: every op of every codec against the reference, byte for byte."""
+"""Whether the kernels of this machine work: every op of every codec, and fake quantisation, against the reference."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec, names
-from thinwire.kernels import Backend, Encoding, hashing, reference
+from thinwire.kernels import Backend, Encoding, Grid, hashing, reference
 
 SIZES = (1, 129, 1001)  # one element, a block and a bit, several blocks and a bit
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,6 +17,8 @@ OPTIONS = (
     *("lloyd2:block=64", "lloyd3:rotate=false", "lloyd4:scale=unbiased"),
 )
 WORLD = 3
+FAKES = (Grid(-8, 7), Grid(0, 15, offset=True, paper=True))
+FAKE_SHAPES = ((1, 1, 1001), (5, 3, 49), (33, 7, 1))  # outer, channels, inner: for all, long and short rows
 _KEY = hashing.key(0, 0, hashing.ROTATION)
 
 
@@ -31,12 +34,19 @@ def broken_reference() -> list[str]:
 
 
 def differences(backend: Backend, device: torch.device) -> tuple[int, list[str]]:
-    """How many results of `backend` were compared with the reference, and those whose bytes differ; [] is good."""
+    """How many results of `backend` were compared with the reference, and those whose bytes differ; [] is good.
+
+    Sums of fake quantisation may be added in any order: there a bound takes the place of bytes.
+    """
     compared, wrong = 0, []
     for chosen, numel, dtype in product(codecs(), SIZES, DTYPES):
         for op, same in _comparisons(backend, chosen.encoding(dtype), _inputs(numel, device).to(dtype)):
             compared += 1
             wrong += [] if same else [f"{op} {chosen} {dtype} numel={numel}"]
+    for grid, shape, dtype in product(FAKES, FAKE_SHAPES, DTYPES):
+        for op, same in _fake_comparisons(backend, grid, shape, dtype, device):
+            compared += 1
+            wrong += [] if same else [f"{op} {grid} {dtype} shape={shape}"]
     return compared, wrong
 
 
@@ -63,6 +73,33 @@ def _results(backend: Backend, how: Encoding, x_WN: Tensor) -> dict[str, Tensor]
     backend.recode(how, wires_WN, recoded, x_WN.shape[1], scale=1 / len(x_WN), rotation=_KEY, dither=1)
     with_residual = torch.cat((corrected, _bytes(residual)))
     return {"encode": encoded, "encode_residual": with_residual, "decode": out, "decode_sum": total, "recode": recoded}
+
+
+def _fake_comparisons(
+    backend: Backend, grid: Grid, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, bool]]:
+    """(what, same) of y, dx and the sums, on the same inputs for both backends."""
+    x_OCI, grad_OCI, numbers = _inputs(math.prod(shape), device)
+    x_OCI, grad_OCI = (t.to(dtype).view(shape) for t in (x_OCI, grad_OCI))
+    scale_C, shift_C = numbers[0].abs().expand(shape[1]) / 8 + 0.1, numbers[-1].expand(shape[1])
+    ours, theirs = (
+        _fake_results(made, grid, x_OCI, grad_OCI, scale_C.contiguous(), shift_C.contiguous())
+        for made in (backend, reference)
+    )
+    for what in ("fake_quantize", "fake_quantize_grad"):
+        yield what, torch.equal(_bytes(ours[what]), _bytes(theirs[what]))
+    reach = grid.quant_max - grid.quant_min  # of a term; every addition rounds once
+    bound = x_OCI.numel() * 2.0**-24 * reach * grad_OCI.abs().sum(dtype=torch.float32)
+    yield "fake_quantize_grad sums", bool(((ours["sums"] - theirs["sums"]).abs() <= bound).all())
+
+
+def _fake_results(
+    backend: Backend, grid: Grid, x_OCI: Tensor, grad_OCI: Tensor, scale_C: Tensor, shift_C: Tensor
+) -> dict[str, Tensor]:
+    y, dx, sums_2C = torch.empty_like(x_OCI), torch.empty_like(x_OCI), scale_C.new_empty(2, len(scale_C))
+    backend.fake_quantize(grid, x_OCI, scale_C, shift_C, y)
+    backend.fake_quantize_grad(grid, x_OCI, grad_OCI, scale_C, shift_C, dx, sums_2C, factor=1.0)
+    return {"fake_quantize": y, "fake_quantize_grad": dx, "sums": sums_2C}
 
 
 def _inputs(numel: int, device: torch.device) -> Tensor:
