@@ -700,9 +700,11 @@ def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], message:
 
 @pytest.mark.parametrize("backend", cases.SERVING)
 @pytest.mark.parametrize("rows", [4, 0])
-@pytest.mark.parametrize("value", [-0.5, 0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [-0.5, 0.0, 2.0**-140, math.nan, math.inf, -math.inf])
 def test_a_scale_that_is_none_is_named(value: float, rows: int, backend: str) -> None:
-    message = rf"a scale must be positive and finite, got {value:g} \(channel 2\); lower the learning rate"
+    message = (
+        rf"a scale and its inverse must be positive and finite, got {value:g} \(channel 2\); lower the learning rate"
+    )
     scale = torch.tensor([1.0, 0.5, value, 2.0, -1.0])
     with use_backend(backend), pytest.raises(ValueError, match=message):
         fake_quantize(torch.ones(rows, 5), scale, quant_min=-8, quant_max=7, axis=1)

@@ -659,10 +659,10 @@ def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
     quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
     quantiser.scale.data.fill_(scale)
     for use in (lambda: quantiser(torch.ones(2)), quantiser.calculate_qparams):
-        with pytest.raises(ValueError, match="a scale must be positive and finite, got"):
+        with pytest.raises(ValueError, match="a scale and its inverse must be positive and finite, got"):
             use()
     assert torch.equal(quantiser.scale.data, torch.tensor([scale])) or math.isnan(scale)
-    with pytest.raises(ValueError, match="a scale must be positive and finite, got"):
+    with pytest.raises(ValueError, match="a scale and its inverse must be positive and finite, got"):
         LearnableFakeQuantize(MinMaxObserver, scale=scale)
 
 
@@ -1040,7 +1040,7 @@ def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
         ({"channel_len": 0}, "channel_len must be a positive integer, or -1"),
         ({"channel_len": 2.0}, "channel_len must be a positive integer, or -1"),
         ({"channel_len": 3}, "channel_len=3 needs a per-channel observer"),
-        ({"scale": -0.5}, "a scale must be positive and finite, got -0.5"),
+        ({"scale": -0.5}, "a scale and its inverse must be positive and finite, got -0.5"),
     ],
 )
 def test_what_cannot_be_made(kwargs: dict[str, Any], match: str) -> None:

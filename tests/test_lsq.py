@@ -457,6 +457,38 @@ def test_a_start_in_inference_mode_can_be_trained(quantiser: LSQ) -> None:
     assert quantiser.scale.grad is not None
 
 
+@pytest.mark.parametrize("quantiser", forms(), ids=str)
+def test_functional_gradients_are_those_of_backward(quantiser: LSQ) -> None:
+    x = torch.randn(6, 16, generator=seeded(11)).requires_grad_()
+    quantiser.initialise(x.detach())
+    of = dict(quantiser.named_parameters())
+
+    def loss(of: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(quantiser, of, (x,)).square().sum()
+
+    quantiser(x).square().sum().backward()
+    by_parameter, by_x = torch.func.grad(loss, argnums=(0, 1))(of, x.detach())
+    assert torch.equal(by_x, x.grad)
+    assert all(torch.equal(by_parameter[name], parameter.grad) for name, parameter in of.items())
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(of, x).sum())(x.detach())
+
+
+def test_gradients_of_every_sample() -> None:
+    x = torch.randn(5, 7, 16, generator=seeded(12))
+    quantiser = LSQ(3).initialise(x)
+    of = dict(quantiser.named_parameters())
+
+    def loss(of: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(quantiser, of, (x,)).square().sum()
+
+    grad = torch.func.grad(loss, argnums=(0, 1))
+    by_parameter, by_x = torch.func.vmap(grad, in_dims=(None, 0))(of, x)
+    alone = [grad(of, sample) for sample in x]
+    assert torch.equal(by_parameter["scale"], torch.stack([each["scale"] for each, _ in alone]))
+    assert torch.equal(by_x, torch.stack([each for _, each in alone]))
+
+
 def test_a_start_in_lent_parameters_is_refused() -> None:
     quantiser = LSQ(4)
     with pytest.raises(RuntimeError, match="calibrate"):

@@ -7,6 +7,7 @@ the same parameters. So hooks, names, ties, devices and whoever else holds the l
 To add a layer: subclass it with `QuantisedLayer` first, write its forward, enter it in `FORMS`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,22 +53,23 @@ class QuantisedLinear(QuantisedLayer, nn.Linear):
         return linear(self.quantised_input(input), self.quantised_weight(), self.bias)
 
 
-class QuantisedConv1d(QuantisedLayer, nn.Conv1d):
-    """nn.Conv1d through quantisers; padding is added to the quantised input."""
+class _QuantisedConvolution(QuantisedLayer):
+    """Padding is added to the quantised input."""
+
+    bias: Tensor | None
+    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        """As nn.Conv1d."""
-        result: Tensor = self._conv_forward(self.quantised_input(input), self.quantised_weight(), self.bias)
-        return result
+        """As the convolution it is made of."""
+        return self._conv_forward(self.quantised_input(input), self.quantised_weight(), self.bias)
 
 
-class QuantisedConv2d(QuantisedLayer, nn.Conv2d):
-    """nn.Conv2d through quantisers; padding is added to the quantised input."""
+class QuantisedConv1d(_QuantisedConvolution, nn.Conv1d):
+    """nn.Conv1d through quantisers."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """As nn.Conv2d."""
-        result: Tensor = self._conv_forward(self.quantised_input(input), self.quantised_weight(), self.bias)
-        return result
+
+class QuantisedConv2d(_QuantisedConvolution, nn.Conv2d):
+    """nn.Conv2d through quantisers."""
 
 
 class QuantisedEmbedding(QuantisedLayer, nn.Embedding):

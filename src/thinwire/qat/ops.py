@@ -5,13 +5,14 @@ dimension is the outermost in memory does not matter to the elements, so a dense
 channels_last for one, is taken as it lies, and its result lies the same way. Groups are runs of the rows of a
 contiguous tensor: (1, all groups, group).
 
-[Note: Two entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much a call, but
-it is what torch.compile and torch.export can put into a graph whole, so they get one. Both run the same two functions.
+[Note: Entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much a call, but it
+is what torch.compile and torch.export can put into a graph whole, so they get one; torch.func's transforms take neither
+and get a Function that keeps its context apart. All run the same two functions.
 """
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,11 @@ def fake_quantize(
         raise ValueError("give a zero_point or an offset, not both")
     shift = zero_point if offset is None else offset
     settings = axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient
-    enter: Callable[..., Tensor] = _op if torch.compiler.is_compiling() else _eager
+    enter: Callable[..., Tensor] = _eager
+    if torch.compiler.is_compiling():
+        enter = _op
+    elif torch._C._are_functorch_transforms_active():
+        enter = _Transformed.apply
     return enter(x, scale, shift, *settings)
 
 
@@ -134,16 +139,16 @@ def check_scale(scale: Tensor) -> None:
     """Name a scale that no grid can have. On a GPU that would make the host wait: there its channel becomes NaN."""
     if scale.device.type != "cpu":
         return
-    good = (scale > 0) & (scale < math.inf)
+    good = (scale > 0) & (scale < math.inf) & (1 / scale < math.inf)
     if not good.all():
         at = int(good.flatten().logical_not().nonzero()[0])
         raise ValueError(
-            f"a scale must be positive and finite, got {scale.flatten()[at].item():g} (channel {at}); "
+            f"a scale and its inverse must be positive and finite, got {scale.flatten()[at].item():g} (channel {at}); "
             "lower the learning rate of the scales or start from a smaller one (qat.parameter_groups keeps them apart)"
         )
 
 
-# --- the two functions, and their entrances: [Note: Two entrances] ---------------------------------------------------
+# --- the two functions, and their entrances: [Note: Entrances] -------------------------------------------------------
 
 
 def _forward(
@@ -275,13 +280,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, scale, shift)
 
 
-def _compiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(_gradients_op, ctx, grad), *[None] * len(ctx.settings)
+def _backward_by(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward(gradients, ctx, grad), *[None] * len(ctx.settings)
 
 
 _op = custom_op("thinwire::fake_quantize", _forward, mutates_args=())
 _gradients_op = custom_op("thinwire::fake_quantize_grad", _gradients, mutates_args=())
-_op.register_autograd(_compiled_backward, setup_context=_keep)
+_op.register_autograd(partial(_backward_by, _gradients_op), setup_context=_keep)
 
 
 @_op.register_fake
@@ -303,3 +308,40 @@ def _(
     want_dx = settings[-1]
     sums_2C = x.new_empty((2, scale.numel()), dtype=_compute(x))
     return _empty(x, group) if want_dx else x.new_empty(0), sums_2C
+
+
+class _Transformed(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_keep)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward_by(_TransformedGradients.apply, ctx, grad)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        return torch.stack(list(_one_by_one(_Transformed.apply, info.batch_size, in_dims, args))), 0
+
+
+class _TransformedGradients(torch.autograd.Function):
+    forward = staticmethod(_gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError("fake quantisation has first derivatives only: its steps have no second one")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        found = _one_by_one(_TransformedGradients.apply, info.batch_size, in_dims, args)
+        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
+
+
+def _one_by_one(
+    apply: Callable[..., Any], count: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> Iterator[Any]:
+    """Every sample by itself: each is a tensor with gradients of its own."""
+    for i in range(count):
+        yield apply(*[arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)])
