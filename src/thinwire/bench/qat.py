@@ -119,7 +119,8 @@ def run(
         device=device,
     )
     rows = {"speed": _speed(cases, progress), "train": plan.rows(progress)}
-    with contextlib.closing(_chained(rows[part] for part in PARTS if part in chosen)) as found:
+    drawn = _chained(rows[part] for part in PARTS if part in chosen)
+    with timing.threads(threads), contextlib.closing(drawn) as found:
         return collect("qat", device, found)
 
 
