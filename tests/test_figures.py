@@ -15,11 +15,12 @@ def test_tables_are_printed_from_records(page: Path) -> None:
         f"run `python tests/figures.py`: {page.name} has other tables than the records"
     )
     assert text.count("<!-- table:") == len(figures.TABLE.findall(text)), f"a table of {page.name} has no end"
+    assert text.count("<!-- demo:") == len(figures.DEMO.findall(text)), f"a demo of {page.name} has no end"
 
 
 def test_every_record_is_shown_somewhere() -> None:
-    shown = ", ".join(files for page in figures.PAGES for files in figures.TABLE.findall(page.read_text())).split(", ")
-    assert set(shown) == {f"benchmarks/{path.name}" for path in (figures.ROOT / "benchmarks").glob("*.json")}
+    shown = set().union(*(figures.files(page.read_text()) for page in figures.PAGES))
+    assert shown == {f"benchmarks/{path.name}" for path in (figures.ROOT / "benchmarks").glob("*.json")}
 
 
 @pytest.mark.parametrize("path", sorted((figures.ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.name)

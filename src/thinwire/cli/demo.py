@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
 
 from thinwire.advise import machine as machines
+from thinwire.advise.machine import Machine
 from thinwire.bench import demo, link as links, tasks
 from thinwire.bench.demo import Tick, Watch
 from thinwire.bench.link import Link
@@ -21,7 +22,6 @@ from thinwire.bench.schemes import Scheme
 from thinwire.cli import findings, flags, screen
 from thinwire.errors import CodecError, RecordError
 from thinwire.report import charts, page, tables
-from thinwire.report.cells import Grid
 from thinwire.report.charts import draw
 
 FOLDER = Path("thinwire-report")
@@ -202,32 +202,32 @@ def _shown(tick: Tick) -> dict[str, Any]:
 
 def _deliver(record: Record, folder: Path, json: str | None) -> None:
     """Print the tables and what they mean, write the record and the report."""
-    own = machines.recorded("cpu")
-    laid, told = findings.grids(record.rows, own), findings.sentences(record.rows, own)
     if json is not None:
         write(record, json)
-    if json != "-" and record.rows:
-        _print(laid, told, screen.console())
     if not record.rows:
         return
+    own = machines.recorded("cpu")
+    if json != "-":
+        show(record, own, screen.console())
     try:
-        paths = _write(record, folder, laid, told)
+        paths = _write(record, own, folder)
     except OSError as error:
         typer.echo(f"Error: the report cannot be written to {folder}: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
     typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
 
 
-def _print(laid: Sequence[Grid], told: Sequence[str], console: Console) -> None:
-    for grid in laid:
+def show(record: Record, machine: Machine, console: Console) -> None:
+    """Print what was measured, what the machine's kernels would make of other links, and what both mean."""
+    for grid in findings.grids(record.rows, machine):
         console.print()
         tables.show_grid(grid, console)
     console.print()
-    for sentence in told:
+    for sentence in findings.sentences(record.rows, machine):
         console.print(sentence, soft_wrap=not console.is_terminal)
 
 
-def _write(record: Record, folder: Path, laid: Sequence[Grid], told: Sequence[str]) -> list[Path]:
+def _write(record: Record, machine: Machine, folder: Path) -> list[Path]:
     """The record always, page and plots where they can be drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     _clear(folder)
@@ -238,6 +238,7 @@ def _write(record: Record, folder: Path, laid: Sequence[Grid], told: Sequence[st
     except draw.PlotError as error:
         typer.echo(f"no page, no plots: {error}", err=True)
         return [kept]
+    laid, told = findings.grids(record.rows, machine), findings.sentences(record.rows, machine)
     return [*page.write([record], folder, title=TITLE, notes=told, grids=laid), kept]
 
 
