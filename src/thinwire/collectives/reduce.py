@@ -12,7 +12,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives import calls, chunks, cost, plain, primitives, reducers, schedule, steps
 from thinwire.collectives.calls import Call, Plan, Reduction
 from thinwire.collectives.chunks import Flat, Span
-from thinwire.collectives.primitives import Group
+from thinwire.collectives.primitives import Group, Transport
 from thinwire.collectives.reducers import Hierarchical, Lane, Reducer, Size
 from thinwire.collectives.schedule import Channel, Work, settle
 from thinwire.errors import CollectiveError
@@ -64,6 +64,7 @@ class _Plan(NamedTuple):
     text: str
     reducer: Reducer | None = None
     sizes: Plan = Plan(None)
+    across: tuple[Codec, Codec] | None = None  # of a hierarchy
 
 
 def _all_reduce(
@@ -96,7 +97,7 @@ def _all_reduce(
         return plain.all_reduce(call, parts, list(tensors), reduction, async_op)
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
     chosen, flat = setting.codec, Flat(parts)
-    lane = Lane(flat, plan.sizes.cut, chosen, chosen)
+    lane = Lane(flat, plan.sizes.cut, chosen, chosen, across=plan.across)
     operation = steps.AllReduce(setting, [lane], plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
@@ -136,8 +137,8 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
             inside.wire_bytes(numel, dtype), across.wire_bytes(numel, dtype)  # say what is wrong with the dtype
         if algorithm == "plain" or (algorithm == "auto" and _is_plain(channel, mesh_group, numel, dtype, pair)):
             return _Plan(text)
-        reducer: Reducer = Hierarchical(channel.transports[0], channel.transports[1], across)
-        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, calls.world_of(channel))
+        reducer: Reducer = Hierarchical(*channel.transports)
+        return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, calls.world_of(channel), across)
     if isinstance(codec, tuple):
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {codec!r} for {algorithm!r}")
     chosen = calls.codec_for(codec, shape)
@@ -176,15 +177,21 @@ def _is_plain(channel: Channel, mesh: Any, numel: int, dtype: torch.dtype, pair:
     return numel == 0 or _choose(channel, mesh, numel, dtype, codec, pair, "plain", "hierarchical").algorithm == "plain"
 
 
-def _sized(text: str, codec: Codec, reducer: Reducer, flat: Flat, world: int, peers: int) -> _Plan:
+def _sized(
+    text: str, codec: Codec, reducer: Reducer, flat: Flat, world: int, peers: int, across: Codec | None = None
+) -> _Plan:
     cut = chunks.cut(flat.numel, codec.wire_bytes(flat.numel, flat.dtype), peers, world)
-    return _Plan(text, reducer, _sizes([Lane(flat, cut, codec, codec)], reducer))
+    pair = None if across is None else (across, across)
+    return _Plan(text, reducer, _sizes([Lane(flat, cut, codec, codec, across=pair)], reducer), pair)
 
 
 def _sizes(lanes: Sequence[Lane], reducer: Reducer) -> Plan:
     """The scratch that a message of these lanes takes."""
     firsts = [min(lane.cut.chunk, lane.cut.numel) for lane in lanes]
-    parts = [Size(lane.codec, numel, lane.dtype) for lane, numel in zip(lanes, firsts, strict=True)]
+    parts = [
+        Size(lane.codec, numel, lane.dtype, lane.across and lane.across[0])
+        for lane, numel in zip(lanes, firsts, strict=True)
+    ]
     rooms = sum(lane.room_bytes(numel) for lane, numel in zip(lanes, firsts, strict=True))
     chunk_bytes = reducer.scratch_bytes(parts) + rooms
     wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
@@ -212,11 +219,18 @@ class LaneLoad(NamedTuple):
     checked: Callable[[reducers.Fine], None] | None = None  # is told of every chunk whether all of it was finite
 
 
+class Nodes(NamedTuple):
+    """Ranks in nodes, for sums inside each node and then across them."""
+
+    mesh: Any  # a DeviceMesh of nodes and the ranks inside them
+    inside: Codec  # inside a node, where a lane's own has not more bits
+
+
 class Message:
     """Lanes that are averaged over ranks again and again, all in one message: decided once, run at every step.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
-    depend on it, and a run must be repeatable.
+    depend on it, and a run must be repeatable. With `nodes` it is "hierarchical": a lane's codec travels across them.
     """
 
     def __init__(
@@ -226,22 +240,43 @@ class Message:
         *,
         group: Group = None,
         algorithm: str = "auto",
+        nodes: Nodes | None = None,
     ) -> None:
         if algorithm not in MESSAGE_ALGORITHMS:
             raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
-        self.channel = calls.channel_of(group, like.device)
-        world = self.channel.transport.world
-        self.algorithm = reducers.fewest_roundings(world) if algorithm == "auto" else algorithm
-        self._kinds, self._dtype, self._world = tuple(kinds), like.dtype, world
-        self._reducer = reducers.reducer(self.channel.transport, self.algorithm)
-        self._cuts = [self._cut(kind) for kind in kinds]
+        self._kinds, self._dtype, self._nodes = tuple(kinds), like.dtype, nodes
+        self._reducer: Reducer
+        if nodes is None:
+            self.channel = calls.channel_of(group, like.device)
+            world = self.channel.transport.world
+            self.algorithm = reducers.fewest_roundings(world) if algorithm == "auto" else algorithm
+            self._reducer = reducers.reducer(self.channel.transport, self.algorithm)
+        else:
+            self.channel, self.algorithm = mesh_channel(nodes.mesh, like.device), "hierarchical"
+            self._reducer = Hierarchical(*self.channel.transports)
+        self._world, self._shards = calls.world_of(self.channel), self.channel.transports[-1].world
+        self._codecs = [self._first_codec(kind) for kind in kinds]
+        self._cuts = [self._cut(kind, codec) for kind, codec in zip(kinds, self._codecs, strict=True)]
         self._sizes: Plan | None = None
         named = "; ".join(f"{kind.numel} {kind.codec} {kind.feedback}".strip() for kind in kinds)
-        self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm})"
+        where = "" if nodes is None else f" in {nodes.inside}"
+        self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
 
-    def _cut(self, kind: LaneKind) -> chunks.Cut:
-        wire = kind.codec.wire_bytes(kind.numel, self._encoded(kind))
-        return chunks.cut(kind.numel, wire, self._world, self._world)
+    def _first_codec(self, kind: LaneKind) -> Codec:
+        """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
+        if self._nodes is None:
+            return kind.codec
+        if kind.feedback:
+            raise CollectiveError(
+                f"sums inside nodes and then across them have no error feedback, and {kind.codec} here would have "
+                f"{kind.feedback}: take 4 bits or more, say feedback='none', or leave the mesh out"
+            )
+        inside = calls.codec_for(self._nodes.inside, (kind.numel,))
+        return max(inside, kind.codec, key=lambda codec: codec.wire_bytes(kind.numel, torch.float32))
+
+    def _cut(self, kind: LaneKind, codec: Codec) -> chunks.Cut:
+        wire = codec.wire_bytes(kind.numel, self._encoded(kind, codec))
+        return chunks.cut(kind.numel, wire, self._world, self._shards)
 
     def run(
         self,
@@ -254,15 +289,8 @@ class Message:
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
         lanes = [
-            Lane(
-                Flat(load.tensors),
-                cut,
-                kind.codec,
-                kind.first,
-                *load[1:],
-                exact_own=not isinstance(kind.codec, Identity),
-            )
-            for kind, cut, load in zip(self._kinds, self._cuts, loads, strict=True)
+            self._lane(kind, codec, cut, load)
+            for kind, codec, cut, load in zip(self._kinds, self._codecs, self._cuts, loads, strict=True)
         ]
         known = self._sizes is not None
         call = Call(self.channel, self._text, known=known)
@@ -273,28 +301,44 @@ class Message:
         operation.copies_back(outputs, copies)
         return call.run(operation)
 
+    def _lane(self, kind: LaneKind, codec: Codec, cut: chunks.Cut, load: LaneLoad) -> Lane:
+        flat = Flat(load.tensors)
+        if self._nodes is not None:
+            return Lane(flat, cut, codec, codec, *load[1:], across=(kind.codec, kind.first))
+        return Lane(flat, cut, codec, kind.first, *load[1:], exact_own=not isinstance(codec, Identity))
+
     @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
-        pairs = zip(self._kinds, self._cuts, strict=True)
-        return sum(self._sent(kind, cut.span(i)) for kind, cut in pairs for i in range(cut.num_chunks))
+        lanes = zip(self._kinds, self._codecs, self._cuts, strict=True)
+        return sum(self._sent(*lane[:2], lane[2].span(i).numel) for lane in lanes for i in range(lane[2].num_chunks))
 
-    def _sent(self, kind: LaneKind, span: Span) -> int:
+    def _sent(self, kind: LaneKind, codec: Codec, numel: int) -> int:
         """Of one chunk of a lane."""
-        dtype, others, rank = self._encoded(kind), self._world - 1, self.channel.transport.rank
-        if self.algorithm == "one_shot":
-            return others * kind.codec.wire_bytes(span.numel, dtype)
-        sizes = [chunks.wires_bytes(kind.codec, [shard], dtype) for shard in chunks.shards(span, self._world)]
-        return sum(sizes) - sizes[rank] + others * sizes[rank]
+        *across, link = self.channel.transports
+        first = "one_shot" if self.algorithm == "one_shot" else "two_phase"
+        sent = _sent(link, first, codec, numel, self._encoded(kind, codec))
+        for outer in across:
+            own, dtype = chunks.shards(Span(0, numel), link.world)[link.rank].numel, reducers.total_dtype(self._dtype)
+            sent += _sent(outer, reducers.fewest_roundings(outer.world), kind.codec, own, dtype)
+        return sent
 
     @functools.cached_property
     def wire_bytes(self) -> int:
-        """Bytes of the wires of all lanes, uncut."""
-        return sum(kind.codec.wire_bytes(kind.numel, self._encoded(kind)) for kind in self._kinds)
+        """Bytes of the wires of all lanes, uncut; in a hierarchy of those that cross between nodes."""
+        return sum(kind.codec.wire_bytes(kind.numel, self._encoded(kind, kind.codec)) for kind in self._kinds)
 
-    def _encoded(self, kind: LaneKind) -> torch.dtype:
+    def _encoded(self, kind: LaneKind, codec: Codec) -> torch.dtype:
         """The dtype that a lane's numbers have when they are encoded."""
-        return reducers.encoded_dtype(kind.codec, self._dtype, fed_back=bool(kind.feedback))
+        return reducers.encoded_dtype(codec, self._dtype, fed_back=bool(kind.feedback))
+
+
+def _sent(link: Transport, algorithm: str, codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """Bytes that this rank sends for a sum of `numel` numbers."""
+    if algorithm == "one_shot":
+        return (link.world - 1) * chunks.wires_bytes(codec, [Span(0, numel)], dtype)
+    sizes = [chunks.wires_bytes(codec, [shard], dtype) for shard in chunks.shards(Span(0, numel), link.world)]
+    return sum(sizes) - sizes[link.rank] + (link.world - 1) * sizes[link.rank]
 
 
 MESSAGE_ALGORITHMS = ("auto", "one_shot", "two_phase")

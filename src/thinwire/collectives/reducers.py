@@ -14,13 +14,13 @@ memory of x, which nobody needs while the wires travel.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wires_bytes
 from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.schedule import Steps
@@ -93,6 +93,7 @@ class Lane:
     watch: Watch | None = None
     checked: Callable[[Fine], None] | None = None  # is told of every chunk whether all of it was finite
     exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,6 +144,7 @@ class Size(NamedTuple):
     codec: Codec
     numel: int
     dtype: torch.dtype
+    across: Codec | None = None
 
 
 class Reducer(Protocol):
@@ -296,7 +298,7 @@ class _Split:
     ) -> None:
         self.part, self.cut, self.wires, self.own_WN = part, cut, wires, own_WN
         self.rank, self.world = link.rank, link.world
-        self.numel = cut[self.rank].numel  # of the own shard
+        self.numel, self.step = cut[self.rank].numel, part.key.of(self.rank)  # of the own shard
 
     def _others_first(self) -> list[tuple[int, Span]]:
         """Shards that hold anything, the own one last."""
@@ -324,8 +326,7 @@ class _Split:
         """Write the wire of the own shard's sum."""
         if not self.numel:
             return
-        lane, x, step = self.part.lane, self.part.x, self.part.key.of(self.rank)
-        wire = self.wires[self.rank]
+        lane, x, step, wire = self.part.lane, self.part.x, self.step, self.wires[self.rank]
         if not self._exact_own:
             trusted = x.device.type != "cpu"
             lane.codec.recode(
@@ -345,7 +346,7 @@ class _Split:
         if self.rank != last:
             self.own_WN[self.rank].copy_(self.own_WN[last])
         total = torch.empty(self.numel, dtype=torch.float32, device=self.part.x.device)
-        step = known(self.part.key.of(self.rank), total.device)
+        step = known(self.step, total.device)
         self.part.lane.codec.decode_sum(self.own_WN[:last], total, scale=scale, step=step)
         return total
 
@@ -418,22 +419,20 @@ def reducer(transport: Transport, algorithm: str) -> OneShot | TwoPhase:
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """Inside a node by the lane's codec, across nodes by another: the slow link carries 1/B of a sum of B ranks.
+    """Inside a node by the lanes' codec, across nodes by another: the slow link carries 1/B of a sum of B ranks.
 
-    Of one lane, without feedback.
+    Without feedback. A lane's watch sees what is lost across nodes.
     """
 
     across: Transport
     inside: Transport
-    across_codec: Codec
 
     def scratch_bytes(self, sizes: Sequence[Size]) -> int:
-        """Both phases inside, the sum of the own shard in fp32, and what travels across."""
-        (size,) = sizes
-        shard, total = shards(Span(0, size.numel), self.inside.world)[0].numel, _total_dtype(size.dtype)
-        inner = _shards_bytes(size, self.inside.world)
-        outer = self._outer.scratch_bytes([Size(self.across_codec, shard, total)])
-        return inner + aligned(shard * total.itemsize) + outer
+        """Both phases inside, the sums of the own shards in fp32, and what travels across."""
+        shard_sizes = [_shard_size(size, self.inside.world) for size in sizes]
+        inner = sum(_shards_bytes(size, self.inside.world) for size in sizes)
+        sums = sum(aligned(size.numel * size.dtype.itemsize) for size in shard_sizes)
+        return inner + sums + self._outer.scratch_bytes(shard_sizes)
 
     @property
     def _outer(self) -> OneShot | TwoPhase:
@@ -441,25 +440,50 @@ class Hierarchical:
 
     def steps(self, parts: Sequence[Part], scale: float, tags: tuple[int, ...], desk: Desk) -> Steps:
         """Reduce-scatter inside, sum across, all-gather inside."""
-        (part,) = parts
-        x, codec, rank, step = part.x, part.lane.codec, self.inside.rank, part.key.of(self.inside.rank)
-        (split,), wires, moving = _send_shards(self.inside, parts, tags[1], desk)
+        unwatched = [replace(part, lane=replace(part.lane, watch=None)) for part in parts]
+        splits, wires, moving = _send_shards(self.inside, unwatched, tags[1], desk)
         yield moving
-        total = desk.numbers(split.numel, _total_dtype(x.dtype))
-        if split.numel:
-            codec.decode_sum(split.own_WN, total, step=known(step, x.device))
-            if self.across.world > 1:
-                yield from self._outer.steps([self._outer_part(total, part)], scale, tags, desk)
-            else:
+        sums = [(split, self._sum(split, desk)) for split in splits if split.numel]
+        if self.across.world == 1:
+            for _, total in sums:
                 total.mul_(scale)
-            codec.encode(total.to(x.dtype), wires[rank], step=step)
+        elif sums:
+            watches = [part.lane.watch for part, split in zip(parts, splits, strict=True) if split.numel]
+            outer = [self._outer_part(*one, watch) for one, watch in zip(sums, watches, strict=True)]
+            yield from self._outer.steps(outer, scale, tags, desk)
+        for split, total in sums:
+            split.part.lane.codec.encode(total.to(split.part.x.dtype), split.wires[split.rank], step=split.step)
         yield self.inside.gather(wires, tags[1] + 1)
-        split.finish(1.0, True)
+        fine = _check(splits)
+        for split in splits:
+            split.finish(1.0, fine)
 
-    def _outer_part(self, total: Tensor, part: Part) -> Part:
-        lane = Lane(Flat([total]), Cut(total.numel(), max(total.numel(), 1)), self.across_codec, self.across_codec)
-        return Part(lane, total, total, Key(part.key.of(self.inside.rank), part.key.chunk), 0)
+    def _sum(self, split: _Split, desk: Desk) -> Tensor:
+        """The own shard's, of this node."""
+        x, codec = split.part.x, split.part.lane.codec
+        total, step = desk.numbers(split.numel, total_dtype(x.dtype)), known(split.step, x.device)
+        if isinstance(codec, Identity) and x.dtype != total.dtype:  # its wires hold numbers of 16 bits
+            each = torch.empty(split.numel, dtype=x.dtype, device=x.device)
+            total.zero_()
+            for wire in split.own_WN:
+                codec.decode(wire, each, step=step)
+                total += each
+        else:
+            codec.decode_sum(split.own_WN, total, step=step)
+        return total
+
+    def _outer_part(self, split: _Split, total: Tensor, watch: Watch | None) -> Part:
+        part, inner = split.part, split.part.lane
+        codecs = inner.across or (inner.codec, inner.codec)
+        lane = Lane(Flat([total]), Cut(total.numel(), total.numel()), *codecs, watch=watch)
+        return Part(lane, total, total, Key(split.step, part.key.chunk), part.begin + split.cut[split.rank].begin)
 
 
-def _total_dtype(dtype: torch.dtype) -> torch.dtype:
+def _shard_size(size: Size, world: int) -> Size:
+    """What of a part goes across nodes: the first shard is the longest."""
+    return Size(size.across or size.codec, shards(Span(0, size.numel), world)[0].numel, total_dtype(size.dtype))
+
+
+def total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a node's sums, which go across nodes."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire import feedback as feedbacks
+from thinwire.codecs import Cast, registry
 from thinwire.collectives import calls, plain, primitives
-from thinwire.collectives.reduce import MESSAGE_ALGORITHMS
+from thinwire.collectives.reduce import MESSAGE_ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.decisions import CodecChoice, Decisions, Optimizers, Size
@@ -50,6 +51,8 @@ class DDPState:
         replan_every: int = 100,
         measure_every: int = 100,
         algorithm: str = "auto",
+        mesh: Any = None,
+        inside: CodecLike = "bf16",
         model: nn.Module | None = None,
     ) -> None:
         self.process_group = process_group
@@ -71,7 +74,7 @@ class DDPState:
         )
         if algorithm not in MESSAGE_ALGORITHMS:
             raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
-        self._engine = Engine(self._decisions, residual_dtype, algorithm)
+        self._engine = Engine(self._decisions, residual_dtype, algorithm, _nodes(mesh, inside, algorithm, feedback))
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._named = False  # by a model
         self._order: list[str] = []  # in which DDP brought them first
@@ -127,6 +130,8 @@ class DDPState:
         seconds, self._began = now() - self._began, now()
         if group.size() == 1 or self.closed:
             return
+        if self._engine.nodes is not None and group is not self._engine.group:
+            _check_ranks(self._engine.nodes.mesh, group)
         news = self._engine.begin_step(group, self.step, seconds, device)
         if news and group.rank() == 0:
             print(f"thinwire: {news}", flush=True)
@@ -287,6 +292,8 @@ class DDPState:
         self._engine.forget({}, {})
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._engine.nodes is not None:
+            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
         options = {**self._options, "optimizer": self._decisions.family}
         return {
             "options": options,
@@ -374,6 +381,8 @@ def compress_ddp(
     replan_every: int = 100,
     measure_every: int = 100,
     algorithm: str = "auto",
+    mesh: Any = None,
+    inside: CodecLike = "bf16",
 ) -> DDPHandle:
     """Let the gradients of a DDP model travel compressed.
 
@@ -392,6 +401,10 @@ def compress_ddp(
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
+    mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
+        summed inside every node first, and `codec` is what travels across nodes, 1/gpus of the bytes a rank. There is
+        no feedback.
+    inside: what travels inside a node; a parameter that has more bits across keeps them.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
         raise CollectiveError(
@@ -414,6 +427,8 @@ def compress_ddp(
         replan_every=replan_every,
         measure_every=measure_every,
         algorithm=algorithm,
+        mesh=mesh,
+        inside=inside,
         model=ddp_model.module,
     )
     switch = _switches.get(ddp_model)
@@ -428,6 +443,33 @@ def compress_ddp(
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _nodes(mesh: Any, inside: CodecLike, algorithm: str, feedback: str) -> Nodes | None:
+    """What was asked for, or an error that says why it cannot be."""
+    chosen = registry.codec(inside)
+    if mesh is None:
+        if chosen != Cast("bf16"):
+            raise CollectiveError(
+                f"inside={str(chosen)!r} goes with a mesh of nodes and the ranks inside them: pass mesh="
+            )
+        return None
+    if not primitives.is_mesh(mesh) or mesh.ndim != 2:
+        what = f"a mesh of {mesh.ndim}" if primitives.is_mesh(mesh) else type(mesh).__name__
+        raise CollectiveError(f"mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got {what}")
+    if algorithm != "auto":
+        raise CollectiveError(f"with a mesh the algorithm is 'hierarchical': leave out algorithm={algorithm!r}")
+    if feedback not in ("auto", "none"):
+        raise CollectiveError(
+            f"sums inside nodes and then across have no error feedback: leave out feedback={feedback!r}, or the mesh"
+        )
+    return Nodes(mesh, chosen)
+
+
+def _check_ranks(mesh: Any, group: dist.ProcessGroup) -> None:
+    ranks, own = sorted(mesh.mesh.flatten().tolist()), sorted(dist.get_process_group_ranks(group))
+    if ranks != own:
+        raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import plain
-from thinwire.collectives.reduce import LaneKind, LaneLoad, Message
+from thinwire.collectives.reduce import LaneKind, LaneLoad, Message, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations.decisions import Decisions, Size
@@ -68,8 +68,10 @@ class _Bucket:
 class Engine:
     """Averages what it is given, as `decisions` say, and remembers what feedback has to."""
 
-    def __init__(self, decisions: Decisions, residual_dtype: torch.dtype, algorithm: str) -> None:
-        self.decisions, self.algorithm = decisions, algorithm
+    def __init__(
+        self, decisions: Decisions, residual_dtype: torch.dtype, algorithm: str, nodes: Nodes | None = None
+    ) -> None:
+        self.decisions, self.algorithm, self.nodes = decisions, algorithm, nodes
         self.residuals, self.means = Ledger(residual_dtype), Ledger(torch.float32)
         self.tally = Tally()
         self.group: dist.ProcessGroup = None  # type: ignore[assignment]  # of the present step
@@ -196,7 +198,7 @@ class Engine:
         """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
         key = names, tuple(kinds), like.dtype, like.device, scattered
         if key not in self._messages:
-            self._messages[key] = Message(kinds, like, group=self.group, algorithm=self.algorithm)
+            self._messages[key] = Message(kinds, like, group=self.group, algorithm=self.algorithm, nodes=self.nodes)
         return self._messages[key]
 
     def carry(self, kind: str, pieces: Sequence[feedback.Piece], device: torch.device) -> Any:

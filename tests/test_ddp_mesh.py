@@ -1,0 +1,251 @@
+"""compress_ddp on a mesh: gradients summed inside nodes, then across them, within derived bounds, replicas alike."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import thinwire
+from cases import Range, digest, each_device, given, small_chunks
+from ranks import RankPool
+from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, network, same_everywhere, wrap
+from thinwire import Lloyd, codec, compress_ddp
+from thinwire.collectives import traffic
+
+Shape = tuple[int, int]
+MESHES: list[Shape] = [(2, 1), (1, 3), (3, 1), (2, 2)]
+CODECS = [
+    ("bf16", "lloyd4:block=64"),
+    ("int8", "int4"),
+    ("none", "int8"),
+    ("int4", "int8"),
+    ("int8", "lloyd2:block=64"),
+]
+NUMEL = 2003
+
+
+def mesh_of(shape: Shape) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def first_means(group: Group, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor]]:
+    mesh, found = mesh_of(shape), []
+    for inside, across in CODECS:
+        model = wrap(Given({"w": (NUMEL,)}, dtype), group, device=device)
+        with small_chunks():
+            compress_ddp(model, across, mesh=mesh, inside=inside, feedback="none", exempt="none")
+            (mean,) = backward(model, [given(NUMEL, group.rank(), dtype)])
+        assert mean is not None
+        assert mean.dtype == dtype
+        found.append((digest(mean), mean if group.rank() == 0 else torch.empty(0)))
+    return found
+
+
+def mean_range(shape: Shape, inside: str, across: str, dtype: torch.dtype) -> Range:
+    nodes, size = shape
+    inner, outer = codec(inside), codec(across)
+    if outer.wire_bytes(NUMEL, torch.float32) > inner.wire_bytes(NUMEL, torch.float32):
+        inner = outer
+    rough = isinstance(outer, Lloyd) and outer.bits < 4
+    first = Lloyd(outer.bits, outer.block, scale="unbiased") if rough and nodes > 2 else outer
+    gradients = [[given(NUMEL, node * size + i, dtype) for i in range(size)] for node in range(nodes)]
+    sums = [Range.total([Range.of(x).coded(inner) for x in xs]) for xs in gradients]
+    if nodes > 1:
+        sums = [total.coded(first) for total in sums]
+    total = Range.total(sums, 1 / (nodes * size))
+    total = total.coded(outer) if nodes > 2 else total
+    if dtype not in (torch.float32, torch.float64):  # what a node passes on has the dtype of the gradients
+        total = total.written(dtype)
+    return total.coded(inner).written(dtype)
+
+
+@each_device
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_the_first_mean_is_within_its_error_and_the_same_on_all_ranks(
+    ranks: RankPool, shape: Shape, device: torch.device
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16) if shape == (2, 2) else (torch.float32,):
+        told = ranks(math.prod(shape)).run(first_means, shape, dtype, device)
+        for (inside, across), *answers in zip(CODECS, *told, strict=True):
+            assert len({answer for answer, _ in answers}) == 1, f"ranks differ: {inside} {across}"
+            mean_range(shape, inside, across, dtype).assert_holds(answers[0][1], f"{shape} {inside} {across} {dtype}")
+
+
+def off(group: Group, shape: Shape, options: Mapping[str, Any], shapes: Shapes) -> tuple[float, bool]:
+    """The relative error of a mean, and whether the ranks have the same."""
+    model = wrap(Given(shapes), group, 1024.0)
+    compress_ddp(model, mesh=mesh_of(shape), **options)
+    got, want = flat(backward(model, draw(group.rank(), 0, shapes))).double(), mean_of(group.size(), 0, shapes)
+    return float((got - want).norm() / want.norm()), same_everywhere(group, got)
+
+
+def test_bits_count_across_nodes(ranks: RankPool) -> None:
+    """Four times the bits across are an error of a sixteenth, whatever travels inside; and the other way round."""
+    shapes = {"w": (300, 100)}
+    errors = {
+        (inside, across): max(e for e, _ in ranks(4).run(off, (2, 2), {"codec": across, "inside": inside}, shapes))
+        for inside, across in (("bf16", "int8"), ("bf16", "int4"), ("int8", "int4"))
+    }
+    assert 8 < errors["bf16", "int4"] / errors["bf16", "int8"] < 24
+    assert errors["int8", "int4"] == pytest.approx(errors["bf16", "int4"], rel=0.1)
+
+
+def test_exempt_parameters_keep_their_bits(ranks: RankPool) -> None:
+    """Norms and biases travel in 16 bits across, so inside they do too, whatever `inside` says."""
+    for error, same in ranks(4).run(off, (2, 2), {"codec": "int8", "inside": "int4"}, {"b": (700,), "d": (9,)}):
+        assert same
+        assert error < 4 * 2**-9  # four roundings to bfloat16
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+TRAINED: list[Any] = ["none", "lloyd4", {0: "none", 5: "int8", 10: "lloyd4"}, "auto", "auto:4.5"]
+
+
+def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
+    mesh, found = mesh_of(shape), []
+    for given_codec in TRAINED:
+        model = wrap(network(norm=True), group)
+        handle = compress_ddp(model, given_codec, mesh=mesh, inside="int8")
+        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), group.rank(), range(25))
+        same = same_everywhere(group, *[p.data for p in model.parameters()])
+        found.append((losses, same, handle.stats().feedback))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=str)
+def test_models_learn_and_replicas_stay_alike(ranks: RankPool, shape: Shape) -> None:
+    for (exact, *_), *others in ranks(math.prod(shape)).run(train, shape):
+        for losses, same, feedback in others:
+            assert same
+            assert feedback == "none"
+            assert sum(losses[-5:]) < 1.5 * sum(exact[-5:]) < 0.5 * sum(losses[:5])
+
+
+def resume(group: Group, shape: Shape) -> bool:
+    """Ten steps are five, a checkpoint, and five."""
+    mesh, weights = mesh_of(shape), []
+    for broken in (False, True):
+        model = wrap(network(), group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.03)
+        handle = compress_ddp(model, "lloyd4", mesh=mesh)
+        learn(model, optimizer, group.rank(), range(5))
+        if broken:
+            saved, kept = handle.state_dict(), model.module.state_dict()
+            model = wrap(network(), group)
+            model.module.load_state_dict(kept)
+            optimizer = torch.optim.SGD(model.parameters(), 0.03)
+            compress_ddp(model, "lloyd4", mesh=mesh).load_state_dict(saved)
+        learn(model, optimizer, group.rank(), range(5, 10))
+        weights.append(digest(*[p.data for p in model.parameters()]))
+    return weights[0] == weights[1]
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool) -> None:
+    assert all(ranks(4).run(resume, (2, 2)))
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def measure(group: Group, shape: Shape, inside: str, across: str) -> tuple[Any, int]:
+    mesh, shapes = mesh_of(shape), {"w": (300, 200), "b": (300,)}
+    model = wrap(Given(shapes), group, 1024.0)
+    handle = compress_ddp(model, across, mesh=mesh, inside=inside, measure_every=1)
+    groups = [mesh.get_group(0), mesh.get_group(1)]
+    before = sum(traffic(one).sent for one in groups)
+    for step in range(3):
+        backward(model, draw(group.rank(), step, shapes))
+    return handle.stats(), sum(traffic(one).sent for one in groups) - before
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (1, 3)], ids=str)
+def test_statistics_are_those_of_the_transport_and_of_the_link_across(ranks: RankPool, shape: Shape) -> None:
+    for stats, sent in ranks(math.prod(shape)).run(measure, shape, "int8", "lloyd4"):
+        assert sent <= stats.bytes_sent <= 1.03 * sent + 64
+        assert (stats.feedback, stats.nonfinite, stats.residual_bytes) == ("none", 0, 0)
+        wires = codec("lloyd4").wire_bytes(60000) + codec("bf16").wire_bytes(300)
+        assert stats.bits_per_element == 8 * wires / 60300
+        if shape[0] == 1:
+            assert stats.relative_error == 0  # nothing went across
+        else:
+            assert 0.08 < stats.relative_error < 0.11  # lloyd4 loses 0.0095 of a Gaussian's squares
+
+
+def break_one(group: Group, shape: Shape, bad: float) -> tuple[int, Tensor, Tensor]:
+    model = wrap(Given({"w": (60, 40)}), group, 1024.0)
+    handle = compress_ddp(model, "int8:block=64", mesh=mesh_of(shape), inside="int8:block=64")
+    (gradient,) = draw(group.rank(), 0, {"w": (60, 40)})
+    if group.rank() == 1:
+        gradient.view(-1)[700] = bad
+    got = flat(backward(model, [gradient]))
+    after = flat(backward(model, draw(group.rank(), 1, {"w": (60, 40)})))
+    return int(handle.stats().nonfinite), got, after
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(ranks: RankPool, bad: float) -> None:
+    begin = 700 // 64 * 64
+    for count, got, after in ranks(4).run(break_one, (2, 2), bad):
+        assert count == 1
+        assert not got[begin : begin + 64].isfinite().any()
+        assert got[:begin].isfinite().all()
+        assert got[begin + 64 :].isfinite().all()
+        assert after.isfinite().all()
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no mesh": ({"mesh": 3}, "mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got int"),
+    "a line": ({"mesh": "line"}, "mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got a mesh"),
+    "inside alone": ({"mesh": None, "inside": "int8"}, "inside='int8' goes with a mesh of nodes"),
+    "an algorithm": ({"algorithm": "two_phase"}, "with a mesh the algorithm is 'hierarchical'"),
+    "feedback": ({"feedback": "classic"}, "have no error feedback: leave out feedback='classic'"),
+    "few bits": ({"codec": "lloyd2", "optimizer": "linear"}, "and lloyd2 here would have classic: take 4 bits or more"),
+    "other ranks": ({"mesh": "half"}, "the mesh must hold the ranks of DDP's group, [0, 1, 2, 3], got one of [0, 1]"),
+    "no codec": ({"inside": "int99"}, "int99"),
+}  # fmt: skip
+
+
+def refusals(group: Group) -> dict[str, str]:
+    """What is said of each, and that the ranks go on afterwards."""
+    meshes: dict[Any, Any] = {"line": init_device_mesh("cpu", (4,)), "whole": mesh_of((2, 2))}
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    meshes["half"] = _Half(meshes["whole"], halves)
+    told = {}
+    for name, (options, _) in REFUSED.items():
+        asked = {"codec": "int8", "mesh": "whole", **options}
+        asked["mesh"] = meshes.get(asked["mesh"], asked["mesh"]) if isinstance(asked["mesh"], str) else asked["mesh"]
+        model = wrap(Given(), group)
+        try:
+            compress_ddp(model, **asked)
+            backward(model, draw(group.rank()))
+        except (thinwire.CollectiveError, thinwire.CodecError, RuntimeError) as error:
+            told[name] = str(error)
+    return told
+
+
+class _Half:
+    """A mesh of other ranks than DDP's."""
+
+    mesh_dim_names, ndim = ("node", "rank"), 2
+
+    def __init__(self, whole: Any, halves: list[Any]) -> None:
+        self.mesh, self.get_group = torch.tensor([[0], [1]]), whole.get_group
+
+
+def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
+    for told in ranks(4).run(refusals):
+        assert told.keys() == REFUSED.keys()
+        for name, (_, message) in REFUSED.items():
+            assert message in told[name], name
