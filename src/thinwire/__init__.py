@@ -3,6 +3,9 @@
 The public surface and nothing else.
 """
 
+import importlib
+import types
+
 from thinwire import functional, hooks, optim
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.collectives import (
@@ -56,8 +59,16 @@ __all__ = [
     "functional",
     "hooks",
     "optim",
+    "qat",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "use_backend",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    """thinwire.qat: imported when it is asked for, since torch.ao takes its time."""
+    if name == "qat":
+        return importlib.import_module("thinwire.qat")
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
