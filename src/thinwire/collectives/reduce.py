@@ -316,11 +316,11 @@ class Message:
     def _sent(self, kind: LaneKind, codec: Codec, numel: int) -> int:
         """Of one chunk of a lane."""
         *across, link = self.channel.transports
-        first = "one_shot" if self.algorithm == "one_shot" else "two_phase"
-        sent = _sent(link, first, codec, numel, self._encoded(kind, codec))
+        first, dtype = "one_shot" if self.algorithm == "one_shot" else "two_phase", self._encoded(kind, codec)
+        sent = _sent(link, first, codec, numel, dtype)
         for outer in across:
-            own, dtype = chunks.shards(Span(0, numel), link.world)[link.rank].numel, reducers.total_dtype(self._dtype)
-            sent += _sent(outer, reducers.fewest_roundings(outer.world), kind.codec, own, dtype)
+            own, rounding = chunks.shards(Span(0, numel), link.world)[link.rank], reducers.fewest_roundings(outer.world)
+            sent += _sent(outer, rounding, kind.codec, own.numel, reducers.total_dtype(dtype))
         return sent
 
     @functools.cached_property
