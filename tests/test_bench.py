@@ -100,6 +100,10 @@ def test_json_has_no_nan() -> None:
         ({"rows": [3]}, "row 0 is a int"),
         ({"rows": [CODEC_ROW, {"codec": "int8"}]}, "row 1 of this codec record lacks distribution, wire_bits"),
         ({"conditions": {"date": ""}}, "the conditions lack thinwire, torch"),
+        (
+            {"conditions": {**dict.fromkeys(record.CONDITIONS), "cpu": []}},
+            "expected the condition 'cpu' to be one text",
+        ),
     ],
 )
 def test_a_wrong_record_is_refused(change: dict[str, Any], complaint: str) -> None:
@@ -117,6 +121,12 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         record.read(str(tmp_path / "text.json"))
     with pytest.raises(record.RecordError, match="No such file"):
         record.read(str(tmp_path / "absent.json"))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 6000, '{"schema": ' + "9" * 6000 + "}"])
+def test_what_json_cannot_read_is_refused(text: str) -> None:
+    with pytest.raises(record.RecordError, match="not JSON"):
+        record.loads(text)
 
 
 def test_a_speed_row_of_qat_has_its_own_columns() -> None:

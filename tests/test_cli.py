@@ -9,12 +9,14 @@ import pty
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ from typer.testing import CliRunner, Result
 import thinwire
 from programs import Ended
 from thinwire.bench import codec as codec_bench, collectives as collectives_bench, data, link as links, record, selftest
-from thinwire.cli.app import app
+from thinwire.cli import advise, doctor
+from thinwire.cli.app import app, start
 from thinwire.cli.flags import split_codecs
 from thinwire.kernels import BACKENDS, cpu, use_backend
 
@@ -70,7 +73,7 @@ def test_help_has_examples_of_flags_that_exist(words: tuple[str, ...]) -> None:
 
 def test_the_exit_statuses_are_documented() -> None:
     text = call("--help").output
-    assert [line.split()[0] for line in text.partition("Exit status:")[2].splitlines()[1:5]] == ["0", "1", "2", "130"]
+    assert re.findall(r"^ +(\d+) +\w", text.partition("Exit status:")[2], re.MULTILINE) == ["0", "1", "2", "130", "141"]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +121,30 @@ def test_csv_on_standard_output_is_csv_alone(tmp_path: Path) -> None:
     assert {row["conditions.cpu"] for row in found} == {written.conditions["cpu"]}
 
 
-def test_json_and_csv_cannot_share_a_file() -> None:
-    result = call(*SMALL, "--csv", "-", "--json", "-")
+@pytest.mark.parametrize(("json", "csv"), [("-", "-"), ("x.out", "./x.out"), ("x.out", "link.out")])
+def test_json_and_csv_cannot_share_a_file(json: str, csv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.out").symlink_to("x.out")
+    result = call(*SMALL, "--csv", csv, "--json", json)
     assert result.exit_code == 2
-    assert "--json writes to - already; name another file" in " ".join(result.stderr.split())
+    assert f"--json writes to {json} already; name another file" in " ".join(result.stderr.split())
+
+
+def test_a_file_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "codec.csv"
+    result = call(*SMALL, "--json", "/dev/full", "--csv", str(path))
+    assert result.exit_code == 1
+    assert "Error: /dev/full cannot be written: No space left on device" in result.stderr
+    assert "lloyd2" in result.stdout
+    assert "lloyd2" in path.read_text()
+
+
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("bench", "codec", "--numel", str(10**15), "--codecs", "int8", "--distributions", "gaussian")
+    assert result.exit_code == 1
+    assert "Error: this needs more memory than there is" in result.stderr
+    monkeypatch.setattr(codec_bench, "measure", lambda case: (_ for _ in ()).throw(RuntimeError("a mistake")))
+    assert isinstance(call(*SMALL).exception, RuntimeError)  # which is for those who mend it
 
 
 def test_every_benchmark_writes_json_and_csv_and_has_a_quick_run() -> None:
@@ -175,6 +198,7 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["codec", "--codecs", "int8:blok=3"], "codec 'int8' does not know the option 'blok=3'; options: block"),
         (["codec", "--distributions", "gaussian,cauchy"], "'cauchy' is not one of gaussian, laplace"),
         (["codec", "--numel", "0"], "Invalid value for '--numel'"),
+        (["codec", "--numel", "9" * 30], "Invalid value for '--numel'"),
         (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
         (["codec", "--csv", "/no/such/folder/x.csv"], "cannot be written"),
         (["codec", "--fast"], "No such option: --fast (Possible options: --codecs, --csv, --distributions, --json"),
@@ -257,7 +281,7 @@ def test_report_prints_tables_and_markdown(tmp_path: Path) -> None:
     assert call("report", path).stdout == table
     other = str(tmp_path / "other.json")
     record.write(record.Record("kernels", record.conditions(torch.device("cpu")), []), other)
-    assert call("report", path, other).stdout.startswith(f"{table}\nkernels: no rows\n")
+    assert call("report", path, other).stdout.startswith(f"codec.json\n{table}\nother.json\nkernels: no rows\n")
     lines = call("report", "--markdown", path).stdout.splitlines()
     assert lines[2:4] == ["| codec | bits | gaussian | sparse | dB |", "| --- | --: | --: | --: | --: |"]
     assert [line.split(" | ")[0] for line in lines[4:6]] == ["| int8", "| lloyd2"]
@@ -278,6 +302,13 @@ def test_report_prints_a_record_without_rows(tmp_path: Path) -> None:
         result = call("report", *flags, path)
         assert result.exit_code == 0
         assert result.stdout.startswith("kernels: no rows\n")
+
+
+def test_ctrl_c_at_a_question_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise, "_somebody_listens", lambda: True)
+    result = call("advise")  # nothing follows the question
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted\n")
 
 
 def test_report_refuses_what_is_no_record(tmp_path: Path) -> None:
@@ -341,18 +372,37 @@ def test_doctor_tells_unbuilt_kernels_from_broken_ones(
     ("variable", "value", "status"),
     [
         ("GLOO_SOCKET_IFNAME", "nowhere0", 1),
+        ("GLOO_SOCKET_IFNAME", "lo", 0),
+        ("GLOO_SOCKET_IFNAME", "lo,nowhere0", 1),
+        ("GLOO_SOCKET_IFNAME", "nowhere", 1),
+        ("GLOO_SOCKET_IFNAME", "=lo", 1),
+        ("GLOO_SOCKET_IFNAME", "lo,", 1),
         ("NCCL_SOCKET_IFNAME", "=lo", 0),
+        ("NCCL_SOCKET_IFNAME", "=nowhere", 1),
+        ("NCCL_SOCKET_IFNAME", "some,lo", 0),
+        ("NCCL_SOCKET_IFNAME", "nowhere0", 1),
         ("NCCL_SOCKET_IFNAME", "^nowhere", 0),
     ],
 )
 def test_doctor_fails_on_an_interface_that_is_not_there(
     variable: str, value: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """NCCL takes the beginning of a name, gloo the whole of it."""
+    monkeypatch.setattr(doctor, "_shaping", lambda: doctor.Finding("shaped links", None, "not here", "not now"))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "somewhere0"), (3, "nowhere12")])
     monkeypatch.setenv(variable, value)
     result = call("doctor")
     assert result.exit_code == status
     broken = [line for line in result.stdout.splitlines() if line.startswith("✗")]
-    assert ["there is no nowhere0 here: unset it, or name one of " in line for line in broken] == [True] * status
+    told = r"there is no \S+ here: unset it, or name one of lo, somewhere0, nowhere12$"
+    assert [bool(re.search(told, line)) for line in broken] == [True] * status
+
+
+@pytest.mark.parametrize("value", ["", "l"])
+def test_doctor_says_that_a_short_list_of_interfaces_is_overlooked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    assert [finding.works for finding in doctor._chosen_interfaces()] == [None, None]
 
 
 @pytest.mark.usefixtures("few_codecs")
@@ -396,6 +446,32 @@ def test_shells_can_complete(shell: str, line: str, expected: str, monkeypatch: 
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
+
+
+def started(output: TextIO | None, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit status of the command with that standard output."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command sets
+    monkeypatch.setattr(sys, "argv", ["thinwire", *arguments])
+    monkeypatch.setattr(sys, "stdout", output)
+    with pytest.raises(SystemExit) as end:
+        start()
+    if output is None:
+        sys.stdout.close()  # what stands for it
+    return end.value.code
+
+
+@pytest.mark.parametrize("arguments", [SMALL, [*SMALL, "--json", "-"], ["--version"], ["bench", "--help"]])
+def test_an_output_that_takes_nothing(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as broken, open("/dev/full", "w") as full:
+        assert started(broken, arguments, monkeypatch) == 141
+        assert capsys.readouterr().err == ""
+        assert started(full, arguments, monkeypatch) == 1
+        assert capsys.readouterr().err == "Error: standard output cannot be written: No space left on device\n"
+    assert started(None, arguments, monkeypatch) == 0  # closed, which nobody does by mistake
 
 
 def read_until(terminal: int, mark: bytes, patience: float = 40) -> bytes:

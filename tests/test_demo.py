@@ -337,8 +337,19 @@ def test_a_directory_of_somebody_else_is_refused_before_anything_is_trained(meas
     assert result.exit_code == 2
     assert "site holds files and no earlier demo (demo.json): name a new or an empty directory" in said(result.stderr)
     assert (measured / "site" / "index.html").read_text() == "mine"
-    for path in ("site/index.html", "site/index.html/below"):
-        assert "cannot be written" in said(call("--out", path).stderr)
+
+
+@pytest.mark.parametrize("path", ["taken", "taken/below", "/proc/nothing/below"])
+def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_trained(
+    path: str, measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even for root, of whom os.access says that everything can be written."""
+    monkeypatch.setattr(bench, "run", lambda *arguments: pytest.fail("trained"))
+    (measured / "taken").write_text("mine")
+    result = call("--out", path)
+    assert result.exit_code == 2
+    assert f"{path} cannot be written" in said(result.stderr)
+    assert (measured / "taken").read_text() == "mine"
 
 
 def test_json_on_standard_output_is_json_alone(measured: Path) -> None:
@@ -369,7 +380,16 @@ def test_a_report_that_cannot_be_written(measured: Path, monkeypatch: pytest.Mon
     result = call()
     assert result.exit_code == 1
     assert "PREDICTED, not measured" in result.stdout  # what was measured is not lost
-    assert "Error: the report cannot be written to thinwire-report: No space left on device" in result.stderr
+    assert "Error: thinwire-report cannot be written: No space left on device" in result.stderr
+    assert list(measured.iterdir()) == []
+
+
+def test_a_record_that_cannot_be_written_costs_nothing_else(measured: Path) -> None:
+    result = call("--json", "/dev/full")
+    assert result.exit_code == 1
+    assert "PREDICTED, not measured" in result.stdout
+    assert "Error: /dev/full cannot be written: No space left on device" in result.stderr
+    assert (measured / "thinwire-report" / "demo.json").is_file()
 
 
 def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +401,8 @@ def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: 
     assert result.exit_code == 130
     assert result.stdout == ""
     assert "interrupted; no codec was finished, nothing is kept" in result.stderr
+    assert list(measured.iterdir()) == []
+    assert call("--out", "deep/er").exit_code == 130
     assert list(measured.iterdir()) == []
 
 
@@ -410,7 +432,7 @@ def test_what_a_run_is_asked_for(measured: Path, monkeypatch: pytest.MonkeyPatch
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(bench, "run", lambda watch, *rest: asked.append(rest) or a_record(a_row("none")))  # type: ignore[func-returns-value]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(cli, "_write", lambda *arguments: [])
+    monkeypatch.setattr(cli, "_write", lambda *arguments: None)
     call()
     call("--world", "3", "--codecs", "int4:block=32,mode=affine,int8", "--codecs", "auto", "--steps", "7",
          "--link", "100mbit", "--quick")  # fmt: skip

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from thinwire.bench import record
@@ -129,10 +131,22 @@ def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
     shown.encode()
 
 
-@given(st.floats())
+@given(st.floats() | st.sampled_from([10**400, -(10**400)]))
 def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
     for show in (cells.significant, cells.scientific, cells.signed, cells.percent, lambda x: cells.fixed(x, 2)):
-        assert (show(value) == cells.ABSENT) == (not math.isfinite(value))
+        assert (show(value) == cells.ABSENT) == (not abs(value) <= sys.float_info.max)
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables_are_never_folded(columns: int, terminal: bool) -> None:
+    """Ruled where the terminal is wide enough, else whole lines, which the terminal may break."""
+    grid = tables.grid(committed("collectives_1gbit.json"))
+    screen = Console(file=io.StringIO(), width=columns, force_terminal=terminal, color_system=None)
+    tables.show_grid(dataclasses.replace(grid, title="title"), screen)
+    shown = screen.file.getvalue().splitlines()[1:]
+    assert (set(shown[1]) == {"─"}) == (terminal and columns == 200)
+    assert [line.split() for line in shown if "─" not in line][1:] == [" ".join(row).split() for row in grid.rows]
 
 
 def test_pipes_do_not_break_markdown() -> None:
@@ -237,6 +251,18 @@ def test_loss_curves_are_drawn_where_rows_carry_them() -> None:
     assert isinstance(chart, Lines)
     assert chart.name == "loss"
     assert [list(curve.points) for curve in chart.curves] == [[(0, 4), (10, 2)], [(0, 4), (20, 1.5)]]
+
+
+def test_charts_of_what_no_run_measures() -> None:
+    """Negative errors, labels that are numbers, numbers that are labels: drawn, or left out."""
+    train = [train_row("int8", loss_log_ratio=0.1, loss_log_ratio_error=-1.0, bytes_per_step=9, step_ms="long")]
+    sent = [{**row, "verb": 3, "codec": 4, "numel": size} for size, row in enumerate(collectives())]
+    for odd in (made("train", train), made("collectives", sent)):
+        assert [draw.svg(chart, "x") for chart in charts.of(odd)]
+
+
+def collectives() -> list[Row]:
+    return committed("collectives_1gbit.json").rows
 
 
 def test_a_record_without_rows_has_no_charts() -> None:
@@ -384,7 +410,8 @@ def test_write_gives_a_page_and_a_png_of_every_chart(tmp_path: Path) -> None:
 
 def test_report_writes_to_a_file_or_a_directory(tmp_path: Path) -> None:
     path = str(BENCHMARKS / "kernels_cpu_aarch64.json")
-    for target, written in (("one.html", "one.html"), ("folder", "folder/index.html")):
+    targets = (("one.html", "one.html"), ("TWO.HTM", "TWO.HTM"), ("folder", "folder/index.html"))
+    for target, written in targets:
         result = call("report", path, "--html", str(tmp_path / target), "--markdown")
         assert result.exit_code == 0, result.output
         assert result.stderr == f"wrote {tmp_path / written}\n"
@@ -392,6 +419,16 @@ def test_report_writes_to_a_file_or_a_directory(tmp_path: Path) -> None:
         assert "<figure>" in (tmp_path / written).read_text(encoding="utf-8")
     assert call("report", path, "--png", str(tmp_path / "plots")).exit_code == 0
     assert [found.name for found in (tmp_path / "plots").iterdir()] == ["kernels.png"]
+
+
+@pytest.mark.parametrize("flag", ["--html", "--png"])
+@pytest.mark.parametrize("path", ["", "-"])
+def test_pages_and_plots_need_a_path(flag: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("report", str(BENCHMARKS / "kernels_cpu_aarch64.json"), flag, path)
+    assert result.exit_code == 2
+    assert f"expected a path, got {path!r}" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_or_drawn_is_said(tmp_path: Path) -> None:
@@ -538,6 +575,27 @@ def test_a_record_is_as_good_as_itself(name: str) -> None:
     assert all(change.range.ratio == 1 for change in found.changes)
 
 
+@pytest.mark.parametrize("kind", ["codec", "collectives", "train", "qat"])
+@pytest.mark.parametrize("error", [0, 0.1, 10**400])
+def test_nothing_is_as_good_as_nothing(kind: str, error: float) -> None:
+    """A number may be 0 in both records, or none that a computer can hold."""
+    columns = {metric.column for metric in compare.METRICS[kind]} - {"identical", "diverged"}
+    names = {"ms_p20", "ms_p80", "step_ms_p20", "step_ms_p80"}
+    errors = {f"{column}_error" for column in columns} | {"val_gap_error"}
+    row: Row = {
+        **dict.fromkeys(record.COLUMNS[kind]),
+        **dict.fromkeys(columns | names, 0),
+        **dict.fromkeys(errors, error),
+    }
+    assert set(verdicts(kind, row, row).values()) <= {compare.SAME, compare.UNKNOWN}
+
+
+def test_a_loss_that_grew_beyond_all_numbers_is_worse() -> None:
+    old = train_row("int8", loss_log_ratio=-1e6, loss_log_ratio_error=0.1)
+    assert verdicts("train", old, {**old, "loss_log_ratio": 1e6})["loss_log_ratio"] == compare.REGRESSION
+    assert verdicts("train", {**old, "loss_log_ratio": 1e6}, old)["loss_log_ratio"] == compare.BETTER
+
+
 @given(st.floats(0.2, 5), st.floats(0, 0.2), st.floats(0.5, 2))
 def test_a_time_is_worse_where_it_lies_beyond_both_spreads_and_the_drift(
     factor: float, spread: float, drift: float
@@ -620,10 +678,31 @@ def test_report_compares_two_records_and_fails_only_when_asked(tmp_path: Path, m
     assert "| int8 | ms_p50 | 1.00 | 1.50 | 1.500 |" in call("report", old, new, "--markdown").stdout
     assert call("report", old, new, "--fail-on-regression").exit_code == 1
     assert call("report", new, old, "--fail-on-regression").exit_code == 0
+    less = written(tmp_path / "less.json", made("kernels", [kernel(1.0)]))
+    assert call("report", old, less, "--fail-on-regression").exit_code == 1  # a row that is missing may be a failure
+    assert call("report", less, old, "--fail-on-regression").exit_code == 0
     monkeypatch.setattr(draw, "svg", lambda chart, prefix: "")
     text = page.page([record.read(old), record.read(new)])
     assert "Comparison: 1 regression, 1 within noise" in text
     assert '<tr class="bad"><th scope="row">int8</th>' in text
+
+
+def test_several_records_are_told_apart_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "svg", lambda chart, prefix: "")
+    (tmp_path / "later").mkdir()
+    rows = [kernel(1.0)], [kernel(1.0)], [kernel(1.0, codec="int4")]
+    places = (tmp_path / name for name in ("a.json", "later/a.json", "b.json"))
+    old, new, other = (written(place, made("kernels", found)) for place, found in zip(places, rows, strict=True))
+    for first, second, told in (
+        (old, new, [f"old: {old}", f"new: {new}"]),
+        (old, other, ["a.json", "b.json"]),
+        (new, new, [f"old: {new}", f"new: {new}"]),
+    ):
+        result = call("report", first, second, "--html", str(tmp_path / "page.html"))
+        assert [line for line in result.stdout.splitlines() if line.endswith(".json")] == told
+        assert all(f"{name}\n\nBackend" in call("report", first, second, "--markdown").stdout for name in told)
+        headings = re.findall(r"<h2[^>]*>Kernels: (.*?)</h2>", (tmp_path / "page.html").read_text(encoding="utf-8"))
+        assert [heading.endswith(f" ({name})") for heading, name in zip(headings, told, strict=True)] == [True] * 2
 
 
 def test_records_that_cannot_be_compared_are_printed_and_say_why(tmp_path: Path) -> None:

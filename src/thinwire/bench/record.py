@@ -157,7 +157,9 @@ def loads(text: str) -> Record:
     """The record in a JSON text, checked against the schema."""
     try:
         data = json.loads(text, parse_constant=_refuse)
-    except json.JSONDecodeError as error:
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise RecordError(f"not JSON ({error}); expected what `thinwire bench ... --json FILE` writes") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
@@ -185,6 +187,9 @@ def _check_parts(data: dict[str, Any]) -> None:
     missing = [name for name in CONDITIONS if name not in data["conditions"]]
     if missing:
         raise RecordError(f"the conditions lack {', '.join(missing)}: a number travels with its conditions")
+    for name, value in data["conditions"].items():
+        if not _is_flat(value):
+            raise RecordError(f"expected the condition {name!r} to be {_FLAT}, got a {type(value).__name__}")
 
 
 def _check_row(kind: str, number: int, row: object) -> None:
@@ -195,8 +200,11 @@ def _check_row(kind: str, number: int, row: object) -> None:
         raise RecordError(f"row {number} of this {kind} record lacks {', '.join(missing)}")
     for name, value in row.items():
         if not (_is_curve(value) if name == CURVE and value is not None else _is_flat(value)):
-            allowed = "a list of [step, value]" if name == CURVE else "one text, number, true, false or null"
+            allowed = "a list of [step, value]" if name == CURVE else _FLAT
             raise RecordError(f"row {number}: expected {name!r} to be {allowed}, got a {type(value).__name__}")
+
+
+_FLAT = "one text, number, true, false or null"
 
 
 def _is_flat(value: object) -> bool:

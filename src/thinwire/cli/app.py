@@ -13,9 +13,11 @@ from thinwire.cli import advise, bench, demo, doctor, report, screen
 _EPILOG = """\b
 Exit status:
   0    done
-  1    it failed, something is broken (doctor), or a result got worse (report --fail-on-regression)
+  1    it failed, something is broken (doctor), or a result got worse or is missing (report
+       --fail-on-regression)
   2    the command was not understood: the message says what is allowed
   130  interrupted; what was measured until then is kept
+  141  the reader of the output went away (thinwire report ... | head -1)
 \b
 Example:
   thinwire demo
@@ -43,6 +45,7 @@ app.command("doctor")(doctor.command)
 
 def start() -> None:
     """Run the command line. Where the terminal cannot show a character, a question mark stands for it."""
+    screen.fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,5 +1,6 @@
 """`thinwire bench`: run a benchmark, print its table, write its record."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,7 @@ from thinwire.bench import (
 )
 from thinwire.bench.data import DISTRIBUTIONS
 from thinwire.bench.qat_methods import METHODS
-from thinwire.bench.record import Interrupted, Progress, Record, as_csv, write
+from thinwire.bench.record import Interrupted, Progress, Record, as_csv, dumps, write
 from thinwire.cli import flags, screen
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
@@ -33,6 +34,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+MOST = 1 << 60  # elements; torch cannot count more of them
 
 
 class Device(StrEnum):
@@ -92,7 +96,10 @@ def codec_command(
     numel: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help=f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}."
+            min=1,
+            max=MOST,
+            metavar="N",
+            help=f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}.",
         ),
     ] = None,
     json: Json = None,
@@ -347,6 +354,7 @@ def qat_command(
         int | None,
         typer.Option(
             min=1,
+            max=MOST,
             metavar="N",
             help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
         ),
@@ -406,7 +414,7 @@ class Targets:
     def __post_init__(self) -> None:
         flags.writable(self.json, "--json")
         flags.writable(self.csv, "--csv")
-        if self.json is not None and self.json == self.csv:
+        if self.json is not None and self.csv is not None and _place(self.json) == _place(self.csv):
             raise typer.BadParameter(f"--json writes to {self.json} already; name another file", param_hint="--csv")
 
     @property
@@ -414,12 +422,27 @@ class Targets:
         """Whether the record itself is on standard output, where a table would spoil it."""
         return "-" in (self.json, self.csv)
 
-    def write(self, record: Record) -> None:
-        """Write what was asked for."""
-        if self.json is not None:
-            write(record, self.json)
-        if self.csv is not None:
-            write(record, self.csv, as_csv)
+    def write(self, record: Record) -> list[str]:
+        """Write what was asked for; what could not be written, in words."""
+        return [
+            f"{path} cannot be written: {error.strerror or error}"
+            for path, form in ((self.json, dumps), (self.csv, as_csv))
+            if path is not None and (error := _error_of_writing(record, path, form))
+        ]
+
+
+def _place(path: str) -> str:
+    return path if path == "-" else os.path.realpath(path)
+
+
+def _error_of_writing(record: Record, path: str, form: Callable[[Record], str]) -> OSError | None:
+    try:
+        write(record, path, form)
+    except OSError as error:
+        if path == "-":
+            raise
+        return error
+    return None
 
 
 def _names(given: list[str]) -> list[str]:
@@ -445,7 +468,7 @@ def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
 def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
-    What a row notes goes to standard error; where one has no time, the status is 1.
+    What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
     status = 0
     with screen.plain_errors():
@@ -453,9 +476,9 @@ def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
             with screen.progress() as progress:
                 record = measure(progress)
         except Interrupted as stop:
-            record, status = stop.record, 130
+            record, status = stop.record, screen.INTERRUPTED
             typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
-    targets.write(record)
+    unwritten = targets.write(record)  # before the table, whose reader may go away
     if not targets.fill_the_output:
         tables.show(record, screen.console())
     for row in record.rows:
@@ -463,4 +486,6 @@ def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
-    raise typer.Exit(status or int(failed))
+    for complaint in unwritten:
+        typer.echo(f"Error: {complaint}", err=True)
+    raise typer.Exit(1 if unwritten else status or int(failed))

@@ -4,7 +4,8 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -94,15 +95,17 @@ def command(
     with screen.usage_errors("--link", ValueError):
         shaped = links.parse(link) if link else None
     flags.writable(json, "--json")
-    folder = _folder(out or FOLDER)
+    folder = out or FOLDER
+    _refuse_the_folder_of_somebody_else(folder)
     with screen.plain_errors():
         if out is not None:
             draw.check()
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
-        record, status = _measure(schemes, world, named, steps, shaped, quick)
-        _deliver(record, folder, json)
-    raise typer.Exit(status)
+        with _made(folder):
+            record, status = _measure(schemes, world, named, steps, shaped, quick)
+            written = _deliver(record, folder, json)
+    raise typer.Exit(status if written else 1)
 
 
 def _schemes(codecs: list[str] | None) -> tuple[tuple[Scheme, ...], list[str] | None]:
@@ -200,21 +203,30 @@ def _shown(tick: Tick) -> dict[str, Any]:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _deliver(record: Record, folder: Path, json: str | None) -> None:
-    """Print the tables and what they mean, write the record and the report."""
-    if json is not None:
-        write(record, json)
-    if not record.rows:
-        return
+def _deliver(record: Record, folder: Path, json: str | None) -> bool:
+    """Print the tables and what they mean, write the record and the report; whether all could be written."""
     own = machines.recorded("cpu")
-    if json != "-":
-        show(record, own, screen.console())
+    written = []
     try:
-        paths = _write(record, own, folder)
+        if record.rows and json != "-":
+            show(record, own, screen.console())
+    finally:  # the reader of the tables may go away; what was measured is kept
+        if json is not None:
+            written.append(_wrote(json, lambda: write(record, json)))
+        if record.rows:
+            written.append(_wrote(str(folder), lambda: _write(record, own, folder)))
+    return all(written)
+
+
+def _wrote(where: str, do: Callable[[], None]) -> bool:
+    try:
+        do()
     except OSError as error:
-        typer.echo(f"Error: the report cannot be written to {folder}: {error.strerror or error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
+        if where == "-":
+            raise
+        typer.echo(f"Error: {where} cannot be written: {error.strerror or error}", err=True)
+        return False
+    return True
 
 
 def show(record: Record, machine: Machine, console: Console) -> None:
@@ -227,9 +239,13 @@ def show(record: Record, machine: Machine, console: Console) -> None:
         console.print(sentence, soft_wrap=not console.is_terminal)
 
 
-def _write(record: Record, machine: Machine, folder: Path) -> list[Path]:
+def _write(record: Record, machine: Machine, folder: Path) -> None:
     """The record always, page and plots where they can be drawn."""
-    folder.mkdir(parents=True, exist_ok=True)
+    paths = _paths_written(record, machine, folder)
+    typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
+
+
+def _paths_written(record: Record, machine: Machine, folder: Path) -> list[Path]:
     _clear(folder)
     kept = folder / RECORD
     write(record, str(kept))
@@ -249,14 +265,30 @@ def _clear(folder: Path) -> None:
             (folder / f"{chart.name}.png").unlink(missing_ok=True)
 
 
-def _folder(path: Path) -> Path:
-    """Refuse a directory that is somebody else's, or cannot be written, before anything is trained."""
+def _refuse_the_folder_of_somebody_else(path: Path) -> None:
     if path.is_dir() and any(path.iterdir()) and not (path / RECORD).is_file():
         _refuse(f"{path} holds files and no earlier demo ({RECORD}): name a new or an empty directory")
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        _refuse(f"{path} cannot be written: name a directory that can be made")
-    return path
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make the directory before anything is trained, or refuse it; afterwards remove what was made and stayed empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        _make(folder)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
 
 
 def _refuse(why: str) -> NoReturn:

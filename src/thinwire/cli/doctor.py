@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,7 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
 PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that serve
+SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
 
 
 @dataclass(frozen=True)
@@ -192,15 +193,34 @@ def _told(interface: str, what: str) -> str:
 
 
 def _chosen_interfaces() -> Iterator[Finding]:
-    """The interfaces that the environment names, where it does. NCCL's may be prefixes, after "=", or after "^" not."""
+    """The interfaces that the environment names, where it does: gloo's are names, NCCL's may be prefixes."""
+    for variable, absent_among in (("GLOO_SOCKET_IFNAME", _absent_for_gloo), ("NCCL_SOCKET_IFNAME", _absent_for_nccl)):
+        wanted = os.environ.get(variable)
+        if wanted is not None:
+            yield _chosen(variable, wanted, absent_among)
+
+
+def _chosen(variable: str, wanted: str, absent_among: Callable[[str, Sequence[str]], list[str]]) -> Finding:
+    if len(wanted) < SHORTEST:
+        return Finding(variable, None, f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters", "unset it")
     there = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable, "^")
-        if not wanted.startswith("^"):
-            names = wanted.lstrip("=").split(",")
-            absent = ", ".join(name for name in names if not any(have.startswith(name) for have in there))
-            todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
-            yield Finding(variable, not absent, wanted, todo)
+    absent = ", ".join(name or "''" for name in absent_among(wanted, there))
+    todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
+    return Finding(variable, not absent, wanted, todo)
+
+
+def _absent_for_gloo(wanted: str, there: Sequence[str]) -> list[str]:
+    """ "eth0,eth1": every one has to be there."""
+    return [name for name in wanted.split(",") if name not in there]
+
+
+def _absent_for_nccl(wanted: str, there: Sequence[str]) -> list[str]:
+    """ "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there."""
+    if wanted.startswith("^"):
+        return []
+    if wanted.startswith("="):
+        return _absent_for_gloo(wanted[1:], there)
+    return [prefix for prefix in wanted.split(",") if not prefix or not any(name.startswith(prefix) for name in there)]
 
 
 def _host_name() -> Finding:
@@ -230,7 +250,8 @@ def _installed(name: str, *distributions: str) -> Finding:
     """A version by its metadata: importing these takes seconds."""
     for distribution in distributions:
         try:
-            return Finding(name, True, metadata.version(distribution))
+            version = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return Finding(name, None, "not installed", f"only if you train with it: pip install {distributions[0]}")
+        return Finding(name, True, f"{version}, has no hook of its own: give compress_ddp the DDP module it makes")
+    return Finding(name, None, "not installed", "nothing here needs it")

@@ -43,8 +43,12 @@ def _printable(letter: str) -> str:
 
 
 def number(value: Value) -> float | None:
-    """The value where it is a finite number."""
-    return float(value) if isinstance(value, float | int) and math.isfinite(value) else None
+    """The value where it is a number, finite and not too large for one."""
+    try:
+        found = float(value) if isinstance(value, float | int) else math.nan
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def fixed(value: Value, decimals: int) -> str:

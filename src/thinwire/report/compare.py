@@ -11,6 +11,7 @@ one side of 1 is called a change.
 """
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from thinwire.report.qat import SPEED_LABELS
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
 ROUNDING = 1e-6  # relative; sums in another order differ by less
 FP32 = 2.0**-23  # relative error of one fp32 rounding
+MOST_LOG = math.log(sys.float_info.max)
 HEADERS = 66 / 1448  # bytes of headers a packet of payload: what a count at an interface may differ by
 
 REGRESSION, BETTER, SAME, UNKNOWN = "REGRESSION", "better", "within noise", "no spread"
@@ -84,12 +86,13 @@ class Mean(Metric):
         ratio = self._over(after, before)
         if errors[0] is None or errors[1] is None:
             return Range(ratio)
-        ends = _either_way(after, SIGMAS * math.hypot(errors[0], errors[1]))
+        slack = SIGMAS * math.hypot(errors[0], errors[1])
+        ends = [after - slack, after + slack] if self.log else _either_way(after, slack)
         return Range(ratio, *sorted(self._over(end, before) for end in ends))
 
     def _over(self, after: float, before: float) -> float:
         if self.log:
-            return math.exp(after - before)
+            return _exp(after - before)
         return _quotient(before, after) if self.more_is_better else _quotient(after, before)
 
 
@@ -151,6 +154,11 @@ class Comparison:
     changes: list[Change]
     only_old: int
     only_new: int
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether something got worse, or is no longer there."""
+        return bool(self.regressions) or self.only_old > 0
 
     @property
     def regressions(self) -> list[Change]:
@@ -259,8 +267,13 @@ def _quotient(new: float, old: float) -> float:
     return 1.0 if new == old else new / old if old else math.inf
 
 
+def _exp(change: float) -> float:
+    return math.exp(change) if change < MOST_LOG else math.inf
+
+
 def _either_way(value: float, slack: float) -> list[float]:
-    return [value - slack, value + slack]
+    """Of a value that is never negative, so that nothing over nothing stays in the range."""
+    return [max(0.0, value - slack), value + slack]
 
 
 LABELS: dict[str, tuple[str, ...]] = {

@@ -59,9 +59,10 @@ def write_page(
     title: str = TITLE,
     notes: Sequence[str] = (),
     grids: Sequence[Grid] = (),
+    names: Sequence[str] = (),
 ) -> Path:
-    """Write the page alone."""
-    text_of_page = page(records, title=title, notes=notes, grids=grids)
+    """Write the page alone; `names` of the records, where given, stand in their headings."""
+    text_of_page = page(records, title=title, notes=notes, grids=grids, names=names)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text_of_page, encoding="utf-8")
     return Path(path)
@@ -78,12 +79,17 @@ def write_pngs(records: Sequence[Record], directory: str | Path) -> list[Path]:
 
 
 def page(
-    records: Sequence[Record], *, title: str = TITLE, notes: Sequence[str] = (), grids: Sequence[Grid] = ()
+    records: Sequence[Record],
+    *,
+    title: str = TITLE,
+    notes: Sequence[str] = (),
+    grids: Sequence[Grid] = (),
+    names: Sequence[str] = (),
 ) -> str:
     """The text of the page."""
     sections = [Section("Summary", grids=list(grids))] if grids else []
     sections += [_comparison(*records)] if compare.comparable(records) else []
-    sections += [_section(record) for record in records]
+    sections += [_section(record, name) for record, name in zip(records, names or [""] * len(records), strict=True)]
     body = element("body", _header(title, notes, sections), element("main", map(_drawn, _placed(sections))), _footer())
     return f"<!doctype html>\n{element('html', _head(title), body, lang='en')}\n"
 
@@ -93,9 +99,10 @@ def _unused(path: Path, taken: Sequence[Path]) -> Path:
     return next(name for name in names if name not in taken)
 
 
-def _section(record: Record) -> Section:
+def _section(record: Record, name: str) -> Section:
+    heading = f"{_heading(record)} ({name})" if name else _heading(record)
     told = {name: text(value) for name, value in record.conditions.items()}
-    return Section(_heading(record), [tables.conditions(record)], charts.of(record), tables.grids(record), told)
+    return Section(heading, [tables.conditions(record)], charts.of(record), tables.grids(record), told)
 
 
 def _heading(record: Record) -> str:

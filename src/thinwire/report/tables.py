@@ -3,11 +3,13 @@
 To add the tables of a kind: write a function Record -> list[Grid] and enter it in `_GRIDS`.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 from thinwire.bench.record import Record, Row, Value
@@ -38,7 +40,7 @@ def grid(record: Record) -> Grid:
 
 
 def show(record: Record, console: Console) -> None:
-    """Print the tables and the conditions: ruled on a terminal, plain aligned columns elsewhere."""
+    """Print the tables and the conditions."""
     for place, laid in enumerate(grids(record)):
         if place:
             console.print()
@@ -47,10 +49,12 @@ def show(record: Record, console: Console) -> None:
 
 
 def show_grid(laid: Grid, console: Console) -> None:
-    """Print one table under its title."""
+    """Print one table under its title: ruled on a terminal that is as wide, plain aligned columns elsewhere."""
     console.print(laid.title, style="bold", soft_wrap=not console.is_terminal)
     if laid.rows:
-        console.print(_rich(laid, ruled=console.is_terminal))
+        ruled = _rich(laid, ruled=True)
+        fits = console.is_terminal and _width(ruled, console) <= console.width
+        _print_whole(ruled if fits else _rich(laid, ruled=False), console)
 
 
 def markdown(record: Record) -> str:
@@ -202,6 +206,17 @@ def _rich(laid: Grid, *, ruled: bool) -> Table:
     for place, cells in enumerate(laid.rows):
         table.add_row(*cells, style=_STYLES[laid.tones[place]] if laid.tones else None)
     return table
+
+
+def _width(table: Table, console: Console) -> int:
+    """Columns of the table, were there no edge to fold it at."""
+    return console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Every cell on its line; a terminal that is narrower breaks lines, not words."""
+    options = console.options.update(max_width=_width(table, console))
+    console.print(Segments(console.render(table, options)), soft_wrap=True, end="")
 
 
 def _megabytes(value: Value) -> str:

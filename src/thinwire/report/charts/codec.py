@@ -19,7 +19,7 @@ def charts(record: Record) -> list[Chart]:
 
 
 def _rate(record: Record, distribution: str) -> Lines:
-    rows = [row for row in record.rows if row["distribution"] == distribution and _place(row)]
+    rows = [row for row in record.rows if text(row["distribution"]) == distribution and _place(row)]
     families = list(dict.fromkeys(map(_family, rows)))
     found = [Curve(name, _points([row for row in rows if _family(row) == name]), joined=False) for name in families]
     most = max((x for curve in found for x, _ in curve.points), default=1.0)

@@ -15,7 +15,7 @@ def charts(record: Record) -> list[Chart]:
     for place in dict.fromkeys(map(_place, record.rows)):
         rows = [row for row in record.rows if _place(row) == place]
         if len(distinct(rows, "numel")) > 1:
-            found += [_by_size([row for row in rows if row["verb"] == verb]) for verb in distinct(rows, "verb")]
+            found += [_by_size([row for row in rows if text(row["verb"]) == verb]) for verb in distinct(rows, "verb")]
         else:
             found += [_speedups(rows), _bytes(rows)]
     return found
@@ -54,7 +54,7 @@ def _labels(rows: list[Row]) -> list[str]:
 
 
 def _by_size(rows: list[Row]) -> Lines:
-    curves = [_curve(f"{codec} over {rival}", column, [row for row in rows if row["codec"] == codec])
+    curves = [_curve(f"{codec} over {rival}", column, [row for row in rows if text(row["codec"]) == codec])
               for codec in distinct(rows, "codec") for rival, column in _RIVALS.items()]  # fmt: skip
     title = f"Speed-up by size: {_where(rows)}"
     return Lines("speedup", title, Axis("message, elements", log=True), SPEEDUP, curves, [EVEN])

@@ -160,7 +160,9 @@ def _as_points(chart: Bars) -> bool:
 def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
     errors = values.errors or [None] * len(values.values)
     there = [
-        (x, y, error or 0.0) for y, (x, error) in enumerate(zip(values.values, errors, strict=True)) if x is not None
+        (x, y, _width_of(error))
+        for y, (x, error) in enumerate(zip(values.values, errors, strict=True))
+        if x is not None
     ]
     axes.errorbar(
         [x for x, _, _ in there],
@@ -172,6 +174,11 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
         elinewidth=1.2,
         alpha=0.9,
     )
+
+
+def _width_of(error: float | None) -> float:
+    """Of an error bar; a record may say that an error is negative, which none is."""
+    return max(0.0, error or 0.0)
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
@@ -202,7 +209,7 @@ def _fill_lines(axes: "Axes", chart: Lines) -> None:
 def _curve(axes: "Axes", curve: Curve, number: int) -> None:
     dash = _dash(curve, number)
     marker = MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else ""
-    errors = [error or 0.0 for error in curve.errors] if curve.errors and any(curve.errors) else None
+    errors = [_width_of(error) for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
         [x for x, _ in curve.points],
         [y for _, y in curve.points],

@@ -44,7 +44,7 @@ def _percent(row: Row) -> float | None:
 
 
 def _by_size(rows: list[Row]) -> list[Chart]:
-    return [_sizes(op, [row for row in rows if row["op"] == op]) for op in distinct(rows, "op")]
+    return [_sizes(op, [row for row in rows if text(row["op"]) == op]) for op in distinct(rows, "op")]
 
 
 def _sizes(op: str, rows: list[Row]) -> Lines:
