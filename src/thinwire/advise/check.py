@@ -3,7 +3,6 @@
 Inputs are the link, world, sizes and cores of a row, its `compute_ms`, and a machine; never a time that is predicted.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,9 +16,10 @@ from thinwire.advise.schemes import PLAIN, Scheme
 from thinwire.bench.record import Record, Row
 from thinwire.codecs import Cast, codec
 from thinwire.collectives.reducers import fewest_roundings
-from thinwire.errors import RecordError
+from thinwire.errors import CodecError, RecordError
 from thinwire.integrations import policy
 
+ALGORITHMS = ("one_shot", "two_phase")
 BF16 = Scheme("ring", Cast("bf16"))
 # Two tensors hold 99 % of the weights of `bench train --task mlp`, and DDP cuts no tensor.
 BUCKETS = {"mlp": 2}
@@ -64,26 +64,31 @@ def _collective(row: Row, machine: Machine) -> Iterator[Comparison]:
     """The row's own time, and torch's in fp32 and bf16 beside it."""
     if row["verb"] != "all_reduce":
         return
-    numel, cluster, own = int(_number(row, "numel")), _cluster(row), _shared(row, machine)
+    numel, cluster, own = _count(row, "numel"), _cluster(row), _shared(row, machine)
     what = f"all_reduce of {numel} floats, {cluster.world} ranks, {row['link']}"
     for scheme, column in ((_scheme(row), "ms_p50"), (PLAIN, "plain_ms"), (BF16, "bf16_ms")):
         sent = model.message(numel, scheme, cluster, own, torch.float32, "")
-        yield Comparison(what, scheme, 1e-3 * _number(row, column), model.alone_s(sent, own))
+        yield Comparison(what, scheme, 1e-3 * _positive(row, column), model.alone_s(sent, own))
 
 
 def _scheme(row: Row) -> Scheme:
     name, algorithm = str(row["codec"]), str(row["algorithm"])
     if algorithm == "plain":
         return PLAIN
-    return Scheme(algorithm, codec("int8" if name == "auto" else name))  # bench's auto has this codec
+    if algorithm not in ALGORITHMS:
+        raise RecordError(f"algorithm must be one of plain, {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    try:
+        return Scheme(algorithm, codec("int8" if name == "auto" else name))  # bench's auto has this codec
+    except CodecError as error:
+        raise RecordError(str(error)) from None
 
 
 def _step(row: Row, machine: Machine) -> Iterator[Comparison]:
     """A step of DDP, and that of torch's bf16 hook beside it; peers of other kinds are not predicted."""
     scheme, cluster = _step_scheme(row), _cluster(row)
-    measured, job = 1e-3 * _number(row, "step_ms"), _job(row)
+    measured, job = 1e-3 * _positive(row, "step_ms"), _job(row)
     what = f"DDP step of {job.params} parameters, {cluster.world} ranks, {row['link']}"
-    bf16_s = _number(row, "speedup_bf16") * measured
+    bf16_s = _positive(row, "speedup_bf16") * measured
     for found, seconds in ((scheme, measured), (BF16, bf16_s)):
         if found is not None:
             step = model.predict(job, found, cluster, _shared(row, machine))
@@ -91,10 +96,10 @@ def _step(row: Row, machine: Machine) -> Iterator[Comparison]:
 
 
 def _job(row: Row) -> Job:
-    params = int(_number(row, "params"))
+    params = _count(row, "params")
     return Job(
         params,
-        1e-3 * _number(row, "compute_ms"),
+        1e-3 * _number(row, "compute_ms", 0.0),
         bucket_bytes=-(-4 * params // BUCKETS[str(row["task"])]) if row["task"] in BUCKETS else model.BUCKET_BYTES,
         family="linear" if row["optimizer"] == "sgd" else "adaptive",
     )
@@ -102,7 +107,7 @@ def _job(row: Row) -> Job:
 
 def _step_scheme(row: Row) -> Scheme | None:
     """The scheme of a row, where the model knows it and the row's feedback is what compress_ddp adds by itself."""
-    name, algorithm = str(row["codec"]).partition("@")[0], fewest_roundings(int(_number(row, "world")))
+    name, algorithm = str(row["codec"]).partition("@")[0], fewest_roundings(_count(row, "world"))
     if name == "none":
         return PLAIN
     if row.get("peer") or row.get("control") or not isinstance(row.get("chosen"), str | None):
@@ -119,19 +124,33 @@ def _step_scheme(row: Row) -> Scheme | None:
 
 def _cluster(row: Row) -> Cluster:
     """Every rank behind a link of its own."""
-    link = Link.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
-    return Cluster(int(_number(row, "world")), 1, across=link, transport="gloo")
+    try:
+        rate = units.rate(str(row["link"]))
+    except ValueError as error:
+        raise RecordError(f"column 'link': {error}") from None
+    return Cluster(_count(row, "world"), 1, across=Link.of_rate(rate, LATENCY_S["gloo"]), transport="gloo")
 
 
 def _shared(row: Row, machine: Machine) -> Machine:
     """All ranks of a bench run on one computer."""
-    return machine.shared(int(_number(row, "world")), int(_number(row, "cores")))
+    return machine.shared(_count(row, "world"), _count(row, "cores"))
 
 
-def _number(row: Row, column: str) -> float:
+def _count(row: Row, column: str) -> int:
+    value = _number(row, column, 1)
+    if not value.is_integer():
+        raise RecordError(f"expected a whole number in column {column!r}, got {row[column]!r}")
+    return int(value)
+
+
+def _positive(row: Row, column: str) -> float:
+    return _number(row, column, 1e-18)
+
+
+def _number(row: Row, column: str, least: float) -> float:
     value = row.get(column)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RecordError(f"expected a number in column {column!r}, got {value!r}")
+    if not isinstance(value, int | float) or not least <= value <= units.MOST:
+        raise RecordError(f"expected a number from {least:g} to 1e18 in column {column!r}, got {value!r}")
     return float(value)
 
 

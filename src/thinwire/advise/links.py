@@ -83,3 +83,25 @@ class Cluster:
     def latency_s(self) -> float:
         """Of the slowest link."""
         return max(link.latency_s for link in (self.across, self.inside, Link(1.0)) if link is not None)
+
+    @property
+    def ring_latency_s(self) -> float:
+        """Of an all_reduce round a ring of all ranks, twice."""
+        return 2 * (self.world - 1) * self.latency_s
+
+    @property
+    def tree_latency_s(self) -> float:
+        """Of an all_reduce up and down a tree: along the ranks of a node, and in a binary tree over nodes."""
+        across = self.levels * self.across.latency_s if self.across else 0.0
+        inside = (self.per_node - 1) * self.inside.latency_s if self.inside else 0.0
+        return 2 * (across + inside)
+
+    @property
+    def levels(self) -> int:
+        """Of a binary tree over nodes."""
+        return (self.nodes - 1).bit_length()
+
+    @property
+    def sums_in_tree(self) -> bool:
+        """Whether torch's own all_reduce runs in a tree: NCCL's does where that has fewer latencies than a ring."""
+        return self.transport == "nccl" and self.tree_latency_s < self.ring_latency_s

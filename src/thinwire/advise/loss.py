@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from thinwire.advise.links import Cluster
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.reducers import fewest_roundings
 
@@ -36,6 +37,10 @@ def of_hierarchy(inside: Codec, across: Codec, nodes: int) -> float:
     return 2 * omega(inside) + of_sum(across, fewest_roundings(nodes))
 
 
-def of_ring(codec: Codec, world: int, *, cast: bool) -> float:
-    """Sums in a narrow dtype, rounded at every addition: that of k ranks holds k/W of the squares. Casts come first."""
-    return omega(codec) * ((world + 1) / 2 - 1 / world + cast)
+def of_plain(codec: Codec, cluster: Cluster, *, cast: bool) -> float:
+    """Sums in a narrow dtype, rounded at every addition: that of k ranks holds k/W of the squares. Casts come first.
+
+    Round a ring all ranks are added one after the other; in a tree those of a node are, and every level adds all.
+    """
+    chain, levels = (cluster.per_node, cluster.levels) if cluster.sums_in_tree else (cluster.world, 0)
+    return omega(codec) * ((chain + 1) / 2 - 1 / chain + levels + cast)

@@ -136,7 +136,7 @@ def from_record(record: Record, source: str) -> Machine:
     speeds = {name: speed for name in names if (speed := _speed(rows, name)) is not None}
     if not speeds:
         raise RecordError(f"{source} has no codec with all of {', '.join(_OPS)} on float32, on one thread")
-    launched = [_number(row["launched_ms"]) * 1e-3 / _LAUNCHES for row in record.rows if row.get("launched_ms")]
+    launched = [_positive(row, "launched_ms") * 1e-3 / _LAUNCHES for row in record.rows if row.get("launched_ms")]
     return Machine(
         device,
         f"{record.conditions['device'] if device == 'gpu' else record.conditions['cpu']} ({source})",
@@ -159,21 +159,25 @@ def _speed(rows: Sequence[Row], codec: str) -> CodecSpeed | None:
     if not all(ops.values()):
         return None
     encode, decode, total, recode = (_slope(ops[op], "ms_p50") for op in _OPS)
-    further = _number(ops["recode"][0]["world"]) - 1
+    further = max(0.0, _positive(ops["recode"][0], "world") - 1)
     wire = max(0.0, (total - decode) / further) if further else 0.0
     return CodecSpeed(encode, decode, wire, max(0.0, recode - wire * further))
 
 
 def _slope(rows: Sequence[Row], column: str) -> float:
     """Seconds an element: between the shortest and the longest tensor, which leaves out what every call costs."""
-    points = sorted((_number(row["numel"]), 1e-3 * _number(row[column])) for row in rows)
+    points = sorted((_positive(row, "numel"), 1e-3 * _positive(row, column)) for row in rows)
     (n0, s0), (n1, s1) = points[0], points[-1]
+    if s1 < s0:
+        told = f"{rows[0]['op']} of {rows[0]['codec']}: {1e3 * s0:g} ms for {n0:g} elements, {1e3 * s1:g} ms for {n1:g}"
+        raise RecordError(f"expected longer tensors to take longer, got {told}: measure again on a quiet machine")
     return (s1 - s0) / (n1 - n0) if n1 > n0 else s1 / n1
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise RecordError(f"expected a number in a row of the record, got {value!r}")
+def _positive(row: Row, column: str) -> float:
+    value = row.get(column)
+    if not isinstance(value, int | float) or not 1e-18 <= value <= 1e18:
+        raise RecordError(f"expected a number from 1e-18 to 1e18 in column {column!r}, got {value!r}")
     return float(value)
 
 

@@ -5,10 +5,12 @@ All ranks call `links` and `kernels` together, as torchrun starts them; all get 
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,31 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def under_torchrun() -> bool:
     """Whether a launcher has told this process its rank."""
     return all(name in os.environ for name in ENVIRONMENT)
+
+
+class Place(NamedTuple):
+    """Where the launcher has put this process."""
+
+    rank: int
+    world: int
+    local_rank: int
+    per_node: int
+
+
+def place() -> Place:
+    """What the environment says, or ValueError."""
+    world = _told("WORLD_SIZE", 1)
+    rank = _told("RANK", 0, world - 1)
+    per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")
+    return Place(rank, world, _told("LOCAL_RANK", 0, default="0"), per_node)
+
+
+def _told(name: str, least: int, most: float = math.inf, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not (text.isdecimal() and least <= int(text) <= most):
+        allowed = f"{least} .. {most}" if most < math.inf else f"{least} or more"
+        raise ValueError(f"{name} must be a whole number, {allowed}, got {text!r}")
+    return int(text)
 
 
 @contextlib.contextmanager

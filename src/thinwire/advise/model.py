@@ -5,12 +5,18 @@ Legend: W ranks, G of them in a node, M nodes; n elements of a chunk, w bytes of
 A message is cut into chunks as `collectives.chunks` cuts it, and a chunk passes through stages: kernels, a hop over a
 link, kernels again. The line of `collectives.schedule` is played through with these times: kernels of a rank run one
 after the other, so do the hops of a link, and a chunk waits for its own hop. All ranks do the same at the same time.
+
+[Note: Latency in a row] NCCL runs the collectives of a communicator one after the other, so each holds its link for
+its latency too. gloo has two threads for torch's all_reduce; what it sends between pairs waits for nothing but bytes.
+
+[Note: One stream] On NCCL one stream runs the kernels of all messages and waits for their hops, so a message begins
+when the one before it is done. The host waits for nothing and launches ahead, as far as it is fast enough.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +32,8 @@ from thinwire.integrations import policy
 BUCKET_BYTES = 25 << 20  # DDP's default
 BACKWARD = 0.5  # of a step's compute: two thirds of forward and backward pass, less what the optimiser and data take
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_PLAYED = 256  # chunks of a message; of longer ones as many groups of chunks, which changes T by less than 1 %
+RING_AT_ONCE = {"gloo": 2, "nccl": 1}  # see [Note: Latency in a row]
 # Passes of feedback over the gradients beside encode and decode, in copies (8 bytes of memory traffic an element).
 FEEDBACK_COPIES = {"": 0.0, "classic": 5.0, "ef21": 7.5}
 
@@ -56,7 +64,7 @@ class Job:
     @property
     def buckets(self) -> int:
         """How many messages a step sends."""
-        return -(-self.params * self.dtype.itemsize // self.bucket_bytes)
+        return min(self.params, -(-self.params * self.dtype.itemsize // self.bucket_bytes))
 
     @property
     def bucket(self) -> int:
@@ -81,6 +89,17 @@ class Hop(NamedTuple):
     messages: int  # that a rank's host sends and receives
     sent: float  # bytes a rank
     crossed: float = 0.0  # of these, to other nodes
+    at_once: float = math.inf  # hops of a link whose latencies overlap: see [Note: Latency in a row]
+
+    def times(self, count: int) -> "Hop":
+        """So many in a row."""
+        return self._replace(
+            seconds=count * self.seconds,
+            latency_s=count * self.latency_s,
+            messages=count * self.messages,
+            sent=count * self.sent,
+            crossed=count * self.crossed,
+        )
 
 
 def exchange(cluster: Cluster, part: float, link: str = "") -> Hop:
@@ -89,7 +108,8 @@ def exchange(cluster: Cluster, part: float, link: str = "") -> Hop:
     outer = peers - inner
     slow = cluster.per_node * outer * part / cluster.across.bytes_per_s if cluster.across else 0.0
     fast = inner * part / cluster.inside.bytes_per_s if cluster.inside else 0.0
-    return Hop(link, max(slow, fast), cluster.latency_s, 2 * peers, peers * part, outer * part)
+    at_once = 1 if cluster.transport == "nccl" else math.inf
+    return Hop(link, max(slow, fast), cluster.latency_s, 2 * peers, peers * part, outer * part, at_once)
 
 
 def gather(cluster: Cluster, row: float, link: str = "") -> Hop:
@@ -97,19 +117,16 @@ def gather(cluster: Cluster, row: float, link: str = "") -> Hop:
     if cluster.transport == "gloo" or cluster.world == 1:
         return exchange(cluster, row, link)
     steps = cluster.world - 1
-    latency = steps * cluster.latency_s
     sent = steps * row
-    return Hop(link, sent / _slowest(cluster), latency, 1, sent, _crossing(cluster, sent))
+    return Hop(link, sent / _slowest(cluster), steps * cluster.latency_s, 1, sent, _crossing(cluster, sent), 1)
 
 
 def ring(cluster: Cluster, nbytes: float) -> Hop:
     """torch's own all_reduce of so many bytes: 2(W-1)/W of them a rank. NCCL takes a tree where that is sooner."""
-    steps = 2 * (cluster.world - 1)
-    latency = steps * cluster.latency_s
-    if cluster.transport == "nccl":
-        latency = min(latency, _tree_latency_s(cluster))
-    sent = steps / cluster.world * nbytes
-    return Hop("", sent / _slowest(cluster), latency, 0, sent, _crossing(cluster, sent))
+    latency = cluster.tree_latency_s if cluster.sums_in_tree else cluster.ring_latency_s
+    sent = 2 * (cluster.world - 1) / cluster.world * nbytes
+    at_once = RING_AT_ONCE[cluster.transport]
+    return Hop("", sent / _slowest(cluster), latency, 0, sent, _crossing(cluster, sent), at_once)
 
 
 def _slowest(cluster: Cluster) -> float:
@@ -123,12 +140,6 @@ def _crossing(cluster: Cluster, sent: float) -> float:
     return sent / cluster.per_node if cluster.nodes > 1 else 0.0
 
 
-def _tree_latency_s(cluster: Cluster) -> float:
-    """Up and down: along the ranks of a node, and in a binary tree over nodes."""
-    across = math.ceil(math.log2(cluster.nodes)) * cluster.across.latency_s if cluster.across else 0.0
-    return 2 * (across + (cluster.per_node - 1) * cluster.inside.latency_s if cluster.inside else across)
-
-
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +149,10 @@ class Stage(NamedTuple):
     kernels_s: float
     calls: int = 0  # of kernels
     hop: Hop | None = None
+
+    def times(self, count: int) -> "Stage":
+        """So many in a row."""
+        return Stage(count * self.kernels_s, count * self.calls, self.hop and self.hop.times(count))
 
 
 Chunk = tuple[Stage, ...]
@@ -150,6 +165,7 @@ class Message:
     chunks: tuple[Chunk, ...]
     depth: int = 1  # chunks under way at once
     in_order: bool = False  # a chunk that was begun is waited for before others: see `schedule`
+    on_stream: bool = False  # see [Note: One stream]
 
     @property
     def stages(self) -> Iterator[Stage]:
@@ -171,19 +187,42 @@ def message(
     codec, wire = scheme.codec, scheme.codec.wire_bytes(numel, dtype)
     shards = cluster.per_node if scheme.across else cluster.world
     cut = chunks.cut(numel, wire, cluster.world, shards)
-    sizes = [cut.span(index).numel for index in range(cut.num_chunks)]
-    made = {size: _chunk(size, scheme, cluster, machine, feedback) for size in set(sizes)}
-    largest = codec.wire_bytes(max(sizes), dtype)
+    groups = list(_groups(cut))
+    made = {group: _chunk(group, scheme, cluster, machine, feedback) for group in set(groups)}
+    largest = codec.wire_bytes(max(group.numel for group in groups), dtype)
     rooms = cluster.world if scheme.algorithm == "one_shot" else 2  # wires that a chunk's scratch holds
-    depth = chunks.scratch_limit(wire, largest, rooms * largest, len(sizes)) // (rooms * largest)
-    return Message(tuple(made[size] for size in sizes), depth, in_order=scheme.across is not None)
+    depth = chunks.scratch_limit(wire, largest, rooms * largest, cut.num_chunks) // (rooms * largest)
+    return Message(
+        tuple(made[group] for group in groups),
+        depth,
+        in_order=scheme.across is not None,
+        on_stream=cluster.transport == "nccl",
+    )
 
 
-def _chunk(numel: int, scheme: Scheme, cluster: Cluster, machine: Machine, feedback: str) -> Chunk:
+class _Group(NamedTuple):
+    """Chunks that follow each other and are played as one."""
+
+    numel: int  # of each
+    chunks: int
+
+
+def _groups(cut: chunks.Cut) -> Iterator[_Group]:
+    """At most MOST_PLAYED, of all chunks; a group of one where they are no more than that."""
+    each = -(-cut.num_chunks // MOST_PLAYED)
+    for first in range(0, cut.num_chunks, each):
+        end = min(first + each, cut.num_chunks)
+        numel = cut.span(end - 1).end - cut.span(first).begin
+        yield _Group(-(-numel // (end - first)), end - first)
+
+
+def _chunk(group: _Group, scheme: Scheme, cluster: Cluster, machine: Machine, feedback: str) -> Chunk:
     if scheme.across is not None:
-        return tuple(_hierarchical(numel, scheme.codec, scheme.across, cluster, machine))
-    fed = _feedback_s(machine.speed(scheme.codec), machine, feedback)
-    return tuple(_flat(numel, scheme.codec, scheme.algorithm, cluster, machine, fed, bool(feedback)))
+        stages = _hierarchical(group.numel, scheme.codec, scheme.across, cluster, machine)
+    else:
+        fed = _feedback_s(machine.speed(scheme.codec), machine, feedback)
+        stages = _flat(group.numel, scheme.codec, scheme.algorithm, cluster, machine, fed, bool(feedback))
+    return tuple(stage.times(group.chunks) for stage in stages)
 
 
 def _flat(
@@ -248,26 +287,34 @@ def alone_s(sent: Message, machine: Machine) -> float:
 def _played_s(sent: Message, machine: Machine) -> float:
     """The line: start a chunk where there is room, else go on with the one that has waited longest."""
     waiting, under_way = deque(sent.chunks), deque[tuple[float, Chunk]]()
-    now, free = 0.0, dict.fromkeys((hop.link for hop in sent.hops), 0.0)
+    now, host, free = 0.0, 0.0, dict.fromkeys((hop.link for hop in sent.hops), 0.0)
     while waiting or under_way:
         if waiting and len(under_way) < sent.depth:
             chunk, begun = waiting.popleft(), False
         else:
             arrival, chunk = under_way.popleft()
             now, begun = max(now, arrival), True
-        now += _work_s(chunk[0], machine)
+        if sent.on_stream:
+            start, host = max(now, host), host + _host_s(chunk[0], machine)
+            now = max(start + chunk[0].kernels_s, host)
+        else:
+            now += _work_s(chunk[0], machine)
         if (hop := chunk[0].hop) is not None:
-            free[hop.link] = max(now, free[hop.link]) + _hop_s(hop, machine)
-            entry = (free[hop.link] + hop.latency_s, chunk[1:])
+            sent_from = max(now, free[hop.link])
+            free[hop.link] = sent_from + _held_s(hop, machine)
+            entry = (sent_from + _hop_s(hop, machine) + hop.latency_s, chunk[1:])
             under_way.appendleft(entry) if begun and sent.in_order else under_way.append(entry)
     return now
 
 
 def busy_s(sent: Message, machine: Machine) -> float:
     """Seconds that a message adds where others go before and after it: of what is busiest."""
+    if sent.on_stream:
+        host = sum(_host_s(stage, machine) for stage in sent.stages)
+        return max(host, taken_s(sent, machine), _played_s(sent, replace(machine, call_s=0.0, message_s=0.0)))
     hops: dict[str, float] = {}
     for hop in sent.hops:
-        hops[hop.link] = hops.get(hop.link, 0.0) + _hop_s(hop, machine)
+        hops[hop.link] = hops.get(hop.link, 0.0) + _held_s(hop, machine)
     work = sum(_work_s(stage, machine) for stage in sent.stages)
     # In order, all hops of a chunk but its first are waited for with nothing else to do.
     waits = sum(_waits_s(chunk[1:], machine) for chunk in sent.chunks) if sent.in_order else 0.0
@@ -289,9 +336,20 @@ def _work_s(stage: Stage, machine: Machine) -> float:
     return machine.work_s(stage.kernels_s, stage.calls, stage.hop.messages if stage.hop else 0)
 
 
+def _host_s(stage: Stage, machine: Machine) -> float:
+    """Of it, what the host takes to hand over kernels and messages."""
+    return machine.work_s(0.0, stage.calls, stage.hop.messages if stage.hop else 0)
+
+
 def _hop_s(hop: Hop, machine: Machine) -> float:
     """A link is no faster than the processor that feeds it."""
     return max(hop.seconds, hop.sent * machine.byte_s)
+
+
+def _held_s(hop: Hop, machine: Machine) -> float:
+    """Until the next may follow: see [Note: Latency in a row]."""
+    seconds = _hop_s(hop, machine)
+    return max(seconds, (seconds + hop.latency_s) / hop.at_once)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -308,6 +366,7 @@ class Prediction:
     wire_s: float  # of the busiest link
     work_s: float  # of kernels, and on a CPU of messages
     exposed_s: float  # communication that the backward pass does not hide
+    handled_s: float  # copies, and of exposed_s what takes the processor: kernels, and on a CPU messages
     error: float  # RMS of what a sum loses, over RMS of the sum
     feedback: str
     bucket_bytes: int
@@ -328,6 +387,7 @@ def predict(job: Job, scheme: Scheme, cluster: Cluster, machine: Machine) -> Pre
         wire_s=count * max(sum(hop.seconds for hop in hops if hop.link == link) for link in {hop.link for hop in hops}),
         work_s=count * sum(_work_s(stage, machine) for stage in bucket.stages),
         exposed_s=exposed,
+        handled_s=copies + min(exposed, count * taken_s(bucket, machine)),
         error=scheme.error(cluster, job.dtype),
         feedback=feedback,
         bucket_bytes=job.bucket_bytes,

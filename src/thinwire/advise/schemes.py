@@ -22,7 +22,7 @@ _SMALL = 8  # ranks; beyond, one_shot sends far too much
 class Scheme:
     """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
 
-    algorithm: str  # "ring" is torch's own all_reduce, in `codec`, which is "none" or a cast
+    algorithm: str  # "ring" is torch's own all_reduce (NCCL's may be a tree), in `codec`, which is "none" or a cast
     codec: Codec
     across: Codec | None = None
 
@@ -44,25 +44,24 @@ class Scheme:
 
     def error(self, cluster: Cluster, dtype: torch.dtype) -> float:
         """RMS of what a sum loses over RMS of the sum, for Gaussian gradients."""
-        world = cluster.world
-        if world == 1:
+        if cluster.world == 1:
             return 0.0
         if self.algorithm == "ring":
             kept = self.codec if self.compresses else NARROW[dtype]
-            return math.sqrt(loss.of_ring(kept, world, cast=self.compresses))
+            return math.sqrt(loss.of_plain(kept, cluster, cast=self.compresses))
         if self.across is not None:
             return math.sqrt(loss.of_hierarchy(self.codec, self.across, cluster.nodes))
         return math.sqrt(loss.of_sum(self.codec, self.algorithm))
 
-    @property
-    def how(self) -> str:
+    def how(self, cluster: Cluster) -> str:
         """The line of code that does it."""
         if self.algorithm == "ring":
             hook = "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
             return f"{hook}, torch's own" if self.compresses else "plain DDP, no hook"
         if self.algorithm == "hierarchical":
-            codecs = f'("{self.codec}", "{self.across}")'
-            return f'thinwire.all_reduce(grad, group=mesh, codec={codecs}, algorithm="hierarchical")'
+            device = "cuda" if cluster.transport == "nccl" else "cpu"
+            mesh = f'mesh = init_device_mesh("{device}", ({cluster.nodes}, {cluster.per_node})): nodes, ranks of a node'
+            return f'thinwire.compress_ddp(model, "{self.across}", mesh=mesh, inside="{self.codec}"), with {mesh}'
         return f'thinwire.compress_ddp(model, "{self.codec}", algorithm="{self.algorithm}")'
 
     def __str__(self) -> str:

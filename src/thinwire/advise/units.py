@@ -2,6 +2,7 @@
 
 import math
 import re
+from fractions import Fraction
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -13,26 +14,36 @@ RATES = "a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"
 TIMES = "a time such as 1.2s, 350ms or 20us"
 COUNTS = "a count such as 7e9, 125M or 7B"
 SIZES = "a size such as 25MB or 512MiB"
+SHARES = "a share such as 0.5 or 50%"
+
+# Beyond these nothing is meant, and products of quantities would not be finite.
+LEAST_RATE = 1 / 8  # bytes a second: one bit
+LONGEST = 1e9  # seconds
+MOST = 10**18  # of a count, and bytes of a size
 
 
 def rate(text: str) -> float:
     """Bytes a second: bits are written gbit, Gbit/s, Gbps or Gb/s, bytes GB/s or GiB/s."""
     found = re.fullmatch(rf"{_NUMBER} *([kmgt]?)(?:bit(?:/s)?|bps)", text.strip(), re.IGNORECASE)
     if found:
-        return _positive(float(found[1]) * _POWERS[found[2].lower()] / 8, text, RATES)
+        return _rate(float(found[1]) * _POWERS[found[2].lower()] / 8, text)
     found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?)(i?)([bB])/s", text.strip())
     if found is None:
         raise ValueError(f"expected {RATES} (a small b is a bit, a capital B a byte), got {text!r}")
     size = _prefix(found[2], found[3]) / (8 if found[4] == "b" else 1)
-    return _positive(float(found[1]) * size, text, RATES)
+    return _rate(float(found[1]) * size, text)
+
+
+def _rate(value: float, text: str) -> float:
+    return _within(value, LEAST_RATE, 1e18, text, f"{RATES}, at least 1bit/s and at most 1e9GB/s")
 
 
 def seconds(text: str) -> float:
-    """Seconds; 0 is allowed."""
+    """Seconds, from 0 to LONGEST."""
     found = re.fullmatch(rf"{_NUMBER} *([a-zµ]+)", text.strip(), re.IGNORECASE)
     if found is None or found[2].lower() not in _SECONDS:
         raise ValueError(f"expected {TIMES}, got {text!r}")
-    return float(found[1]) * _SECONDS[found[2].lower()]
+    return _within(float(found[1]) * _SECONDS[found[2].lower()], 0.0, LONGEST, text, f"{TIMES}, at most 1e9s")
 
 
 def count(text: str) -> int:
@@ -40,31 +51,35 @@ def count(text: str) -> int:
     found = re.fullmatch(rf"{_NUMBER} *([kmbgt]?)", text.strip().replace("_", ""), re.IGNORECASE)
     if found is None:
         raise ValueError(f"expected {COUNTS}, got {text!r}")
-    return round(_positive(float(found[1]) * _COUNTS[found[2].lower()], text, COUNTS, least=1))
+    times = _COUNTS[found[2].lower()]
+    _within(float(found[1]) * times, 1, MOST, text, f"{COUNTS}, from 1 to 1e18")
+    value = Fraction(found[1]) * int(times)  # exactly: 1.001k is whole, 1.5 is not
+    if value.denominator != 1:
+        raise ValueError(f"expected a whole number, {COUNTS}, got {text!r}")
+    return int(value)
 
 
 def size(text: str) -> int:
-    """Bytes."""
+    """Bytes, at least one."""
     found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?)(i?)B", text.strip())
     if found is None:
         raise ValueError(f"expected {SIZES}, got {text!r}")
-    return round(_positive(float(found[1]) * _prefix(found[2], found[3]), text, SIZES, least=1))
+    value = float(found[1]) * _prefix(found[2], found[3])
+    return round(_within(value, 1, MOST, text, f"{SIZES}, from 1B to 1e9GB"))
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1, or per cent."""
+def share(text: str, least: float = 0.0) -> float:
+    """A number from `least` to 1, or per cent."""
     found = re.fullmatch(rf"{_NUMBER} *(%?)", text.strip())
     value = float(found[1]) / (100 if found[2] else 1) if found else math.nan
-    if not 0 <= value <= 1:
-        raise ValueError(f"expected a share such as 0.5 or 50%, got {text!r}")
-    return value
+    return _within(value, least, 1.0, text, f"{SHARES}, at least {least:g}" if least else SHARES)
 
 
 def _prefix(letter: str, binary: str) -> float:
     return _BINARY[f"{letter.lower()}i"] if binary and letter else _POWERS[letter.lower()]
 
 
-def _positive(value: float, text: str, what: str, least: float = 0.0) -> float:
-    if not (least <= value < math.inf and value > 0):
+def _within(value: float, least: float, most: float, text: str, what: str) -> float:
+    if not least <= value <= most:
         raise ValueError(f"expected {what}, got {text!r}")
     return value

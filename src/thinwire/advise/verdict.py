@@ -1,6 +1,6 @@
 """The advice: every scheme predicted and ranked, one of them advised, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.advise import loss, model, schemes
@@ -10,7 +10,7 @@ from thinwire.advise.model import Job, Prediction
 from thinwire.codecs import Codec, codec
 from thinwire.integrations.auto import GAIN
 
-ERROR_BUDGET = 0.15  # compress_ddp's own
+ERROR_BUDGET = 0.15  # of the whole sum; compress_ddp's, of the same size, is that of one rounding
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
 
 
@@ -43,7 +43,7 @@ def judge(
     error_budget: float = ERROR_BUDGET,
     buckets: Sequence[int] = BUCKETS,
 ) -> Verdict:
-    """Predict all schemes, each with the best size of buckets, and choose as `compress_ddp(model, "auto")` would.
+    """Predict all schemes, each with the best size of buckets, and choose by the rule of `compress_ddp(model, "auto")`.
 
     From the most to the least exact, within the error budget, a scheme has to be GAIN faster than the best so far.
     """
@@ -56,37 +56,62 @@ def judge(
         if prediction.error <= error_budget and prediction.step_s < (1 - GAIN) * best.step_s:
             best = prediction
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
-    reason = _why(plain, best, error_budget) if best is not plain else _why_not(plain, ranked, cluster, error_budget)
-    return Verdict(ranked, plain, best, reason, tuple(_notes(plain, best, ranked, error_budget)))
+    if best is plain:
+        reason = _why_not(job, plain, ranked, cluster, machine, error_budget)
+    else:
+        reason = _why(job, plain, best, machine, error_budget)
+    notes = [
+        *_too_inexact(best, ranked, error_budget),
+        *_bucket_size(plain, best),
+        *_launches(job, plain, ranked, cluster, machine, error_budget),
+    ]
+    return Verdict(ranked, plain, best, reason, tuple(notes))
 
 
 def _with_best_buckets(
     job: Job, scheme: schemes.Scheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
 ) -> Prediction:
-    """The smallest buckets that are not clearly slower than others."""
+    """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.params * job.dtype.itemsize
-    sizes = [size for size in sorted(buckets) if size < whole] or [min(buckets)]
+    sizes = sorted(buckets)[: sum(size < whole for size in buckets) + 1]
     tried = [model.predict(replace(job, bucket_bytes=size), scheme, cluster, machine) for size in sizes]
     fastest = min(prediction.step_s for prediction in tried)
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
 
 
-def _why(plain: Prediction, best: Prediction, budget: float) -> str:
+def _why(job: Job, plain: Prediction, best: Prediction, machine: Machine, budget: float) -> str:
     return (
-        f"of {duration(plain.step_s)} an uncompressed step waits {duration(plain.exposed_s)} for its gradients, with "
-        f"{best.scheme} {duration(best.exposed_s)} of {duration(best.step_s)}. Expected error {best.error:.2g}, of "
-        f"{budget:g} allowed"
+        f"an uncompressed step takes {_parts(job, plain, machine)}; with {best.scheme} {_parts(job, best, machine)}. "
+        f"Expected error {best.error:.2g}, of {budget:g} allowed"
     )
 
 
-def _why_not(plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, budget: float) -> str:
+def _parts(job: Job, prediction: Prediction, machine: Machine) -> str:
+    """A step, and what it is the sum of."""
+    handled, step = prediction.handled_s, prediction.step_s
+    waits = max(0.0, step - job.step_s - handled)
+    return (
+        f"{duration(step)}: {duration(job.step_s)} of compute, {duration(handled)} of {_HANDLED[machine.device]}, "
+        f"{duration(waits)} of waiting for gradients"
+    )
+
+
+_HANDLED = {"cpu": "copies, kernels and messages", "gpu": "copies and kernels"}
+
+
+def _nothing_to_win(plain: Prediction) -> bool:
+    return plain.exposed_s < GAIN * plain.step_s
+
+
+def _why_not(
+    job: Job, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
+) -> str:
     """What stands against compression; `ranked` may be led by schemes that lose too much."""
     others = [prediction for prediction in ranked if prediction is not plain]
     if cluster.world == 1 or not others:
         return "there is nobody to send to" if cluster.world == 1 else "no codec was given"
-    if plain.exposed_s < GAIN * plain.step_s:
-        waits = duration(plain.exposed_s)
-        return f"of {duration(plain.step_s)} a step waits {waits} for the links: there is next to nothing to win"
+    if _nothing_to_win(plain):
+        return f"a step takes {_parts(job, plain, machine)}: there is next to nothing to win"
     exact = [prediction for prediction in others if prediction.error <= budget]
     if not exact:
         return f"every codec is over the error budget of {budget:g}"
@@ -102,22 +127,50 @@ def _why_not(plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, 
     )
 
 
-def _notes(plain: Prediction, best: Prediction, ranked: Sequence[Prediction], budget: float) -> list[str]:
-    """What else a person should know."""
-    found = []
+# --- what else a person should know -----------------------------------------------------------------------------------
+
+
+def _too_inexact(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
     if faster:
         first = min(faster, key=lambda prediction: (loss.omega(prediction.scheme.narrowest), prediction.step_s))
         fed = f" with {first.feedback} feedback" if first.feedback else ""
-        found.append(
+        yield (
             f"{first.scheme}{fed} would take {duration(first.step_s)}, but its error of {first.error:.2g} is over the "
             f"budget: watch the training loss if you try it"
         )
+
+
+def _bucket_size(plain: Prediction, best: Prediction) -> Iterator[str]:
     if best is not plain and best.bucket_bytes != model.BUCKET_BYTES:
-        found.append(
-            f"predicted for buckets of {best.bucket_bytes >> 20} MiB: DDP(bucket_cap_mb={best.bucket_bytes >> 20})"
+        size = mebibytes(best.bucket_bytes)
+        yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
+
+
+def _launches(
+    job: Job, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
+) -> Iterator[str]:
+    """Where one figure of the host decides about compression: most of what the best such scheme adds."""
+    exact = [p for p in ranked if p.scheme.algorithm != "ring" and p.error <= budget]
+    if machine.device != "gpu" or not exact or _nothing_to_win(plain):
+        return
+    first, free = exact[0], replace(machine, call_s=0.0)
+    without = model.predict(replace(job, bucket_bytes=first.bucket_bytes), first.scheme, cluster, free)
+    extra, launches = first.step_s - job.step_s, first.step_s - without.step_s
+    if launches > extra / 2:
+        yield (
+            f"of the {duration(extra)} that {first.scheme} adds to the compute, {duration(launches)} are launches of "
+            f"kernels, {duration(machine.call_s)} each on {machine.source}: without them (a CUDA graph needs next to "
+            f"none) a step would take {duration(without.step_s)}"
         )
-    return found
+
+
+# --- figures in words -------------------------------------------------------------------------------------------------
+
+
+def mebibytes(nbytes: int) -> str:
+    """As DDP's bucket_cap_mb counts them, with a decimal where there is one."""
+    return f"{nbytes / 2**20:.1f}".removesuffix(".0")
 
 
 def duration(seconds: float) -> str:

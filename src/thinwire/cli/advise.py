@@ -1,7 +1,7 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
+import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,13 +22,15 @@ from thinwire.cli import flags, screen
 from thinwire.codecs import Codec
 from thinwire.errors import RecordError
 from thinwire.report import tables
-from thinwire.report.cells import Grid, Tone, significant
+from thinwire.report.cells import Grid, Tone
 
 T = TypeVar("T")
 FAMILIES = {"adam": "adaptive", "sgd": "linear"}
 TRANSPORTS = {"cpu": "gloo", "gpu": "nccl"}
 MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
 CHECKED = ("check", "kernels", "as_json")  # the flags that go with --check
+LEAST_EFFICIENCY = 0.001
+LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
 
 
 class Device(StrEnum):
@@ -65,6 +67,13 @@ def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
+def _bucket_size(text: str) -> int:
+    found = units.size(text)
+    if found < LEAST_BUCKET:
+        raise ValueError(f"expected at least 1MiB, got {text!r}")
+    return found
+
+
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, parser=_flag(parse), metavar=metavar, help=text)
 
@@ -94,7 +103,11 @@ def command(
     ] = None,
     efficiency: Annotated[
         float | None,
-        _option(units.share, "SHARE", f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP."),
+        _option(
+            functools.partial(units.share, least=LEAST_EFFICIENCY),
+            "SHARE",
+            f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP.",
+        ),
     ] = None,
     device: Annotated[
         Device | None, typer.Option(help="cpu: processes on gloo; gpu: one GPU a rank, on NCCL. Default gpu.")
@@ -114,7 +127,7 @@ def command(
         ),
     ] = None,
     bucket: Annotated[
-        int | None, _option(units.size, "SIZE", "DDP's bucket_cap_mb: 25MiB; default the best of 25 to 1600 MiB.")
+        int | None, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb: 25MiB; default the best of 25 to 1600 MiB.")
     ] = None,
     codecs: Annotated[
         list[str] | None, typer.Option(metavar="A,B", help=f"Codecs to compare; default {','.join(schemes.CODECS)}.")
@@ -130,6 +143,9 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="Compare the model with a record of bench collectives or train --link."),
     ] = None,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Under torchrun too: measure nothing, take the flags as given.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a training step on your links in every codec and algorithm, rank them, and say what to do.
@@ -138,6 +154,7 @@ def command(
     Everything is predicted (docs/advise.md has the formulas) from the links and from kernel times of committed records.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
 
     \b
     Columns:
@@ -160,27 +177,31 @@ def command(
       thinwire advise --check collectives.json --kernels kernels.json
     """
     if check is not None:
-        _refuse(context, [name for name in context.params if name not in CHECKED], "--check reads it from the record")
+        others = [name for name in context.params if name not in CHECKED]
+        _refuse(context, others, "--check reads it from the record: leave it out")
         _compare(check, kernels, as_json)
         return
-    ranks = measure.under_torchrun()
-    if ranks:
-        _refuse(context, MEASURED, "under torchrun it is measured")
-    chosen, ask = flags.codecs(codecs, schemes.CODECS), _Ask(not ranks and _somebody_listens())
-    if not ask.asking:
-        _complete({"--params": params, "--step": step} | ({} if ranks else {"--world": world}))
-    count = ask("--params", params)
+    place = None if no_measure else _place()
+    if place is not None:
+        _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
+    chosen, ask = flags.codecs(codecs, schemes.CODECS), _Ask(place is None and _somebody_listens())
     links = _Links(inter, intra, latency, intra_latency, efficiency)
-    setting = None if ranks else _described(ask, world, per_node, links, _machine(device, kernels), cores)
+    if not ask.asking:
+        needed = {} if place is not None else {"--world": world, **links.needed(world, per_node or 1)}
+        _complete({"--params": params, "--step": step, **needed})
+    count = ask("--params", params)
+    if place is None:
+        cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
+    else:
+        cluster, own = _measured(place, device, per_node, chosen)
     dtypes, family = model.DTYPES[dtype.value], FAMILIES[optimizer.value]
     job = Job(count, ask("--step", step), dtypes, bucket or model.BUCKET_BYTES, overlap, family)
-    cluster, own = setting or _measured(device, per_node, chosen)
-    if ranks and int(os.environ["RANK"]):
+    if place is not None and place.rank:
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     found = verdict.judge(job, cluster, own, codecs=chosen, error_budget=error_budget, buckets=buckets)
     if as_json:
-        typer.echo(json.dumps(_answer(job, cluster, own, found), indent=1))
+        typer.echo(json.dumps(_answer(job, cluster, own, found), indent=1, allow_nan=False))
     else:
         _print(job, cluster, own, found)
 
@@ -194,21 +215,39 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             flag = next(flag.opts[0] for flag in context.command.params if flag.name == name)
-            raise typer.BadParameter(f"{why}: leave it out", param_hint=flag)
+            raise typer.BadParameter(why, param_hint=flag)
+
+
+def _place() -> measure.Place | None:
+    """Of this rank under torchrun; None elsewhere."""
+    if not measure.under_torchrun():
+        return None
+    try:
+        return measure.place()
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{error}; add --no-measure if it is not torchrun's", param_hint="environment"
+        ) from None
 
 
 def _somebody_listens() -> bool:
     return sys.stdin.isatty()
 
 
+class _Missing(typer.BadParameter):
+    """What was not given, rather than what was given wrongly."""
+
+    def format_message(self) -> str:
+        """Without "Invalid value"."""
+        return self.message
+
+
 def _complete(values: Mapping[str, object]) -> None:
     """Where nobody can be asked, all that is missing is said at once."""
     missing = [flag for flag, value in values.items() if value is None]
     if missing:
-        raise typer.BadParameter(f"{_NOBODY}; see thinwire advise --help", param_hint=" and ".join(missing))
-
-
-_NOBODY = "needed, and there is no terminal to ask for it"
+        told = ", ".join(missing)
+        raise _Missing(f"Missing: {told}. There is no terminal to ask on; see thinwire advise --help")
 
 
 @dataclass(frozen=True)
@@ -221,8 +260,7 @@ class _Ask:
         if given is not None:
             return given
         question, parse = _QUESTIONS[flag]
-        if not self.asking:
-            raise typer.BadParameter(_NOBODY, param_hint=flag)
+        assert self.asking, flag  # else _complete has found it
         answer: T = typer.prompt(question, default=default, value_proc=_flag(parse))
         return answer
 
@@ -246,6 +284,11 @@ class _Links(NamedTuple):
     intra_latency: float | None
     efficiency: float | None
 
+    def needed(self, ranks: int | None, node: int) -> dict[str, float | None]:
+        """The rates that have to be given; where the number of ranks is not known yet, several nodes."""
+        across = {"--inter": self.inter} if ranks is None or ranks > node else {}
+        return {**across, "--intra": self.intra} if node > 1 else across
+
     def across(self, ask: _Ask, transport: str, needed: bool) -> Link | None:
         """Between nodes."""
         latency = LATENCY_S[transport] if self.latency is None else self.latency
@@ -258,7 +301,8 @@ class _Links(NamedTuple):
 
     def _link(self, ask: _Ask, flag: str, rate: float | None, latency: float, needed: bool) -> Link | None:
         if needed:
-            return Link.of_rate(ask(flag, rate), latency, payload=self.efficiency or PAYLOAD)
+            payload = PAYLOAD if self.efficiency is None else self.efficiency
+            return Link.of_rate(ask(flag, rate), latency, payload=payload)
         if rate is not None:
             raise typer.BadParameter("there is nobody at the end of that link: leave it out", param_hint=flag)
         return None
@@ -294,14 +338,15 @@ def _machine(device: Device | None, kernels: str | None) -> Machine:
     return found
 
 
-def _measured(device: Device | None, per_node: int | None, codecs: Sequence[Codec]) -> tuple[Cluster, Machine]:
+def _measured(
+    place: measure.Place, device: Device | None, per_node: int | None, codecs: Sequence[Codec]
+) -> tuple[Cluster, Machine]:
     """What the ranks that torchrun started find."""
     cuda = torch.cuda.is_available()
     if device is Device.gpu and not cuda:
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    where = torch.device("cuda", local) if cuda and device is not Device.cpu else torch.device("cpu")
-    node = _node(int(os.environ["WORLD_SIZE"]), per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    where = torch.device("cuda", place.local_rank) if cuda and device is not Device.cpu else torch.device("cpu")
+    node = _node(place.world, per_node or place.per_node)
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
@@ -321,7 +366,7 @@ def _print(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> None:
     )
     console.print(f"Advice: {advice}.", style="bold", soft_wrap=True)
     console.print(f"Why: {found.reason}.", soft_wrap=True)
-    console.print(f"How: {best.scheme.how}", soft_wrap=True)
+    console.print(f"How: {best.scheme.how(cluster)}", soft_wrap=True)
     for note in found.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
 
@@ -334,9 +379,10 @@ def _conditions(job: Job, cluster: Cluster, own: Machine) -> list[str]:
         for name, link in (("across nodes", cluster.across), ("inside a node", cluster.inside))
         if link is not None
     ]
+    ranks = f"{cluster.world} ranks in nodes of {cluster.per_node}" if cluster.world > 1 else "1 rank"
     return [
-        f"{significant(float(job.params))} parameters, {dtype} gradients, {cluster.world} ranks in nodes of "
-        f"{cluster.per_node}; a step computes {duration(job.step_s)}, {duration(hidden)} of it may hide messages",
+        f"{job.params} parameter{'s' if job.params > 1 else ''}, {dtype} gradients, {ranks}; a step computes "
+        f"{duration(job.step_s)}, {duration(hidden)} of it may hide messages",
         f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}",
     ]
 
@@ -367,7 +413,7 @@ def _cells(cluster: Cluster, found: Verdict, prediction: Prediction) -> list[str
         f"{found.speedup(prediction):.2f}",
         f"{prediction.error:.2g}",
         prediction.feedback or "none",
-        f"{prediction.bucket_bytes >> 20} MiB",
+        f"{verdict.mebibytes(prediction.bucket_bytes)} MiB",
     ]
 
 
@@ -399,7 +445,7 @@ def _answer(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> dict[st
         "advice": {
             "compress": found.compress,
             "scheme": str(found.advised.scheme),
-            "how": found.advised.scheme.how,
+            "how": found.advised.scheme.how(cluster),
             "reason": found.reason,
             "notes": list(found.notes),
         },
@@ -420,6 +466,7 @@ def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
         "exposed_s": prediction.exposed_s,
         "wire_s": prediction.wire_s,
         "work_s": prediction.work_s,
+        "handled_s": prediction.handled_s,
         "error": prediction.error,
         "feedback": prediction.feedback or "none",
         "bucket_bytes": prediction.bucket_bytes,
@@ -433,7 +480,7 @@ def _compare(path: str, kernels: str | None, as_json: bool) -> None:
         found = checks.compare(record.read(path), own)
     if as_json:
         rows = [asdict(item) | {"scheme": str(item.scheme), "off": item.off} for item in found]
-        typer.echo(json.dumps({"machine": own.source, "rows": rows}, indent=1))
+        typer.echo(json.dumps({"machine": own.source, "rows": rows}, indent=1, allow_nan=False))
         return
     cells = [
         [item.what, str(item.scheme), duration(item.measured_s), duration(item.predicted_s), f"{item.off:+.1%}"]
