@@ -130,8 +130,9 @@ def test_what_json_cannot_read_is_refused(text: str) -> None:
 
 
 def test_a_speed_row_of_qat_has_its_own_columns() -> None:
-    speed: record.Row = dict.fromkeys(record.QAT_SPEED)
+    speed: record.Row = {**dict.fromkeys(record.QAT_SPEED), "op": "forward"}
     assert record.columns("qat", speed) == record.QAT_SPEED
+    assert record.columns("qat", {**speed, "op": None}) == record.COLUMNS["qat"]  # no op, so no speed row
     assert "accuracy" in record.columns("qat", {})
 
 

@@ -253,6 +253,55 @@ def test_loss_curves_are_drawn_where_rows_carry_them() -> None:
     assert [list(curve.points) for curve in chart.curves] == [[(0, 4), (10, 2)], [(0, 4), (20, 1.5)]]
 
 
+def words(chart: charts.Chart) -> list[str]:
+    """What can be read on a chart."""
+    return ["".join(part.itertext()).strip() for part in ElementTree.fromstring(draw.svg(chart, "x")).iter("text")]
+
+
+@pytest.mark.parametrize(
+    "ends", [(1.1, 1.15), (1.1, 2.5), (4, 9), (70, 260), (3.2, 9.9), (60, 1000), (2, 300), (1e-8, 1)]
+)
+def test_a_logarithmic_axis_has_numbers_whatever_it_holds(ends: tuple[float, float]) -> None:
+    bars = Bars("x", "title", charts.Axis("axis", log=True), ["from", "to"], [charts.Values("ends", ends)])
+    numbers = [float(word) for word in words(bars) if word not in ("axis", "from", "to")]
+    assert len([number for number in numbers if 0.9 * ends[0] < number < 1.1 * ends[1]]) in range(3, 10)
+
+
+@pytest.mark.parametrize(
+    ("count", "letters", "lines", "columns"), [(4, 12, 2, 2), (5, 12, 2, 3), (7, 9, 3, 3), (2, 58, 2, 1)]
+)
+def test_a_legend_has_lines_of_about_one_length(count: int, letters: int, lines: int, columns: int) -> None:
+    curves = [charts.Curve(f"{number}".rjust(letters, "x"), [(0, 1)]) for number in range(count)]
+    chart = Lines("x", "title", charts.Axis("x"), charts.Axis("y"), curves)
+    assert (draw._legend_lines(chart), draw._legend_columns(chart)) == (lines, columns)
+
+
+def test_points_of_several_series_stand_beside_each_other() -> None:
+    for chart in charts.of(committed("qat_digits.json")):
+        assert isinstance(chart, Bars)
+        places = [draw._places(chart, number) for number in range(len(chart.series))]
+        assert len({place for series in places for place in series}) == len(chart.series) * len(chart.labels)
+        assert all(abs(place - round(place)) < 0.5 for series in places for place in series)
+
+
+def test_a_control_that_fails_leaves_the_others_room() -> None:
+    """Its value is written at the edge instead."""
+    ratios = {str(row["codec"]): row["loss_log_ratio"] for row in committed("train_digits.json").rows}
+    chart = next(chart for chart in charts.of(committed("train_digits.json")) if chart.name == "loss_ratio")
+    assert chart.axis.most is not None
+    assert 0.4 < chart.axis.most < 0.6
+    assert {f"{cells.significant(ratios[name])} →" for name in ("sign", "int2")} <= set(words(chart))
+    within = [train_row(codec, loss_log_ratio=0.1, control=codec == "sign") for codec in ("int8", "sign")]
+    assert charts.of(made("train", within))[0].axis.most is None
+
+
+def test_the_uncompressed_run_is_drawn_under_the_others_and_at_its_bytes() -> None:
+    loss, against, *_ = (chart for chart in charts.of(committed("demo.json")) if isinstance(chart, Lines))
+    assert [curve.name for curve in loss.curves if curve.under] == ["none"]
+    none = next(curve for curve in against.curves if curve.name == "none")
+    assert list(none.points) == [(pytest.approx(1002.368, rel=0.01), 0)]
+
+
 def test_charts_of_what_no_run_measures() -> None:
     """Negative errors, labels that are numbers, numbers that are labels: drawn, or left out."""
     train = [train_row("int8", loss_log_ratio=0.1, loss_log_ratio_error=-1.0, bytes_per_step=9, step_ms="long")]

@@ -177,7 +177,7 @@ def _refuse(constant: str) -> None:
 
 def columns(kind: str, row: Row) -> tuple[str, ...]:
     """The columns that `row` must have."""
-    return QAT_SPEED if kind == "qat" and "op" in row else COLUMNS[kind]
+    return QAT_SPEED if kind == "qat" and row.get("op") is not None else COLUMNS[kind]
 
 
 def _check_parts(data: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from thinwire.errors import ThinwireError
@@ -19,13 +19,15 @@ from thinwire.report.charts.shapes import Axis, Band, Bars, Chart, Curve, Line, 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
 MANY = 24  # bars; more of them are not written beside
 MARGIN, LEGEND_LINE, LEAST = 0.75, 0.2, 2.2  # inches
-FEW_TENS = 200.0  # from end to end of a logarithmic axis
+# Of a logarithmic axis, by its ends' ratio: which digits are written between the powers of ten.
+BETWEEN = ((10.0, "12357"), (30.0, "1235"), (500.0, "125"), (math.inf, "1"))
+SHORT = 4.0  # ratio of the ends of an axis that may hold too few of these
 LETTERS = 58  # of a line of title or legend
+THICK = 0.76  # of a row: what its bars or points take
 LABEL = 32  # letters of a label; one as long as the chart is wide would leave it no room
 _SVG = "{http://www.w3.org/2000/svg}"
 _LEFT_OUT = {f"{_SVG}{name}" for name in ("metadata", "style", "title")}  # a style sheet would reach the whole page
@@ -100,7 +102,8 @@ def _height(chart: Chart, title: bool) -> float:
 
 
 def _row_height(chart: Bars) -> float:
-    return 0.25 if _as_points(chart) else max(0.25, 0.06 + 0.17 * len(chart.series))
+    thick = 0.065 if _as_points(chart) else 0.17  # a marker, a bar with its number
+    return max(0.25, 0.06 + thick * len(chart.series))
 
 
 def _title_lines(chart: Chart) -> list[str]:
@@ -119,12 +122,13 @@ def _short(name: str, letters: int) -> str:
 
 
 def _legend_columns(chart: Chart) -> int:
-    longest = min(LETTERS, max(map(len, _legend(chart)), default=1)) + 6  # a sample is as wide as some letters
-    return max(1, LETTERS // longest)
+    """As few as its lines need: no name stands alone on the last one where it need not."""
+    return math.ceil(len(_legend(chart)) / max(1, _legend_lines(chart)))
 
 
 def _legend_lines(chart: Chart) -> int:
-    return math.ceil(len(_legend(chart)) / _legend_columns(chart))
+    longest = min(LETTERS, max(map(len, _legend(chart)), default=1)) + 6  # a sample is as wide as some letters
+    return math.ceil(len(_legend(chart)) / max(1, LETTERS // longest))
 
 
 def _fill(figure: "Figure", chart: Chart, title: bool) -> None:
@@ -140,17 +144,22 @@ def _fill(figure: "Figure", chart: Chart, title: bool) -> None:
 
 
 def _fill_bars(axes: "Axes", chart: Bars) -> None:
-    places = range(len(chart.labels))
+    places, count = range(len(chart.labels)), len(chart.series)
     _scale(axes, chart.axis, "x")
     for number, values in enumerate(chart.series):
         (_points if _as_points(chart) else _bars)(axes, chart, values, number)
     for mark in chart.marks:
         _mark(axes, mark, "x")
     axes.set_yticks(places, [_short(label, LABEL) for label in chart.labels])
+    axes.set_yticks([place + 0.5 for place in places[:-1]], minor=True)
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)  # the first on top
-    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="y", which="both", length=0)
     axes.set_xlabel(chart.axis.label)
-    axes.grid(axis="x" if not _as_points(chart) else "both")
+    axes.grid(axis="x")
+    if _as_points(chart):  # of one series a line through its points, of several one between their rows
+        axes.grid(axis="y", which="major" if count == 1 else "minor")
+    _cut(axes, chart)
+    _tick(axes, chart.axis, "x")
 
 
 def _as_points(chart: Bars) -> bool:
@@ -161,8 +170,8 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
     errors = values.errors or [None] * len(values.values)
     there = [
         (x, y, _width_of(error))
-        for y, (x, error) in enumerate(zip(values.values, errors, strict=True))
-        if x is not None
+        for y, x, error in zip(_places(chart, number), values.values, errors, strict=True)
+        if x is not None and not _is_beyond(chart, x)
     ]
     axes.errorbar(
         [x for x, _, _ in there],
@@ -171,9 +180,32 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
         fmt=MARKERS[number % len(MARKERS)],
         color=_colour(number),
         label=_short(values.name, LETTERS),
+        markersize=None if len(chart.series) == 1 else 4.5,
         elinewidth=1.2,
         alpha=0.9,
     )
+
+
+def _places(chart: Bars, number: int) -> list[float]:
+    """Where a series stands beside each label: the first above, the last below."""
+    step = THICK / len(chart.series)
+    return [place + step * (number - (len(chart.series) - 1) / 2) for place in range(len(chart.labels))]
+
+
+def _is_beyond(chart: Bars, value: float) -> bool:
+    return chart.axis.most is not None and value > chart.axis.most
+
+
+def _cut(axes: "Axes", chart: Bars) -> None:
+    """End the axis where it says; what lies beyond is written there."""
+    if chart.axis.most is None:
+        return
+    axes.set_xlim(right=chart.axis.most)
+    for number, values in enumerate(chart.series):
+        for place, value in zip(_places(chart, number), values.values, strict=True):
+            if value is not None and _is_beyond(chart, value):
+                text = f"{significant(value)} →"
+                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=_colour(number))
 
 
 def _width_of(error: float | None) -> float:
@@ -182,12 +214,10 @@ def _width_of(error: float | None) -> float:
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
-    count = len(chart.series)
-    thick = 0.76 / count
-    places = [place + thick * (number - (count - 1) / 2) for place in range(len(chart.labels))]
+    places, thick = _places(chart, number), 0.9 * THICK / len(chart.series)
     lengths = [0.0 if value is None else value for value in values.values]
-    drawn = axes.barh(places, lengths, thick * 0.9, color=_colour(number), label=_short(values.name, LETTERS))
-    if count * len(chart.labels) <= MANY:
+    drawn = axes.barh(places, lengths, thick, color=_colour(number), label=_short(values.name, LETTERS))
+    if len(chart.series) * len(chart.labels) <= MANY:
         axes.bar_label(drawn, [significant(value) for value in values.values], padding=3, fontsize=8)
         axes.margins(x=0.12)
 
@@ -195,19 +225,21 @@ def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
 def _fill_lines(axes: "Axes", chart: Lines) -> None:
     _scale(axes, chart.across, "x")
     _scale(axes, chart.axis, "y")
-    known = 0
     for number, curve in enumerate(chart.curves):
-        _curve(axes, curve, number if not curve.known else known)
-        known += curve.known
+        alike = [other for other in chart.curves[:number] if (other.known, other.under) == (curve.known, curve.under)]
+        _curve(axes, curve, number, len(alike))
     for mark in chart.marks:
         _mark(axes, mark, "y")
     axes.set_xlabel(chart.across.label)
     axes.set_ylabel(chart.axis.label)
     axes.grid()
+    _tick(axes, chart.across, "x")
+    _tick(axes, chart.axis, "y")
 
 
-def _curve(axes: "Axes", curve: Curve, number: int) -> None:
-    dash = _dash(curve, number)
+def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
+    """The curve of that number, and of that place among those of its sort."""
+    dash = _dash(curve, number, place)
     marker = MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else ""
     errors = [_width_of(error) for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
@@ -218,16 +250,17 @@ def _curve(axes: "Axes", curve: Curve, number: int) -> None:
         linestyle=dash if curve.joined else "none",
         color=LIGHT.ink if curve.known else _colour(number),
         label=_short(curve.name, LETTERS),
-        linewidth=1.1 if curve.known else None,
+        linewidth=1.1 if curve.known else 6.0 if curve.under else None,
+        alpha=0.35 if curve.under else None,
         elinewidth=1.2,
     )
 
 
-def _dash(curve: Curve, number: int) -> str:
+def _dash(curve: Curve, number: int, place: int) -> str:
     """Where markers do not, dashes tell curves apart, in any colour."""
     if curve.known:
-        return DASHES[1 + number % (len(DASHES) - 1)]
-    return DASHES[(number // len(LIGHT.series) if curve.dots else number) % len(DASHES)]
+        return DASHES[1 + place % (len(DASHES) - 1)]
+    return DASHES[(number // len(LIGHT.series) if curve.dots else place) % len(DASHES)]
 
 
 def _mark(axes: "Axes", mark: Line | Band, across: str) -> None:
@@ -241,14 +274,25 @@ def _mark(axes: "Axes", mark: Line | Band, across: str) -> None:
 
 
 def _scale(axes: "Axes", axis: Axis, which: str) -> None:
+    if axis.log:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+
+
+def _tick(axes: "Axes", axis: Axis, which: Literal["x", "y"]) -> None:
+    """Numbers along a logarithmic axis, once it is known what it holds: more of them where powers of ten are few."""
     if not axis.log:
         return
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     ticks = axes.xaxis if which == "x" else axes.yaxis
+    if high < SHORT * low:
+        ticks.set_major_locator(MaxNLocator(4))
+        ticks.set_minor_locator(NullLocator())
+    digits = next(digits for ratio, digits in BETWEEN if high <= ratio * low)
     ticks.set_major_formatter(FuncFormatter(_plain))
-    ticks.set_minor_formatter(FuncFormatter(functools.partial(_between, ticks)))
+    ticks.set_minor_formatter(FuncFormatter(functools.partial(_between, digits)))
+    axes.tick_params(axis=which, which="both", length=3, pad=3.5)  # all numbers at one height
 
 
 def _plain(value: float, place: int | None) -> str:
@@ -256,11 +300,8 @@ def _plain(value: float, place: int | None) -> str:
     return f"{value:g}"
 
 
-def _between(ticks: "XAxis | YAxis", value: float, place: int | None) -> str:
-    """2 and 5 have their numbers too where powers of ten are few."""
-    low, high = ticks.get_view_interval()
-    few = high < FEW_TENS * low
-    return _plain(value, place) if few and f"{value:e}"[0] in "25" else ""
+def _between(digits: str, value: float, place: int | None) -> str:
+    return _plain(value, place) if f"{value:.0e}"[0] in digits else ""
 
 
 def _colour(number: int) -> str:

@@ -12,6 +12,7 @@ class Axis:
 
     label: str
     log: bool = False
+    most: float | None = None  # what lies beyond would leave the others no room: it is written at the edge
 
 
 def in_bytes(what: str, counts: Sequence[Number], *, log: bool = False) -> tuple[Axis, list[Number]]:
@@ -76,6 +77,7 @@ class Curve:
     joined: bool = True  # by a line
     dots: bool = True  # one at every point
     known: bool = False  # a limit or a theory, not a measurement
+    under: bool = False  # wide and pale, so that curves that coincide with it can be seen
 
 
 @dataclass(frozen=True)
