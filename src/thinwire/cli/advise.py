@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -200,8 +199,6 @@ def command(
     if place is not None and place.rank:
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
-    if math.isnan(error_budget):
-        raise typer.BadParameter("expected a number from 0 on, got nan", param_hint="--error-budget")
     found = verdict.judge(job, cluster, own, codecs=chosen, error_budget=error_budget, buckets=buckets)
     if as_json:
         typer.echo(json.dumps(_answer(job, cluster, own, found), indent=1, allow_nan=False))
