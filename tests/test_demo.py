@@ -28,9 +28,9 @@ from thinwire.bench.record import Interrupted, Record, Row
 from thinwire.bench.train import Outcome, Plan
 from thinwire.cli import demo as cli, findings
 from thinwire.cli.app import app
-from thinwire.report.charts import draw
+from thinwire.report.charts import Bars, draw
 
-PLOTS = {"loss.png", "loss_ratio.png", "loss_bytes.png", "bytes.png", "step_time.png"}
+PLOTS = {"predicted.png", "loss.png", "loss_ratio.png", "loss_bytes.png", "bytes.png", "step_time.png"}
 FILES = {"index.html", "demo.json", *PLOTS}
 OWN = machines.recorded("cpu", "aarch64")
 
@@ -107,12 +107,14 @@ def test_in_a_pipe(program: Ended) -> None:
     assert "\x1b" not in program.out + program.err
     lines = program.err.splitlines()
     assert [line.split(":")[0] for line in lines[:3]] == ["none", "bf16", "lloyd2"]
-    assert all(re.search(r": 6 steps, loss \d\.\d{3}, \d\.\d MB sent, [\d.]+ s$", line) for line in lines[:3]), lines
+    assert all(re.search(r": 6 steps, batch loss \d\.\d{3}, \d\.\d MB sent, [\d.]+ s$", line) for line in lines[:3]), (
+        lines
+    )
     assert lines[3].startswith("wrote thinwire-report/index.html, ")
     assert len(lines) == 4
     assert "Measured here: a GPT of 21408 weights, 2 ranks on" in program.out
     assert "PREDICTED, not measured" in program.out
-    assert re.search(r"^codec +100mbit +1gbit +10gbit +100gbit$", program.out, re.MULTILINE)
+    assert re.search(r"^codec +100mbit +×none +1gbit +×none +10gbit +×none +100gbit +×none$", program.out, re.MULTILINE)
     assert re.search(
         r"^Predicted at .*100gbit: compression does not pay, .* Do not compress there\.$", program.out, re.M
     )
@@ -243,18 +245,31 @@ def test_bytes_are_counted_at_the_interface_of_a_shaped_link() -> None:
 def test_predictions_are_those_of_the_cost_model() -> None:
     rows = [a_row("none"), a_row("int8"), a_row("powersgd1", feedback="classic")]
     measured, predicted = findings.grids(rows, OWN)
-    assert "bytes of torch's own sums: by the formula of a ring" in measured.title
-    assert predicted.header == ["codec", "100mbit", "1gbit", "10gbit", "100gbit"]
+    assert measured.title.endswith("bytes of none are computed from the ring formula, not counted")
+    assert predicted.header == ["codec", "100mbit", "×none", "1gbit", "×none", "10gbit", "×none", "100gbit", "×none"]
     assert predicted.title.startswith("PREDICTED, not measured")
     assert OWN.source in predicted.title
-    (none_ms, even), (int8_ms, gain) = (row[1].split("  ") for row in predicted.rows[:2])
+    (none_ms, even), (int8_ms, gain) = (row[1:3] for row in predicted.rows[:2])
     # 50 ms of compute; 1 MB, and a bit more than a quarter of it, over 12.5 MB/s less headers; a few ms of handing over
     none, int8 = (float(text.removesuffix(" ms")) for text in (none_ms, int8_ms))
     assert 0 < none - (50 + 1e3 * 1e6 / (12.5e6 * PAYLOAD)) < 5
     assert 0 < int8 - (50 + 1e3 * 2.5e5 / (12.5e6 * PAYLOAD)) < 5
-    assert even == "1.00×"
-    assert float(gain.removesuffix("×")) == pytest.approx(none / int8, abs=0.01)
-    assert predicted.rows[2][1:] == ["–"] * 4  # not modelled
+    assert even == "1.00"
+    assert float(gain) == pytest.approx(none / int8, abs=0.01)
+    assert predicted.rows[2][1:] == ["–"] * 8  # not modelled
+    [chart] = findings.charts(rows, OWN)
+    assert isinstance(chart, Bars)
+    assert chart.title.startswith("PREDICTED, not measured")
+    assert [values.name for values in chart.series] == ["none", "int8", "powersgd1@classic"]
+    assert [values.values[0] for values in chart.series] == [pytest.approx(none, 0.01), pytest.approx(int8, 0.01), None]
+
+
+@pytest.mark.parametrize("name", ["demo_1gbit.json", "demo_100mbit.json"])
+def test_how_far_predictions_are_too_short(name: str) -> None:
+    """The title says a number, which is that of the committed runs on shaped links."""
+    found = check.compare(record.read(str(Path(__file__).parent.parent / "benchmarks" / name)), OWN)
+    assert min(item.off for item in found) > -findings.TOO_SHORT
+    assert f"up to {findings.TOO_SHORT:.0%} too short" in findings.grids([a_row("none")], OWN)[1].title
 
 
 def test_what_was_measured_on_a_busy_machine_changes_no_prediction() -> None:
@@ -265,7 +280,7 @@ def test_what_was_measured_on_a_busy_machine_changes_no_prediction() -> None:
 def test_a_link_that_was_measured_is_not_predicted() -> None:
     rows = [a_row("none", 200.0, link="1gbit"), a_row("int8", 100.0, link="1gbit", bytes_from="interface")]
     _, predicted = findings.grids(rows, OWN)
-    assert predicted.header == ["codec", "100mbit", "10gbit", "100gbit"]
+    assert predicted.header[1::2] == ["100mbit", "10gbit", "100gbit"]
     told = findings.sentences(rows, OWN)
     assert "Measured over 1gbit: compression pays, a step in int8 is 2.00 times as fast as an uncompressed one." in told
     assert not any("Predicted at 1gbit" in sentence for sentence in told)
@@ -285,6 +300,21 @@ def test_what_is_said_of_measured_steps(ms: float, spread: float, expected: str)
     assert any(s.startswith(f"Measured over loopback: {expected}") for s in findings.sentences(rows, OWN))
 
 
+@pytest.mark.parametrize(
+    ("codecs", "speedup", "expected"),
+    [
+        (["int8"], 1.5, "an uncompressed one, and 1.50 times as fast as one in bf16 (torch's own hook)."),
+        (["bf16", "int8"], 1.5, "int8 is 2.00 times as fast as an uncompressed one, and 1.50 times as fast as one in"),
+        (["int8"], 1.01, "an uncompressed one, but bf16 (torch's own hook) does as well."),
+        (["bf16"], 1.0, "a step in bf16 is 2.00 times as fast as an uncompressed one."),
+    ],
+)
+def test_codecs_are_compared_with_bf16(codecs: list[str], speedup: float, expected: str) -> None:
+    rows = [a_row("none"), *(a_row(codec, 30.0, speedup_bf16=speedup) for codec in codecs)]
+    assert expected in findings.sentences(rows, OWN)[1]
+    assert ("one in bf16" in findings.sentences(rows, OWN)[2]) == (codecs != ["bf16"])  # predicted, at 100mbit
+
+
 def test_what_is_said_of_links() -> None:
     told = findings.sentences([a_row("none"), a_row("int8"), a_row("lloyd4")], OWN)
     assert re.search(r"^Predicted at 100mbit: compression pays, a step in lloyd4 is [1-3]\.\d\d times as fast", told[2])
@@ -300,16 +330,16 @@ def test_what_is_said_of_losses() -> None:
 
 def test_of_fp32_alone_nothing_is_said() -> None:
     assert findings.sentences([a_row("none")], OWN) == ["For your own model, ranks and links: thinwire advise."]
-    assert findings.sentences([], OWN) == findings.grids([], OWN) == []
+    assert findings.sentences([], OWN) == findings.grids([], OWN) == findings.charts([], OWN) == []
 
 
 def test_a_tick_as_text() -> None:
     scheme = schemes.parse("int8")
     assert cli._shown(Tick(scheme, 30, 120, 2.5, 3.21e6, 10.0)) == {
-        "steps": "30/120", "loss": "loss 2.500", "sent": "3.2 MB", "time": "30 s left",
+        "steps": "30/120", "loss": "batch loss 2.500", "sent": "3.2 MB", "time": "30 s left",
     }  # fmt: skip
     last = cli._shown(Tick(scheme, 120, 120, math.nan, None, 40.26))
-    assert (last["loss"], last["sent"], last["time"]) == ("loss nan", "bytes unknown", "40.3 s")
+    assert (last["loss"], last["sent"], last["time"]) == ("batch loss nan", "bytes unknown", "40.3 s")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -156,12 +156,21 @@ def test_pipes_do_not_break_markdown() -> None:
 
 def test_qat_tables_are_of_training_and_of_speed() -> None:
     trained, speed = tables.grids(qat_record())
-    assert trained.header == ["method", "W", "A", "seeds", "train loss", "±", "accuracy"]
+    assert trained.header == ["method", "W", "A", "seeds", "train loss", "± (loss)", "accuracy"]
     assert trained.title.endswith("(task digits)")
     assert trained.rows[0] == ["lsq", "2", "2", "5", "5.00e-3", "1.00e-3", "97.90%"]
     assert speed.header == ["op", "ms", "×floor", "×torch", "bytes"]
     assert speed.title.endswith("(backend cpu, device cpu, numel 1024)")
     assert speed.rows == [["forward_backward", "0.500", "1.20", "3.50", "4.00"]]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.json")))
+def test_no_two_columns_have_one_name(name: str) -> None:
+    for grid in tables.grids(committed(name)):
+        assert len(set(grid.header)) == len(grid.header)
+        assert 0 < len(grid.told[0]) < 80
+        assert "".join(grid.told) == grid.title
+    assert "1 threads" not in tables.markdown(committed(name))
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -520,6 +529,10 @@ function look(frame) {
     flat: all('svg').filter(part => box(part).height < 50).length, pictures: all('svg').length,
     page: style.backgroundColor, ink: style.color, words: frame.contentWindow.getComputedStyle(text).fill,
     high: Math.min(...all('svg text').map(part => box(part).height).filter(high => high)),
+    lost: all('.scroll').filter(part => {
+      part.scrollLeft = 1e6;
+      return Math.abs(box(part.querySelector('tbody th')).left - box(part).left) > 1;
+    }).length,
   };
 }
 addEventListener('load', () => {
@@ -587,7 +600,7 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         width, palette = int(name.split("-")[0]), LIGHT if name.endswith("light") else DARK
         assert seen["title"] == "All kinds"
         assert seen["wide"] == seen["view"] <= width  # no sideways scrolling of the page
-        assert seen["outside"] == seen["flat"] == 0
+        assert seen["outside"] == seen["flat"] == seen["lost"] == 0  # the first column stays when others are scrolled
         assert seen["pictures"] == len(Outline(whole_page()).all("svg"))
         assert seen["page"] == rgb(palette.page)
         assert seen["ink"] == seen["words"] == rgb(palette.ink)  # the words in charts too
@@ -734,6 +747,7 @@ def test_report_compares_two_records_and_fails_only_when_asked(tmp_path: Path, m
     text = page.page([record.read(old), record.read(new)])
     assert "Comparison: 1 regression, 1 within noise" in text
     assert '<tr class="bad"><th scope="row">int8</th>' in text
+    assert "<b>New over old</b>: 1 regression, " in text
 
 
 def test_several_records_are_told_apart_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from thinwire.bench.schemes import BF16, NONE, Scheme
 from thinwire.bench.train import Class, Effort, Outcome, Plan, Pupil
 
 WORLD = 2
-CODECS = ("int8", "lloyd4", "lloyd2")
+CODECS = ("bf16", "int8", "lloyd4", "lloyd2")
 EFFORT = Effort(seconds=1.0, least=7, most=30)
 LOOKS = 40  # at a run, while it trains: points of its curve
 RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce

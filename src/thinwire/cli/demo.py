@@ -36,8 +36,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="A,B",
-            help=f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: bf16, "
-            "auto, lloyd2@none.",
+            help=f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: "
+            "auto, lloyd2@none. bf16 is torch's own hook.",
         ),
     ] = None,
     steps: Annotated[
@@ -70,7 +70,7 @@ def command(
 
     It learns the text of Python's help pages; nothing is downloaded, no GPU is needed. Every codec trains from the same
     seeds on the same batches. Printed are: the loss against fp32, bytes and time of a step as measured here, and the
-    step predicted for links of 100mbit to 100gbit by the cost model of thinwire advise. Less than three minutes on two
+    step predicted for links of 100mbit to 100gbit by the cost model of thinwire advise. One to two minutes on two
     cores.
 
     The report is one page (index.html) with plots (PNG files) and the record (demo.json). In the directory of an
@@ -194,7 +194,7 @@ def _shown(tick: Tick) -> dict[str, Any]:
     left = tick.seconds / tick.step * (tick.steps - tick.step)
     return {
         "steps": f"{tick.step}/{tick.steps}",
-        "loss": f"loss {tick.loss:.3f}",
+        "loss": f"batch loss {tick.loss:.3f}",
         "sent": "bytes unknown" if tick.sent is None else f"{tick.sent / 1e6:.1f} MB",
         "time": f"{math.ceil(left)} s left" if left else f"{tick.seconds:.1f} s",
     }
@@ -255,14 +255,15 @@ def _paths_written(record: Record, machine: Machine, folder: Path) -> list[Path]
         typer.echo(f"no page, no plots: {error}", err=True)
         return [kept]
     laid, told = findings.grids(record.rows, machine), findings.sentences(record.rows, machine)
-    return [*page.write([record], folder, title=TITLE, notes=told, grids=laid), kept]
+    drawn = findings.charts(record.rows, machine)
+    return [*page.write([record], folder, title=TITLE, notes=told, grids=laid, drawings=drawn), kept]
 
 
 def _clear(folder: Path) -> None:
     """Remove the plots of an earlier demo: this one may draw fewer."""
     with contextlib.suppress(RecordError):
-        for chart in charts.of(read(str(folder / RECORD))):
-            (folder / f"{chart.name}.png").unlink(missing_ok=True)
+        for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(folder / RECORD))))):
+            (folder / f"{name}.png").unlink(missing_ok=True)
 
 
 def _refuse_the_folder_of_somebody_else(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the demo found: the measured table, the predicted one, and what they mean in sentences."""
+"""What the demo found: the measured table, the predicted one and its chart, and what they mean in sentences."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,32 @@ from thinwire.advise import check
 from thinwire.advise.machine import Machine
 from thinwire.advise.verdict import duration
 from thinwire.bench.record import Row
-from thinwire.bench.schemes import NONE
+from thinwire.bench.schemes import BF16, NONE
 from thinwire.integrations.auto import GAIN
 from thinwire.report.cells import ABSENT, Grid, counted, fixed, number, signed, significant, text
+from thinwire.report.charts import Axis, Bars, Chart, Values
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
+CHART = "predicted"  # the name of its file
+TOO_SHORT = 0.14  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
 
 
 def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
     """What was measured, and what is predicted; nothing for no rows."""
     return [_measured(rows), _predicted(rows, machine)] if rows else []
+
+
+def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
+    """What is predicted; nothing for no rows."""
+    outlooks = _outlooks(rows, machine) if rows else []
+    if not outlooks:
+        return []
+    series = [
+        Values(name, [None if step is None else 1e3 * step for step in (outlook.steps[name] for outlook in outlooks)])
+        for name in outlooks[0].steps
+    ]
+    title = "PREDICTED, not measured: time of a step by link"
+    return [Bars(CHART, title, Axis("time, ms"), [outlook.link for outlook in outlooks], series)]
 
 
 def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
@@ -45,8 +61,8 @@ def _measured_title(rows: Sequence[Row]) -> str:
         f"Measured here: a GPT of {text(first['params'])} weights, {ranks}, {runs}",
         f"log ratio: ln(loss / fp32's); another seed changes fp32's by {fixed(first['noise_floor'], 3)}",
     ]
-    if any(row["bytes_from"] == "formula" for row in rows):
-        parts.append("bytes of torch's own sums: by the formula of a ring")
+    if computed := [text(row["codec"]) for row in rows if row["bytes_from"] == "formula"]:
+        parts.append(f"bytes of {_listed(computed)} are computed from the ring formula, not counted")
     return ". ".join(parts)
 
 
@@ -70,6 +86,7 @@ class _Outlook:
 
     link: str
     steps: dict[str, float | None]  # seconds by codec as named in the tables, the uncompressed one first
+    bf16: float | None  # seconds with torch's own hook
 
     @property
     def plain(self) -> float:
@@ -80,8 +97,9 @@ class _Outlook:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The fastest of the others; None where there is none, or none that the model knows."""
-        known = [(name, step) for name, step in self.steps.items() if name != NONE and step is not None]
+        """The fastest codec, or bf16 where that is all; None where there is none, or none that the model knows."""
+        found = [(name, step) for name, step in self.steps.items() if name != NONE and step is not None]
+        known = [(name, step) for name, step in found if name != BF16] or found
         return min(known, key=lambda found: found[1], default=None)
 
     @property
@@ -93,7 +111,11 @@ class _Outlook:
 def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
     """On all links but the one that was measured."""
     links = [link for link in LINKS if link != rows[0]["link"]]
-    return [_Outlook(link, {_label(row): _step_s(row, link, machine) for row in rows}) for link in links]
+    bf16 = {**rows[0], "codec": BF16, "peer": True}
+    return [
+        _Outlook(link, {_label(row): _step_s(row, link, machine) for row in rows}, _step_s(bf16, link, machine))
+        for link in links
+    ]
 
 
 def _step_s(row: Row, link: str, machine: Machine) -> float | None:
@@ -104,17 +126,19 @@ def _step_s(row: Row, link: str, machine: Machine) -> float | None:
 
 def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
     outlooks = _outlooks(rows, machine)
-    cells = [[name, *(_outlook_cell(outlook, name) for outlook in outlooks)] for name in map(_label, rows)]
+    cells = [[name, *(cell for outlook in outlooks for cell in _outlook_cells(outlook, name))]
+             for name in map(_label, rows)]  # fmt: skip
     title = (
         "PREDICTED, not measured: the same step, were every rank behind a link of that rate, and how many times as "
-        f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}"
+        f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}. "
+        f"Compressed steps of so small a network are predicted up to {TOO_SHORT:.0%} too short"
     )
-    return Grid(title, ["codec", *(outlook.link for outlook in outlooks)], cells)
+    return Grid(title, ["codec", *(name for outlook in outlooks for name in (outlook.link, "×none"))], cells)
 
 
-def _outlook_cell(outlook: _Outlook, name: str) -> str:
+def _outlook_cells(outlook: _Outlook, name: str) -> tuple[str, str]:
     step = outlook.steps[name]
-    return ABSENT if step is None else f"{duration(step)}  {outlook.plain / step:.2f}×"
+    return (ABSENT, ABSENT) if step is None else (duration(step), f"{outlook.plain / step:.2f}")
 
 
 def _label(row: Row) -> str:
@@ -145,19 +169,26 @@ def _change(row: Row) -> str:
 
 
 def _of_steps(plain: Row, others: Sequence[Row]) -> str:
-    best = min(others, key=lambda row: _ms(row, "step_ms"))
+    codecs = [row for row in others if row["codec"] != BF16] or others
+    best = min(codecs, key=lambda row: _ms(row, "step_ms"))
     where = f"Measured over {text(plain['link'])}"
     gain = _ms(plain, "step_ms") / _ms(best, "step_ms")
     if gain * (1 - GAIN) <= 1:
         told = f"{where}: compression does not pay, an uncompressed step takes {_against(best, gain)}."
-        return f"{told} Loopback is about as fast as memory, codecs only cost time." if _is_loopback(plain) else told
+        return f"{told} Loopback is about as fast as memory, there is little to gain." if _is_loopback(plain) else told
     if _ms(best, "step_ms_p80") >= _ms(plain, "step_ms_p20"):
         return f"{where}: no clear difference, the steps of one codec scatter as far as codecs differ."
-    return f"{where}: compression pays, {_faster(_label(best), gain)}."
+    return f"{where}: compression pays, {_faster(_label(best), gain, number(best['speedup_bf16']))}."
 
 
-def _faster(name: str, times: float) -> str:
-    return f"a step in {name} is {times:.2f} times as fast as an uncompressed one"
+def _faster(name: str, times: float, bf16: float | None) -> str:
+    """Beside an uncompressed step, and beside torch's own hook, where it is known."""
+    told = f"a step in {name} is {times:.2f} times as fast as an uncompressed one"
+    if bf16 is None or name == BF16:
+        return told
+    if bf16 * (1 - GAIN) <= 1:
+        return f"{told}, but bf16 (torch's own hook) does as well"
+    return f"{told}, and {bf16:.2f} times as fast as one in bf16 (torch's own hook)"
 
 
 def _against(best: Row, gain: float) -> str:
@@ -177,7 +208,8 @@ def _of_links(outlooks: Sequence[_Outlook]) -> list[str]:
 
 
 def _gain(outlook: _Outlook, name: str, step: float) -> str:
-    return f"Predicted at {outlook.link}: compression pays, {_faster(name, outlook.plain / step)}."
+    bf16 = None if outlook.bf16 is None else outlook.bf16 / step
+    return f"Predicted at {outlook.link}: compression pays, {_faster(name, outlook.plain / step, bf16)}."
 
 
 def _no_gain(idle: Sequence[_Outlook]) -> str:

@@ -1,6 +1,7 @@
 """Tables before they have a look, and numbers as their cells."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,13 @@ class Grid:
     rows: list[list[str]]
     labels: int = 1
     tones: list[Tone] = field(default_factory=list)  # of each row, where one is worse than it was
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """The title in two parts: what the table is, and how to read it."""
+        end = re.search(r"(?=[.:;] )|$", self.title)
+        assert end is not None
+        return self.title[: end.start()], self.title[end.start() :]
 
 
 def distinct(rows: Sequence[Row], column: str) -> list[str]:
@@ -89,6 +97,6 @@ def percent(value: Value, decimals: int | None = None) -> str:
     return f"{100 * found:.{(0 if found >= 0.1 else 1) if decimals is None else decimals}f}%"
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int | str, noun: str) -> str:
     """1 row, 2 rows."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from thinwire.bench.record import Record, Row, Value
-from thinwire.report.cells import Grid, distinct, number, percent, significant, text
+from thinwire.report.cells import Grid, counted, distinct, number, percent, significant, text
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -67,7 +67,7 @@ def _by_codec(rows: Rows) -> list[Grid]:
 def _share_grid(rows: Rows) -> Grid:
     names = ("backend", "device", "dtype", "numel", "threads")
     backend, device, dtype, numel, threads = (distinct(rows, name)[0] for name in names)
-    device = f"{device} with {threads} threads" if device == "cpu" else device
+    device = f"{device} with {counted(threads, 'thread')}" if device == "cpu" else device
     ops, at = distinct(rows, "op"), {(row["codec"], row["op"]): row for row in rows}
     cells = [
         [codec, *(percent(at.get((codec, op), {}).get("copy_share"), 1) for op in ops)]

@@ -43,13 +43,17 @@ def write(
     title: str = TITLE,
     notes: Sequence[str] = (),
     grids: Sequence[Grid] = (),
+    drawings: Sequence[Chart] = (),
 ) -> list[Path]:
     """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
 
-    `notes` are paragraphs under the title; `grids` are tables before the records' own, of predictions, say.
+    `notes` are paragraphs under the title; `grids` and `drawings` come before the records' own: predictions, say.
     """
     index = Path(directory) / INDEX
-    return [write_page(records, index, title=title, notes=notes, grids=grids), *write_pngs(records, directory)]
+    return [
+        write_page(records, index, title=title, notes=notes, grids=grids, drawings=drawings),
+        *write_pngs(records, directory, drawings),
+    ]
 
 
 def write_page(
@@ -59,20 +63,21 @@ def write_page(
     title: str = TITLE,
     notes: Sequence[str] = (),
     grids: Sequence[Grid] = (),
+    drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> Path:
     """Write the page alone; `names` of the records, where given, stand in their headings."""
-    text_of_page = page(records, title=title, notes=notes, grids=grids, names=names)
+    text_of_page = page(records, title=title, notes=notes, grids=grids, drawings=drawings, names=names)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text_of_page, encoding="utf-8")
     return Path(path)
 
 
-def write_pngs(records: Sequence[Record], directory: str | Path) -> list[Path]:
+def write_pngs(records: Sequence[Record], directory: str | Path, drawings: Sequence[Chart] = ()) -> list[Path]:
     """Write loss.png, bytes.png and so on; where several charts have one name, loss-2.png and on."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     found: list[Path] = []
-    for chart in (chart for record in records for chart in charts.of(record)):
+    for chart in (*drawings, *(chart for record in records for chart in charts.of(record))):
         found.append(_unused(Path(directory) / f"{chart.name}.png", found))
         found[-1].write_bytes(draw.png(chart))
     return found
@@ -84,10 +89,11 @@ def page(
     title: str = TITLE,
     notes: Sequence[str] = (),
     grids: Sequence[Grid] = (),
+    drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> str:
     """The text of the page."""
-    sections = [Section("Summary", grids=list(grids))] if grids else []
+    sections = [Section("Summary", charts=list(drawings), grids=list(grids))] if grids or drawings else []
     sections += [_comparison(*records)] if compare.comparable(records) else []
     sections += [_section(record, name) for record, name in zip(records, names or [""] * len(records), strict=True)]
     body = element("body", _header(title, notes, sections), element("main", map(_drawn, _placed(sections))), _footer())
@@ -169,10 +175,11 @@ def _table(grid: Grid, place: str) -> Html:
     """A table in a box of its own, which scrolls where the screen is narrower."""
     if not grid.rows:
         return element("p", grid.title)
+    what, how = grid.told
     heads = [element("th", name, scope="col", class_=_side(at, grid)) for at, name in enumerate(grid.header)]
     table = element(
         "table",
-        element("caption", element("span", grid.title), id=place),
+        element("caption", element("span", element("b", what), how), id=place),
         element("thead", element("tr", heads)),
         element("tbody", (_row(cells, grid, at) for at, cells in enumerate(grid.rows))),
     )
@@ -221,12 +228,14 @@ figure svg text{font-family:inherit!important}
 figcaption{margin-bottom:.25rem;font-weight:600}
 .scroll{overflow-x:auto;margin:1.25rem 0}
 .scroll:focus-visible{outline:2px solid var(--s0);outline-offset:2px}
-table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
-caption{text-align:left;padding-bottom:.4rem;font-weight:600}
+table{border-collapse:separate;border-spacing:0;font-size:.875rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
+caption{text-align:left;padding-bottom:.4rem}
+caption b{font-weight:600}
 caption span{display:inline-block;position:sticky;left:0;max-width:min(70rem,calc(100vw - 2rem));overflow-wrap:anywhere}
 th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap}
 th.number,td.number{text-align:right}
 tbody th{font-weight:500}
+tr>:first-child{position:sticky;left:0;background:var(--page)}
 tr.bad>*{color:var(--s1);font-weight:700}
 tr.good>*{color:var(--s2)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}

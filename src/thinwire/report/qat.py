@@ -10,15 +10,15 @@ _SHOWN: dict[str, tuple[str, Callable[[Value], str]]] = {
     "weight_bits": ("W", text),
     "act_bits": ("A", text),
     "train_loss": ("train loss", scientific),
-    "train_loss_error": ("±", scientific),
+    "train_loss_error": ("± (loss)", scientific),
     "accuracy": ("accuracy", lambda value: percent(value, 2)),
-    "accuracy_error": ("±", lambda value: percent(value, 2)),
+    "accuracy_error": ("± (acc.)", lambda value: percent(value, 2)),
     "ms_p50": ("ms", significant),
     "times_floor": ("×floor", significant),
-    "torch_times_floor": ("torch's", significant),
+    "torch_times_floor": ("torch's ×floor", significant),
     "times_torch": ("×torch", significant),
     "peak_bytes_per_element": ("bytes", significant),
-    "torch_peak_bytes_per_element": ("torch's", significant),
+    "torch_peak_bytes_per_element": ("torch's bytes", significant),
 }
 SPEED_LABELS = ("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads")
 

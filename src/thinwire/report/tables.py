@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.bench.record import Record, Row, Value
 from thinwire.report import kernels, qat
@@ -18,6 +19,7 @@ from thinwire.report.cells import (
     ABSENT,
     Grid,
     Tone,
+    counted,
     distinct,
     fixed,
     number,
@@ -50,7 +52,8 @@ def show(record: Record, console: Console) -> None:
 
 def show_grid(laid: Grid, console: Console) -> None:
     """Print one table under its title: ruled on a terminal that is as wide, plain aligned columns elsewhere."""
-    console.print(laid.title, style="bold", soft_wrap=not console.is_terminal)
+    what, how = laid.told
+    console.print(Text.assemble((what, "bold"), how), soft_wrap=not console.is_terminal)
     if laid.rows:
         ruled = _rich(laid, ruled=True)
         fits = console.is_terminal and _width(ruled, console) <= console.width
@@ -79,7 +82,7 @@ def conditions(record: Record) -> str:
     device = "" if have["device"] == "cpu" else f"{have['device']}, "
     triton = f"triton {have['triton']}, " if device and have["triton"] != ABSENT else ""
     parts = [
-        f"{device}{have['cpu']}, {have['threads']} threads",
+        f"{device}{have['cpu']}, {counted(have['threads'], 'thread')}",
         f"thinwire {have['thinwire']}, torch {have['torch']}, {triton}python {have['python']}",
         f"{have['date']}, commit {have['commit'][:12]}",
     ]
@@ -114,8 +117,8 @@ def _collectives_grids(record: Record) -> list[Grid]:
 def _collectives_title(record: Record) -> str:
     threads, cores = (", ".join(distinct(record.rows, name)) for name in ("threads", "cores"))
     return (
-        f"Ranks of {threads} thread on {cores} cores. ×plain, ×bf16: torch's time over thinwire's; bytes: sent by a "
-        "rank; limit: share of the link's rate; CPU ms: a rank's"
+        f"Ranks of {counted(threads, 'thread')} on {counted(cores, 'core')}. ×plain, ×bf16: torch's time over "
+        "thinwire's; bytes: sent by a rank; limit: share of the link's rate; CPU ms: a rank's"
     )
 
 
@@ -231,9 +234,9 @@ def _verdict(value: Value) -> str:
 _TRAIN = (
     _Column("loss", "loss", significant),
     _Column("log ratio", "loss_log_ratio", signed),
-    _Column("±", "loss_log_ratio_error", lambda value: fixed(value, 3)),
+    _Column("± (loss)", "loss_log_ratio_error", lambda value: fixed(value, 3)),
     _Column("val. gap", "val_gap_nats", lambda value: signed(value, 4)),
-    _Column("±", "val_gap_error", lambda value: fixed(value, 4)),
+    _Column("± (val.)", "val_gap_error", lambda value: fixed(value, 4)),
     _Column("ms", "step_ms", significant),
     _Column("×plain", "speedup_plain", significant),
     _Column("×bf16", "speedup_bf16", significant),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from thinwire.bench.record import Record, Row, Value
-from thinwire.report.cells import distinct, number, text
+from thinwire.report.cells import counted, distinct, number, text
 from thinwire.report.charts.shapes import Axis, Bars, Chart, Curve, Line, Lines, Values
 from thinwire.report.kernels import nbytes_of, part_of, short
 
@@ -31,7 +31,7 @@ def _place(row: Row) -> tuple[str, ...]:
 
 def _shares(rows: list[Row]) -> Bars:
     backend, device, dtype, numel, threads = _place(rows[0])
-    where = f"{threads} CPU thread{'' if threads == '1' else 's'}" if device == "cpu" else text(rows[0]["card"])
+    where = counted(threads, "CPU thread") if device == "cpu" else text(rows[0]["card"])
     codecs, at = distinct(rows, "codec"), {(text(row["codec"]), text(row["op"])): _percent(row) for row in rows}
     series = [Values(op, [at.get((codec, op)) for codec in codecs]) for op in distinct(rows, "op")]
     title = f"Speed of the {backend} kernels: {where}, {numel} elements of {dtype}"
