@@ -255,3 +255,54 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     assert multiprocessing.active_children() == []
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"tw{os.getpid()}n" not in listed
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "world", "link", "codecs", "verbs", "told"),
+    [
+        (None, 4, MBIT, ["int8/lloyd4"], ["all_reduce"], "say how many nodes"),
+        (2, 4, MBIT, ["int8/int8/int8"], ["all_reduce"], "expected pairs of codecs"),
+        (2, 4, MBIT, ["int8/int8"], ["all_reduce", "broadcast"], "only all_reduce takes one"),
+        (3, 4, MBIT, ["int8"], ["all_reduce"], "4 ranks do not make 3 nodes"),
+        (4, 4, MBIT, ["int8"], ["all_reduce"], "4 ranks do not make 4 nodes"),
+        (1, 4, MBIT, ["int8"], ["all_reduce"], "4 ranks do not make 1 nodes"),
+        (2, 4, None, ["int8"], ["all_reduce"], "what their link carries: name one"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(
+    nodes: int | None, world: int, link: links.Link | None, codecs: list[str], verbs: list[str], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        bench.run([world], link, codecs=codecs, verbs=verbs, nodes=nodes)
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(4, 2), (6, 3), (6, 2), (64, 8)])
+def test_bytes_across_are_those_of_messages_that_leave_a_node(world: int, nodes: int) -> None:
+    """Counted message by message; a wire of N floats in int8 takes as many bytes as W of N / W, but for headers."""
+    size, int8, numel = world // nodes, codec("int8"), 1 << 20
+    wire = int8.wire_bytes(numel)
+    node_of = [rank // size for rank in range(world)]
+    leaving = sum(node_of[a] == 0 != node_of[b] for a in range(world) for b in range(world))
+    assert bench.bytes_across("one_shot", world, nodes, int8, numel) == leaving * wire
+    assert bench.bytes_across("two_phase", world, nodes, int8, numel) == pytest.approx(2 * leaving * wire / world)
+    outer = (nodes - 1) * wire if nodes == 2 else 2 * (nodes - 1) / nodes * wire
+    assert bench.bytes_across("hierarchical", world, nodes, int8, numel) == pytest.approx(outer)
+    around = sum(node_of[rank] == 0 != node_of[(rank + 1) % world] for rank in range(world))
+    assert bench.bytes_across("plain", world, nodes, int8, numel) == around * 2 * (world - 1) / world * 4 * numel
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    found = bench.run([4], MBIT, [250_000], codecs=["int8", "int8/int8"], rounds=2, nodes=2)
+    flat, nested = found.rows
+    assert (flat["codec"], flat["algorithm"], flat["nodes"]) == ("int8", "two_phase", 2)
+    assert (nested["codec"], nested["algorithm"], nested["nodes"]) == ("int8/int8", "hierarchical", 2)
+    for row in found.rows:
+        payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
+        assert payload < counted < payload * (1 + 2 * 66 / 1448) + 20_000
+        assert row["identical"] is True
+    assert float(str(nested["bytes_formula"])) == pytest.approx(0.5 * float(str(flat["bytes_formula"])), rel=0.01)

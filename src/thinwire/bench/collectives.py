@@ -2,6 +2,10 @@
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
 bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank.
+
+[Note: Nodes] With nodes several ranks share a host and its link, which what they send to each other does not cross.
+Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is summed inside the nodes in the first
+and across them in the second; a single one is summed flat, whoever is where.
 """
 
 import hashlib
@@ -12,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +43,7 @@ COST_NAMES = dict(zip(VERBS, ("all_reduce", "reduce_scatter", "all_gather", "all
 IN_PLACE = ("all_reduce", "broadcast")
 SHARED = ("all_reduce", "all_gather_into_tensor", "broadcast")  # after them all ranks hold the same
 WHOLE = ("all_reduce", "broadcast")  # the others cut a tensor into one equal part a rank
+PAIR = "/"  # between the codec inside a node and that across
 AUTO, PLAIN = "auto", "plain"  # names beside the codecs: int8 where it pays, and thinwire's uncompressed path
 FP32, BF16, NOTHING = "torch fp32", "torch bf16", "nothing"  # what runs beside the entries
 CODECS = ("int8", "lloyd4", "lloyd2", "lloyd1", AUTO)
@@ -62,9 +68,10 @@ FULL, QUICK = Effort(), Effort(seconds=0.2, least=3, most=20)
 class Entry:
     """What one row measures."""
 
-    name: str  # a codec, "auto" or "plain"
-    codec: Codec
+    name: str  # a codec, a pair of them, "auto" or "plain"
+    codec: Codec  # in a hierarchy of what goes across nodes
     algorithm: str
+    inside: Codec | None = None  # of a hierarchy
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,16 @@ class Case:
     numel: int
     threads: int
     entries: tuple[Entry, ...]
+    nodes: int | None = None  # None => every rank has a link of its own
 
     @property
-    def setting(self) -> tuple[int, Link | None, int]:
+    def setting(self) -> tuple[int, Link | None, int, int | None]:
         """What the ranks are started with."""
-        return self.world, self.link, self.threads
+        return self.world, self.link, self.threads, self.nodes
 
     def __str__(self) -> str:
-        return f"{self.verb}, {self.numel} floats, world {self.world}, {self.link or 'loopback'}"
+        nodes = f" on {self.nodes} nodes" if self.nodes else ""
+        return f"{self.verb}, {self.numel} floats, world {self.world}{nodes}, {self.link or 'loopback'}"
 
 
 @dataclass
@@ -112,14 +121,17 @@ def run(
     rounds: int | None = None,
     quick: bool = False,
     threads: int = 1,
+    nodes: int | None = None,
     progress: Progress = iter,
 ) -> Record:
     """A record of kind "collectives", on gloo. algorithm None: the one that sends least; rounds None: by the clock."""
     if link is not None:
         links.check()
+    for world in worlds:
+        check_nodes(nodes, world, link, codecs, verbs)
     sizes = numels or [default_numel(link, quick)]
     cases = [
-        Case(verb, world, link, divisible(verb, world, numel), threads, entries(codecs, verb, world, algorithm))
+        Case(verb, world, link, divisible(verb, world, numel), threads, entries(codecs, verb, world, algorithm), nodes)
         for world in worlds
         for verb in verbs
         for numel in sizes
@@ -129,6 +141,21 @@ def run(
         effort = Effort(math.inf, rounds, rounds)
     with timing.threads(threads), closing(_rows(cases, effort, progress)) as rows:
         return collect("collectives", torch.device("cpu"), rows)
+
+
+def check_nodes(nodes: int | None, world: int, link: Link | None, codecs: Sequence[str], verbs: Sequence[str]) -> None:
+    """Refuse nodes that ranks do not fill evenly, and pairs of codecs where there is nothing to be inside of."""
+    pairs = [name for name in codecs if PAIR in name]
+    if any(name.count(PAIR) > 1 for name in pairs):
+        raise ValueError(f"expected pairs of codecs, inside nodes and across them, got {', '.join(pairs)}")
+    if nodes is None and pairs:
+        raise ValueError(f"{pairs[0]} is a pair of codecs, inside nodes and across them: say how many nodes")
+    if pairs and set(verbs) != {"all_reduce"}:
+        raise ValueError(f"{pairs[0]} is a pair of codecs, and only all_reduce takes one")
+    if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
+        raise ValueError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
+    if nodes is not None and link is None:
+        raise ValueError("nodes differ from ranks by what their link carries: name one")
 
 
 def default_numel(link: Link | None, quick: bool) -> int:
@@ -153,6 +180,9 @@ def _entry(name: str, algorithm: str) -> Entry:
         return Entry(name, codec("int8"), "auto")
     if name == PLAIN:
         return Entry(name, codec("none"), "plain")
+    if PAIR in name:
+        inside, across = map(codec, name.split(PAIR))
+        return Entry(f"{inside}{PAIR}{across}", across, "hierarchical", inside)
     return Entry(str(codec(name)), codec(name), algorithm)
 
 
@@ -161,6 +191,18 @@ def compressing(verb: str, world: int) -> str:
     if verb != "all_reduce":
         return "compressed"
     return "one_shot" if world == 2 else "two_phase"
+
+
+def bytes_across(algorithm: str, world: int, nodes: int, chosen: Codec, numel: int) -> float:
+    """Payload of an all_reduce that a node sends to others at least. [Note: Nodes]"""
+    if algorithm == "hierarchical":
+        across = compressing("all_reduce", nodes)
+        return bytes_formula("all_reduce", across, nodes, chosen, numel)
+    outside = world - world // nodes
+    if algorithm == "plain":  # a ring crosses from a node to the next once
+        return 2 * (world - 1) / world * 4 * numel
+    wires = outside if algorithm == "one_shot" else 2 * outside / world  # of each rank
+    return world // nodes * wires * chosen.wire_bytes(numel)
 
 
 def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: int) -> float:
@@ -193,6 +235,7 @@ def rows_of(case: Case, parts: Sequence[dict[str, Sample]]) -> Iterator[Row]:
             "codec": entry.name,
             "algorithm": samples[0].algorithm,
             "world": case.world,
+            "nodes": case.nodes,
             "link": str(case.link or "loopback"),
             "numel": case.numel,
             **_time_columns(samples, plain, bf16),
@@ -219,16 +262,28 @@ def _time_columns(samples: list[Sample], plain: list[Sample], bf16: list[Sample]
 
 def _byte_columns(case: Case, entry: Entry, parts: Sequence[dict[str, Sample]]) -> Row:
     samples = _of(parts, entry.name)
-    least = bytes_formula(case.verb, samples[0].algorithm, case.world, entry.codec, case.numel)
+    least = _least(case, samples[0].algorithm, entry.codec)
     # Torch's own verbs do not go through thinwire's transport: what they send over loopback is not known.
     sent = _bytes(parts, entry.name, "transport_bytes") or None
     return {
         "bytes_per_rank": _bytes(parts, entry.name, "interface_bytes") if case.link else sent,
         "bytes_formula": least,
-        "wire_limit_share": 8e3 * least / case.link.rate / median(_times(samples)) if case.link else None,
+        "wire_limit_share": None if least is None or not case.link else _share(least, case.link, samples),
         "bytes_sent": sent,
         "bytes_payload": _bytes(parts, entry.name, "interface_payload") if case.link else None,
     }
+
+
+def _least(case: Case, algorithm: str, chosen: Codec) -> float | None:
+    """Bytes that a rank has to send, or a node; nobody has worked out what other verbs send between nodes."""
+    if case.nodes is None:
+        return bytes_formula(case.verb, algorithm, case.world, chosen, case.numel)
+    return bytes_across(algorithm, case.world, case.nodes, chosen, case.numel) if case.verb == "all_reduce" else None
+
+
+def _share(least: float, link: Link, samples: Sequence[Sample]) -> float:
+    """Of the link's rate, that these bytes took."""
+    return 8e3 * least / link.rate / median(_times(samples))
 
 
 def _of(parts: Sequence[dict[str, Sample]], name: str) -> list[Sample]:
@@ -282,8 +337,11 @@ class _Bench:
         self.case, self.rank = case, dist.get_rank()
         self.source = inputs(self.rank, case)
         self.out = torch.empty(output_numel(case))
+        self.mesh = _mesh(case)
         self.calls: dict[str, Call] = {FP32: self._torch, BF16: _Bf16(case, self.source, self.out)}
-        self.calls |= {entry.name: _Quantised(case.verb, entry, self.source, self.out) for entry in case.entries}
+        self.calls |= {
+            entry.name: _Quantised(case.verb, entry, self.source, self.out, self.mesh) for entry in case.entries
+        }
         for entry in case.entries:
             self._call(entry.name)  # auto decides at its first call
         self.samples = {name: Sample(algorithm=_algorithm(case, name, self.out)) for name in self.calls}
@@ -313,7 +371,7 @@ class _Bench:
         call, sample = self.calls[name], self.samples[name]
         self._restore()
         dist.barrier()
-        interface, transport = _at_interface(self.case), collectives.traffic().sent
+        interface, transport = _at_interface(self.case), self._sent()
         cpu, start = time.process_time(), time.perf_counter()
         call()
         sample.ms.append(1e3 * (time.perf_counter() - start))
@@ -323,7 +381,12 @@ class _Bench:
         now = _at_interface(self.case)
         sample.interface_bytes.append(now.total - interface.total)
         sample.interface_payload.append(now.payload - interface.payload)
-        sample.transport_bytes.append(collectives.traffic().sent - transport)
+        sample.transport_bytes.append(self._sent() - transport)
+
+    def _sent(self) -> int:
+        """By thinwire: in the group of all, inside the node and across."""
+        groups = [None] if self.mesh is None else [None, *self.mesh.get_all_groups()]
+        return sum(collectives.traffic(group).sent for group in groups)
 
     def _call(self, name: str) -> None:
         self._restore()
@@ -357,12 +420,24 @@ class _Bf16:
 class _Quantised:
     """thinwire's verb."""
 
-    def __init__(self, verb: str, entry: Entry, source: Tensor, out: Tensor) -> None:
-        self._verb, self._entry, self._source, self._out = verb, entry, source, out
+    def __init__(self, verb: str, entry: Entry, source: Tensor, out: Tensor, mesh: Any) -> None:
+        self._verb, self._source, self._out = verb, source, out
+        self._how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm}
+        if entry.inside is not None:
+            self._how |= {"codec": (entry.inside, entry.codec), "group": mesh}
 
     def __call__(self) -> None:
         given = {"all_reduce": (self._out,), "broadcast": (self._out, 0)}.get(self._verb, (self._out, self._source))
-        getattr(collectives, self._verb)(*given, codec=self._entry.codec, algorithm=self._entry.algorithm)
+        getattr(collectives, self._verb)(*given, **self._how)
+
+
+def _mesh(case: Case) -> Any:
+    """Nodes, and the ranks inside them; None where there are none."""
+    if case.nodes is None:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (case.nodes, case.world // case.nodes))
 
 
 TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {

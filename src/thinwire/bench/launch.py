@@ -3,8 +3,8 @@
     with launch.ranks(4, link) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks run gloo, over loopback or each on a host of its own behind a shaped link. They live and die with the block: a
-rank that loses the pipe to this process exits, whatever it was doing.
+Ranks run gloo over loopback, or on hosts behind shaped links, one or several on each. They live and die with the block:
+a rank that loses the pipe to this process exits, whatever it was doing.
 """
 
 import contextlib
@@ -84,13 +84,16 @@ class World:
 
 
 @contextlib.contextmanager
-def ranks(size: int, link: Link | None = None, threads: int = 1) -> Iterator[World]:
-    """Start `size` ranks with `threads` torch threads each, end them with the block."""
+def ranks(size: int, link: Link | None = None, threads: int = 1, nodes: int | None = None) -> Iterator[World]:
+    """Start `size` ranks with `threads` torch threads each, end them with the block.
+
+    With a link, `nodes` hosts have equally many of them, in order; without it ranks find each other over loopback.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(links.sigterm_as_ctrl_c())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
-        hosts = stack.enter_context(links.hosts(size, link)) if link else []
-        launcher = _Launcher(size, folder, hosts, threads)
+        hosts = stack.enter_context(links.hosts(nodes or size, link)) if link else []
+        launcher = _Launcher(size, folder, [hosts[rank * len(hosts) // size] for rank in range(size) if hosts], threads)
         stack.callback(launcher.end)
         door = stack.enter_context(_listen(folder / "door"))
         launcher.start()

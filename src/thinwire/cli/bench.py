@@ -216,6 +216,15 @@ def collectives_command(
         str | None,
         typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="With --link: ranks share so many links, as on machines of several GPUs; codecs may be pairs, inside "
+            "a node and across: int8/lloyd4.",
+        ),
+    ] = None,
     numel: Annotated[
         list[str] | None,
         typer.Option(
@@ -250,13 +259,15 @@ def collectives_command(
     faster). bytes are what a rank sends; limit is the share of the link's rate that the payload reaches; CPU is the
     processor time of a rank.
 
-    With --link every rank has a network namespace of its own, and its bytes are counted at the interface.
+    With --link every rank has a network namespace of its own, and its bytes are counted at the interface. With --nodes
+    the ranks of a node share one; bytes are then what a node sends to others.
 
     \b
     Example:
       thinwire bench collectives --world 2,4 --codecs int8,lloyd4,auto
       thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
       sudo thinwire bench collectives --world 4 --link 100mbit --json collectives.json
+      sudo thinwire bench collectives --world 4 --nodes 2 --link 100mbit --codecs lloyd4,bf16/lloyd4
     """
     some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
     names, sizes = _names(codecs or list(collectives_bench.CODECS)), flags.counts(numel, "--numel")
@@ -266,9 +277,14 @@ def collectives_command(
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
     with screen.usage_errors("--link", ValueError):
         shaped = links.parse(link) if link else None
+    with screen.usage_errors("--nodes", ValueError):
+        for count in worlds:
+            collectives_bench.check_nodes(nodes, count, shaped, names, some)
 
     def measure(progress: Progress) -> Record:
-        return collectives_bench.run(worlds, shaped, sizes, some, names, algorithm, rounds, quick, progress=progress)
+        return collectives_bench.run(
+            worlds, shaped, sizes, some, names, algorithm, rounds, quick, nodes=nodes, progress=progress
+        )
 
     _deliver(measure, Targets(json, csv))
 
@@ -446,11 +462,14 @@ def _error_of_writing(record: Record, path: str, form: Callable[[Record], str]) 
 
 
 def _names(given: list[str]) -> list[str]:
-    """Codecs as they spell themselves, and the two names beside them."""
-    beside = (collectives_bench.AUTO, collectives_bench.PLAIN)
+    """Codecs and pairs of them as they spell themselves, and the two names beside them."""
+    beside, pair = (collectives_bench.AUTO, collectives_bench.PLAIN), collectives_bench.PAIR
     specs = [spec for text in given for spec in flags.split_codecs(text)]
     with screen.usage_errors("--codecs", CodecError):
-        return list(dict.fromkeys(spec if spec in beside else str(codec(spec)) for spec in specs))
+        spelled = (
+            spec if spec in beside else pair.join(str(codec(part)) for part in spec.split(pair)) for spec in specs
+        )
+        return list(dict.fromkeys(spelled))
 
 
 def _check_device(device: Device) -> None:
