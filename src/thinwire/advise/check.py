@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.advise import model, units
-from thinwire.advise.links import LATENCY_S, Cluster, Link
-from thinwire.advise.machine import Machine
+from thinwire.advise.links import INSIDE_LATENCY_S, LATENCY_S, Cluster, Link
+from thinwire.advise.machine import BYTE_S, Machine
 from thinwire.advise.model import Job, Prediction
 from thinwire.advise.schemes import PLAIN, Scheme
 from thinwire.bench.record import Record, Row
-from thinwire.codecs import Cast, codec
+from thinwire.codecs import Cast, Codec, codec
 from thinwire.collectives.reducers import fewest_roundings
 from thinwire.errors import CodecError, RecordError
 from thinwire.integrations import policy
@@ -65,7 +65,8 @@ def _collective(row: Row, machine: Machine) -> Iterator[Comparison]:
     if row["verb"] != "all_reduce":
         return
     numel, cluster, own = _count(row, "numel"), _cluster(row), _shared(row, machine)
-    what = f"all_reduce of {numel} floats, {cluster.world} ranks, {row['link']}"
+    ranks = f"{cluster.world} ranks" if cluster.per_node == 1 else f"{cluster.world} ranks on {cluster.nodes} nodes"
+    what = f"all_reduce of {numel} floats, {ranks}, {row['link']}"
     for scheme, column in ((_scheme(row), "ms_p50"), (PLAIN, "plain_ms"), (BF16, "bf16_ms")):
         sent = model.message(numel, scheme, cluster, own, torch.float32, "")
         yield Comparison(what, scheme, 1e-3 * _positive(row, column), model.alone_s(sent, own))
@@ -75,10 +76,17 @@ def _scheme(row: Row) -> Scheme:
     name, algorithm = str(row["codec"]), str(row["algorithm"])
     if algorithm == "plain":
         return PLAIN
+    if algorithm == "hierarchical" and name.count("/") == 1:
+        inside, across = (_codec(part) for part in name.split("/"))
+        return Scheme(algorithm, inside, across)
     if algorithm not in ALGORITHMS:
         raise RecordError(f"algorithm must be one of plain, {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    return Scheme(algorithm, _codec("int8" if name == "auto" else name))  # bench's auto has this codec
+
+
+def _codec(name: str) -> Codec:
     try:
-        return Scheme(algorithm, codec("int8" if name == "auto" else name))  # bench's auto has this codec
+        return codec(name)
     except CodecError as error:
         raise RecordError(str(error)) from None
 
@@ -123,12 +131,17 @@ def _step_scheme(row: Row) -> Scheme | None:
 
 
 def _cluster(row: Row) -> Cluster:
-    """Every rank behind a link of its own."""
+    """Every rank, or every node, behind a link of its own; inside a node the processor is the limit."""
     try:
-        rate = units.rate(str(row["link"]))
+        across = Link.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
     except ValueError as error:
         raise RecordError(f"column 'link': {error}") from None
-    return Cluster(_count(row, "world"), 1, across=Link.of_rate(rate, LATENCY_S["gloo"]), transport="gloo")
+    world = _count(row, "world")
+    nodes = world if row.get("nodes") is None else _count(row, "nodes")
+    if world % nodes:
+        raise RecordError(f"column 'nodes': {world} ranks do not make {nodes} nodes")
+    inside = Link(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
+    return Cluster(world, world // nodes, across=across, inside=inside, transport="gloo")
 
 
 def _shared(row: Row, machine: Machine) -> Machine:
