@@ -312,8 +312,13 @@ def test_the_uncompressed_run_is_drawn_under_the_others_and_at_its_bytes() -> No
 
 
 def test_charts_of_what_no_run_measures() -> None:
-    """Negative errors, labels that are numbers, numbers that are labels: drawn, or left out."""
-    train = [train_row("int8", loss_log_ratio=0.1, loss_log_ratio_error=-1.0, bytes_per_step=9, step_ms="long")]
+    """Negative errors, labels that are numbers, numbers that are labels or beyond all axes: drawn, or left out."""
+    ratios = {"loss_log_ratio": 0.1, "loss_log_ratio_error": -1.0, "bytes_per_step": 9, "noise_floor": 1e308}
+    far = [[0, 1e308], [1e308, 1], [1, 2], [2, -1e308]]
+    train = [
+        train_row("int8", **ratios, step_ms="long", curve=far),
+        train_row("int4", step_ms=1e308, compute_ms=-1e308),
+    ]
     sent = [{**row, "verb": 3, "codec": 4, "numel": size} for size, row in enumerate(collectives())]
     for odd in (made("train", train), made("collectives", sent)):
         assert [draw.svg(chart, "x") for chart in charts.of(odd)]

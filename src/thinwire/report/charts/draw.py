@@ -8,6 +8,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MANY = 24  # bars; more of them are not written beside
+FARTHEST = 1e100  # from zero, on an axis
 MARGIN, LEGEND_LINE, LEAST = 0.75, 0.2, 2.2  # inches
 # Of a logarithmic axis, by its ends' ratio: which digits are written between the powers of ten.
 BETWEEN = ((10.0, "12357"), (30.0, "1235"), (500.0, "125"), (math.inf, "1"))
@@ -71,12 +73,37 @@ _NOTHING = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def _save(chart: Chart, form: str, *, title: bool, **options: Any) -> bytes:
+    chart = _drawable(chart)
     with _settings() as figure_of:
         figure = figure_of(figsize=(WIDTH, _height(chart, title)))
         _fill(figure, chart, title)
         data = io.BytesIO()
         figure.savefig(data, format=form, **options)
     return data.getvalue()
+
+
+def _drawable(chart: Chart) -> Chart:
+    """The chart without what is farther than any axis can show: matplotlib computes with the ends of an axis."""
+    marks = [mark for mark in chart.marks if all(map(_is_near, _ends(mark)))]
+    if isinstance(chart, Lines):
+        return replace(chart, curves=list(map(_near, chart.curves)), marks=marks)
+    series = [replace(part, values=[value if value is not None and _is_near(value) else None for value in part.values])
+              for part in chart.series]  # fmt: skip
+    return replace(chart, series=series, marks=marks)
+
+
+def _near(curve: Curve) -> Curve:
+    errors = curve.errors or [None] * len(curve.points)
+    kept = [(x, y, error) for (x, y), error in zip(curve.points, errors, strict=True) if _is_near(x) and _is_near(y)]
+    return replace(curve, points=[(x, y) for x, y, _ in kept], errors=[error for *_, error in kept])
+
+
+def _is_near(value: float) -> bool:
+    return abs(value) < FARTHEST
+
+
+def _ends(mark: Line | Band) -> tuple[float, ...]:
+    return (mark.at,) if isinstance(mark, Line) else (mark.low, mark.high)
 
 
 @contextlib.contextmanager
@@ -210,7 +237,7 @@ def _cut(axes: "Axes", chart: Bars) -> None:
 
 def _width_of(error: float | None) -> float:
     """Of an error bar; a record may say that an error is negative, which none is."""
-    return max(0.0, error or 0.0)
+    return min(max(0.0, error or 0.0), FARTHEST)
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
