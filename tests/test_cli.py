@@ -227,8 +227,8 @@ def test_bad_flags_say_what_is_allowed(arguments: list[str], complaint: str) -> 
 def test_what_a_collectives_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def run(*arguments: Any, progress: Any) -> record.Record:
-        asked.append(arguments)
+    def run(*arguments: Any, nodes: int | None, progress: Any) -> record.Record:
+        asked.append((*arguments, nodes))
         return record.Record("collectives", record.conditions(torch.device("cpu")), [])
 
     monkeypatch.setattr(collectives_bench, "run", run)
@@ -236,10 +236,12 @@ def test_what_a_collectives_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     call("bench", "collectives", "--world", "3,4", "--world", "2", "--link", "1Gbit", "--numel", "1024,65536",
          "--verbs", "broadcast", "--codecs", "int4:block=32,mode=affine,auto,plain", "--algorithm", "auto",
          "--rounds", "7", "--quick")  # fmt: skip
+    call("bench", "collectives", "--world", "4", "--link", "1gbit", "--nodes", "2", "--codecs", "int8")
     names = ["int4:block=32,mode=affine", "auto", "plain"]
     assert asked == [
-        ([2, 4], None, None, ["all_reduce"], list(collectives_bench.CODECS), None, None, False),
-        ([3, 4, 2], links.Link("1gbit", 1e9), [1024, 65536], ["broadcast"], names, "auto", 7, True),
+        ([2, 4], None, None, ["all_reduce"], list(collectives_bench.CODECS), None, None, False, None),
+        ([3, 4, 2], links.Link("1gbit", 1e9), [1024, 65536], ["broadcast"], names, "auto", 7, True, None),
+        ([4], links.Link("1gbit", 1e9), None, ["all_reduce"], ["int8"], None, None, False, 2),
     ]
 
 
