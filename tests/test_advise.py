@@ -36,7 +36,7 @@ from thinwire.errors import RecordError
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SHAPED = (
     *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
-    *("demo_1gbit", "demo_100mbit"),  # measured when the model was done
+    *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
 )
 WITHIN = 0.15  # what the cost model promises
 RECORDED_ON = MACHINES["aarch64"]  # the processor that the shaped links were measured on
@@ -312,6 +312,11 @@ def test_every_row_of_the_records_is_compared() -> None:
           ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot")),
         *(("DDP step of 25051850 parameters, 4 ranks, 100mbit", name) for name in
           ("none (ring)", "bf16 (ring)", "int8 two_phase", "lloyd4 two_phase", "lloyd2 two_phase", "lloyd1 two_phase")),
+        *(("all_reduce of 8000000 floats, 4 ranks on 2 nodes, 100mbit", name) for name in
+          ("none (ring)", "bf16 (ring)", "int8 two_phase", "lloyd4 two_phase")),
+        *(("all_reduce of 8000000 floats, 4 ranks on 2 nodes, 100mbit", f"{pair} across (hierarchical)") for pair in
+          ("bf16 inside / int8", "bf16 inside / lloyd4", "int8 inside / lloyd4", "bf16 inside / lloyd2",
+           "int8 inside / lloyd2")),
         *((f"DDP step of 249792 parameters, 2 ranks, {rate}", name) for rate in ("1gbit", "100mbit") for name in
           ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot")),
     }  # fmt: skip

@@ -75,7 +75,7 @@ def test_hosts_are_removed_and_their_names_are_never_the_same(commands: list[str
         assert not set(first) & set(second)
         assert removed(commands) == set()
     assert removed(commands) == added(commands) > {*first, *second}
-    assert sum("tbf rate 100mbit burst 65536b" in command for command in commands) == 8  # both ends of four
+    assert sum("tbf rate 100mbit burst 26250b" in command for command in commands) == 8  # both ends of four
 
 
 def test_sigterm_removes_hosts_too(commands: list[str]) -> None:
@@ -250,7 +250,7 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     payload, counted = float(str(row["bytes_formula"])), float(str(row["bytes_per_rank"]))
     assert payload <= float(str(row["bytes_sent"])) <= float(str(row["bytes_payload"])) < counted
     assert counted < payload * (1 + 2 * 66 / 1448) + 10_000  # a header and an acknowledgement a segment; retries
-    assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 65536 / payload  # bursts of both ends fly free
+    assert 0.1 < float(str(row["wire_limit_share"])) < 1 + 2 * 26250 / payload  # bursts of both ends fly free
     assert row["identical"] is True
     assert multiprocessing.active_children() == []
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout

@@ -173,8 +173,9 @@ def _plug(name: str, number: int, switch: str, link: Link) -> None:
 
 
 def _shape(namespace: str, device: str, link: Link) -> None:
-    # tbf sends in bursts: too small, and timers cannot keep up with the rate; too large, and small messages fly free.
-    burst = max(1 << 16, int(link.rate / 8 * 0.0021))
+    # tbf sends in bursts: too small, and timers cannot keep up with the rate; too large, and small messages fly free,
+    # and what follows a pause, so that sums which leave the link idle now and then look better than they are.
+    burst = max(1 << 14, int(link.rate / 8 * 0.0021))
     limits = ("rate", link.text, "burst", f"{burst}b", "latency", "100ms")
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 

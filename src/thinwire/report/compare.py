@@ -279,7 +279,7 @@ def _either_way(value: float, slack: float) -> list[float]:
 LABELS: dict[str, tuple[str, ...]] = {
     "codec": ("distribution", "codec", "numel"),
     "kernels": ("part", "op", "codec", "backend", "device", "dtype", "numel", "world", "threads"),
-    "collectives": ("verb", "codec", "world", "link", "numel"),
+    "collectives": ("verb", "codec", "world", "nodes", "link", "numel"),
     "train": ("task", "parallel", "optimizer", "codec", "feedback", "world", "link", "steps"),
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
 }

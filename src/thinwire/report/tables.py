@@ -125,6 +125,7 @@ def _collectives_title(record: Record) -> str:
 def _collective_cells(row: Row) -> list[str]:
     labels = [text(row[name]) for name in ("verb", "codec", "algorithm", "world", "link", "numel")]
     labels[2] = f"auto: {labels[2]}" if row.get("auto") else labels[2]
+    labels[3] = f"{labels[3]} on {text(row['nodes'])} nodes" if row.get("nodes") else labels[3]
     times = [significant(row[name]) for name in ("ms_p50", "speedup_plain", "speedup_bf16")]
     wire = [fixed(row["bytes_per_rank"], 0), percent(row["wire_limit_share"])]
     return [
