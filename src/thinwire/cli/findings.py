@@ -15,7 +15,7 @@ from thinwire.report.charts import Axis, Bars, Chart, Values
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
 CHART = "predicted"  # the name of its file
-TOO_SHORT = 0.14  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
+TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
 
 
 def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
