@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 from typer.testing import CliRunner, Result
 
 import thinwire
+from programs import Ended
 from ranks import RankPool
 from thinwire.advise import check, loss, machine as machines, measure, model, schemes, units, verdict
 from thinwire.advise.links import LATENCY_S, Cluster, Link
@@ -1063,13 +1062,17 @@ def test_ranks_measure_kernels_and_agree(ranks: RankPool) -> None:
     assert own.cores == max(1.0, (os.cpu_count() or 1) / 2)
 
 
-def test_torchrun_measures_and_rank_0_prints() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    line = "--standalone --nproc-per-node 2 -m thinwire advise --params 1e6 --step 10ms --codecs int8 --json"
-    run = [sys.executable, "-m", "torch.distributed.run", *line.split()]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=55)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)  # one answer, of one rank
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "advise")
+
+
+@pytest.mark.program(
+    *(*TORCHRUN, "--params", "1e6", "--step", "10ms", "--codecs", "int8", "--json"),
+    OMP_NUM_THREADS="1",
+    GLOO_SOCKET_IFNAME="lo",
+)
+def test_torchrun_measures_and_rank_0_prints(program: Ended) -> None:
+    assert program.status == 0, program.told
+    found = json.loads(program.out)  # one answer, of one rank
     assert found["machine"]["source"] == "measured by 2 ranks"
     assert found["cluster"]["world"] == found["cluster"]["per_node"] == 2
     assert [scheme["scheme"] for scheme in found["schemes"] if scheme["codec"] == "int8"] == ["int8 one_shot"]

@@ -791,7 +791,8 @@ def test_records_that_cannot_be_compared_are_printed_and_say_why(tmp_path: Path)
 def test_every_kind_has_labels_and_metrics_of_its_schema() -> None:
     for kind, known in record.COLUMNS.items():
         mine = (*known, *(record.QAT_SPEED if kind == "qat" else ()))
-        extra = {"numel", "part", "steps", "nodes", "gradient", "granularity", "dtype", "threads"}  # added, not required
+        # Added, not required:
+        extra = {"numel", "part", "steps", "nodes", "gradient", "granularity", "dtype", "threads"}
         assert set(compare.LABELS[kind]) <= set(mine) | extra
         assert {metric.column for metric in compare.METRICS[kind]} <= set(mine) | {"diverged", "identical"}
         assert all(dataclasses.is_dataclass(metric) for metric in compare.METRICS[kind])
