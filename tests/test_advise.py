@@ -503,14 +503,13 @@ def test_chunks_overlap_as_deep_as_the_scratch(depth: int, seconds: float) -> No
     assert model.alone_s(Message((chunk(1, 2, 1), chunk(1, 2, 1)), depth), BARE) == seconds
 
 
-def test_in_order_a_chunk_is_finished_before_the_next() -> None:
-    """Two hops a chunk of 2 each on two links, no work: freely 2, 4 and 6; in order the second waits for the first."""
-    stages = (Stage(0.0, 0, Hop("a", 2, 0, 0, 0.0)), Stage(0.0, 0, Hop("b", 2, 0, 0, 0.0)), Stage(0.0))
-    assert model.alone_s(Message((stages, stages), 2), BARE) == 6.0
-    assert model.alone_s(Message((stages, stages), 2, in_order=True), BARE) == 6.0
-    slow = (Stage(0.0, 0, Hop("a", 1, 0, 0, 0.0)), Stage(0.0, 0, Hop("b", 3, 0, 0, 0.0)), Stage(5.0))
-    assert model.alone_s(Message((slow, slow), 2), BARE) == 14.0  # b until 4, work until 9, and until 14
-    assert model.alone_s(Message((slow, slow), 2, in_order=True), BARE) == 17.0  # b again only when the first is done
+def test_in_step_the_youngest_chunk_goes_on_first() -> None:
+    """Two hops a chunk, of 1 and 3, then work of 5: the second chunk's second hop goes before the first one's work."""
+    stages = (Stage(0.0, 0, Hop("a", 1, 0, 0, 0.0)), Stage(0.0, 0, Hop("b", 3, 0, 0, 0.0)), Stage(5.0))
+    sent = Message((stages, stages), 1, in_step=True)
+    assert model.alone_s(sent, BARE) == 14.0  # b until 4 and 7, work until 9 and 14
+    assert model.busy_s(sent, BARE) == 14.0
+    assert model.alone_s(Message((stages, stages), 1), BARE) == 18.0
 
 
 @pytest.mark.parametrize(("at_once", "busy", "two"), [(1, 3.0, 6.0), (2, 1.5, 4.5), (math.inf, 1.0, 4.0)])

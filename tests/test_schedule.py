@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import operator
 import random
 import threading
 import time
@@ -104,6 +105,39 @@ def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_de
     ranks: RankPool, world: int, rounds: int
 ) -> None:
     assert ranks(world).run(storm, rounds, timeout=55.0) == [0] * world
+
+
+NESTED = [(numel, pair, step) for numel in (3, 700, 2401) for pair in (("bf16", "int4"), ("int8", "lloyd4:block=64"))
+          for step in range(2)]  # fmt: skip
+
+
+def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
+    """The same of hierarchical sums, whose chunks go in step, beside flat ones of the group."""
+    mesh, dice, own, wrong = init_device_mesh("cpu", shape), random.Random(5), random.Random(group.rank()), 0
+
+    def begin(numel: int, pair: tuple[str, str], step: int, *, wait: bool) -> Started:
+        x = given(numel, group.rank() + 10 * step)
+        how: Any = {"group": mesh, "async_op": not wait, "codec": pair, "algorithm": "hierarchical", "step": step}
+        return thinwire.all_reduce(x, **how), [x]
+
+    with small_chunks(800), delays(group.rank()):
+        want = {nested: digest(*begin(*nested, wait=True)[1]) for nested in NESTED}
+        flat = digest(*start(group, 0, 700, "int8", 1, wait=True))
+        for _ in range(rounds):
+            chosen = dice.choices(NESTED, k=6)
+            begun = [begin(*nested, wait=False) for nested in chosen]
+            begun.append(start(group, 0, 700, "int8", 1, wait=False))
+            own.shuffle(order := list(range(7)))
+            for i in order:
+                begun[i][0].wait()
+            found = [digest(*outputs) for _, outputs in begun]
+            wrong += sum(map(operator.ne, found, [*(want[nested] for nested in chosen), flat]))
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: RankPool, shape: tuple[int, int]) -> None:
+    assert ranks(4).run(mesh_storm, shape, 6) == [0] * 4
 
 
 def threads_with_groups(group: Group) -> int:
@@ -531,10 +565,10 @@ def thread_names() -> list[str]:
 def ended(before: list[str]) -> bool:
     """Whether all threads that were not there before end soon."""
     deadline = time.monotonic() + 5
-    while thread_names() != before and time.monotonic() < deadline:
+    while (left := set(thread_names()) - set(before)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    return thread_names() == before
+    return not left
 
 
 def lifetime(group: Group, fails: bool) -> list[bool]:

@@ -15,7 +15,7 @@ when the one before it is done. The host waits for nothing and launches ahead, a
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -164,7 +164,7 @@ class Message:
 
     chunks: tuple[Chunk, ...]
     depth: int = 1  # chunks under way at once
-    in_order: bool = False  # a chunk that was begun is waited for before others: see `schedule`
+    in_step: bool = False  # each chunk goes a step behind the one before it, and no other message between them
     on_stream: bool = False  # see [Note: One stream]
 
     @property
@@ -195,7 +195,7 @@ def message(
     return Message(
         tuple(made[group] for group in groups),
         depth,
-        in_order=scheme.across is not None,
+        in_step=scheme.across is not None,
         on_stream=cluster.transport == "nccl",
     )
 
@@ -286,25 +286,49 @@ def alone_s(sent: Message, machine: Machine) -> float:
 
 def _played_s(sent: Message, machine: Machine) -> float:
     """The line: start a chunk where there is room, else go on with the one that has waited longest."""
-    waiting, under_way = deque(sent.chunks), deque[tuple[float, Chunk]]()
-    now, host, free = 0.0, 0.0, dict.fromkeys((hop.link for hop in sent.hops), 0.0)
+    player, waiting, under_way = _Player(sent, machine), deque(sent.chunks), deque[_Waiting]()
+    if sent.in_step:
+        return _in_step_s(player, waiting)
     while waiting or under_way:
-        if waiting and len(under_way) < sent.depth:
-            chunk, begun = waiting.popleft(), False
+        start = waiting and len(under_way) < sent.depth
+        under_way.extend(player.play(*((0.0, waiting.popleft()) if start else under_way.popleft())))
+    return player.now
+
+
+def _in_step_s(player: "_Player", waiting: deque[Chunk]) -> float:
+    """A round: one chunk is started, and those under way go on, the youngest first (collectives.steps, In step)."""
+    under_way: list[_Waiting] = []
+    while waiting or under_way:
+        begun = player.play(0.0, waiting.popleft()) if waiting else []
+        under_way = begun + [entry for older in under_way for entry in player.play(*older)]
+    return player.now
+
+
+_Waiting = tuple[float, Chunk]  # when a hop has arrived, and the stages after it
+
+
+class _Player:
+    """The clock of a rank, its host's, and those of the links."""
+
+    def __init__(self, sent: Message, machine: Machine) -> None:
+        self._sent, self._machine = sent, machine
+        self.now, self._host = 0.0, 0.0
+        self._free = dict.fromkeys((hop.link for hop in sent.hops), 0.0)
+
+    def play(self, arrival: float, chunk: Chunk) -> list[_Waiting]:
+        """The first stage of these, from its arrival to its hop; what follows, if anything does."""
+        stage, machine, now = chunk[0], self._machine, max(self.now, arrival)
+        if self._sent.on_stream:
+            start, self._host = max(now, self._host), self._host + _host_s(stage, machine)
+            self.now = max(start + stage.kernels_s, self._host)
         else:
-            arrival, chunk = under_way.popleft()
-            now, begun = max(now, arrival), True
-        if sent.on_stream:
-            start, host = max(now, host), host + _host_s(chunk[0], machine)
-            now = max(start + chunk[0].kernels_s, host)
-        else:
-            now += _work_s(chunk[0], machine)
-        if (hop := chunk[0].hop) is not None:
-            sent_from = max(now, free[hop.link])
-            free[hop.link] = sent_from + _held_s(hop, machine)
-            entry = (sent_from + _hop_s(hop, machine) + hop.latency_s, chunk[1:])
-            under_way.appendleft(entry) if begun and sent.in_order else under_way.append(entry)
-    return now
+            self.now = now + _work_s(stage, machine)
+        hop = stage.hop
+        if hop is None:
+            return []
+        sent_from = max(self.now, self._free[hop.link])
+        self._free[hop.link] = sent_from + _held_s(hop, machine)
+        return [(sent_from + _hop_s(hop, machine) + hop.latency_s, chunk[1:])]
 
 
 def busy_s(sent: Message, machine: Machine) -> float:
@@ -315,14 +339,9 @@ def busy_s(sent: Message, machine: Machine) -> float:
     hops: dict[str, float] = {}
     for hop in sent.hops:
         hops[hop.link] = hops.get(hop.link, 0.0) + _held_s(hop, machine)
-    work = sum(_work_s(stage, machine) for stage in sent.stages)
-    # In order, all hops of a chunk but its first are waited for with nothing else to do.
-    waits = sum(_waits_s(chunk[1:], machine) for chunk in sent.chunks) if sent.in_order else 0.0
-    return max(work + waits, taken_s(sent, machine), *hops.values(), 0.0)
-
-
-def _waits_s(stages: Iterable[Stage], machine: Machine) -> float:
-    return sum(_hop_s(stage.hop, machine) + stage.hop.latency_s for stage in stages if stage.hop is not None)
+    # In step, a message is done before the next one's second stage.
+    work = _played_s(sent, machine) if sent.in_step else sum(_work_s(stage, machine) for stage in sent.stages)
+    return max(work, taken_s(sent, machine), *hops.values(), 0.0)
 
 
 def taken_s(sent: Message, machine: Machine) -> float:

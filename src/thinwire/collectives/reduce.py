@@ -98,9 +98,17 @@ def _all_reduce(
     setting, scale = plan.sizes.setting(channel, step), reduction.scale(world)
     chosen, flat = setting.codec, Flat(parts)
     lane = Lane(flat, plan.sizes.cut, chosen, chosen, across=plan.across)
-    operation = steps.AllReduce(setting, [lane], plan.reducer, scale)
+    operation = _operation(setting, [lane], plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
+
+
+def _operation(
+    setting: steps.Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: steps.Meter | None = None
+) -> steps.AllReduce:
+    if isinstance(reducer, Hierarchical):
+        return steps.AllReduceInStep(setting, lanes, reducer, scale, meter)
+    return steps.AllReduce(setting, lanes, reducer, scale, meter)
 
 
 def _alone(parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction) -> Work:
@@ -297,7 +305,7 @@ class Message:
         if self._sizes is None:
             self._sizes = _sizes(lanes, self._reducer)
         setting = self._sizes.setting(self.channel, step)
-        operation = steps.AllReduce(setting, lanes, self._reducer, 1.0 / self._world, meter)
+        operation = _operation(setting, lanes, self._reducer, 1.0 / self._world, meter)
         operation.copies_back(outputs, copies)
         return call.run(operation)
 

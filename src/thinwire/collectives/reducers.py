@@ -438,6 +438,15 @@ class Hierarchical:
     def _outer(self) -> OneShot | TwoPhase:
         return reducer(self.across, fewest_roundings(self.across.world))
 
+    @property
+    def _outer_messages(self) -> int:
+        return 0 if self.across.world == 1 else 1 if isinstance(self._outer, OneShot) else 2
+
+    @property
+    def messages(self) -> int:
+        """How often a chunk waits, the same on all ranks, whether their shards hold anything or not."""
+        return 2 + self._outer_messages
+
     def steps(self, parts: Sequence[Part], scale: float, tags: tuple[int, ...], desk: Desk) -> Steps:
         """Reduce-scatter inside, sum across, all-gather inside."""
         unwatched = [replace(part, lane=replace(part.lane, watch=None)) for part in parts]
@@ -451,6 +460,9 @@ class Hierarchical:
             watches = [part.lane.watch for part, split in zip(parts, splits, strict=True) if split.numel]
             outer = [self._outer_part(*one, watch) for one, watch in zip(sums, watches, strict=True)]
             yield from self._outer.steps(outer, scale, tags, desk)
+        else:
+            for _ in range(self._outer_messages):
+                yield ()
         for split, total in sums:
             split.part.lane.codec.encode(total.to(split.part.x.dtype), split.wires[split.rank], step=split.step)
         yield self.inside.gather(wires, tags[1] + 1)

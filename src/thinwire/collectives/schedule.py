@@ -10,7 +10,8 @@ delays change no result. On NCCL the line runs in the calling thread and everyth
 [Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
 of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
 started the second message of all earlier ones, so everything that another rank needs for those is on its way. With
-more messages a chunk this does not hold, and such operations are waited for strictly in order, chunk by chunk.
+more messages a chunk this does not hold: such operations are one chunk to the line, which is waited for until it is
+done, and overlap their parts in an order of their own (steps.py, [Note: In step]).
 """
 
 import atexit

@@ -3,6 +3,8 @@
 Legend: W ranks, N bytes of one wire. Every rank decodes the same wires, its own too, so all end with the same bits.
 """
 
+import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, others_first, shards
-from thinwire.collectives.primitives import Transport
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards
+from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.reducers import Hierarchical, Key, Lane, Part, Reducer, known
 from thinwire.collectives.schedule import Operation, Steps
 
@@ -84,7 +86,6 @@ class AllReduce(_Base):
     ) -> None:
         super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
         self._lanes, self._reducer, self._scale, self._meter = lanes, reducer, scale, meter
-        self.in_order = isinstance(reducer, Hierarchical)
 
     def chunk(self, index: int, scratch: Tensor) -> Steps:
         """The reducer's steps on one span of every lane."""
@@ -102,6 +103,48 @@ class AllReduce(_Base):
         source = lane.flat.read(span, desk)
         x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
         return Part(lane, source, x, Key(self._step, index, at), span.begin)
+
+
+class AllReduceInStep(AllReduce):
+    """The same of chunks that wait more than twice: for the line all of them are one. [Note: In step]
+
+    [Note: In step] Each chunk is a step behind the one before it. In a round one is started, and then all that are
+    under way are waited for once, the youngest first: so its next message is on its way while older ones are waited
+    for. All ranks do this in the same order whatever their delays, so that each has started what others wait for.
+    """
+
+    in_order = True
+
+    def __init__(
+        self, setting: Setting, lanes: Sequence[Lane], reducer: Hierarchical, scale: float, meter: Meter | None = None
+    ) -> None:
+        super().__init__(setting, lanes, reducer, scale, meter)
+        self._count, self.num_chunks = self.num_chunks, 1
+        self._room = aligned(setting.chunk_bytes)  # of one
+        self._slots = min(self._count, reducer.messages + 1)
+        self.chunk_bytes = self._slots * self._room
+        self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
+
+    def chunk(self, index: int, scratch: Tensor) -> Steps:
+        """All chunks."""
+        under_way: list[tuple[Steps, Sequence[Waitable]]] = []  # the youngest first
+        for place in itertools.count():
+            begun = []
+            if place < self._count:
+                steps = self._slot(place, scratch)
+                begun = [(steps, next(steps))]
+            elif not under_way:
+                return
+            left = []
+            for steps, awaited in under_way:
+                yield awaited
+                with contextlib.suppress(StopIteration):
+                    left.append((steps, next(steps)))
+            under_way = begun + left
+
+    def _slot(self, place: int, scratch: Tensor) -> Steps:
+        begin = place % self._slots * self._room
+        return super().chunk(place, scratch[begin : begin + self._room])
 
 
 def _timed(steps: Steps, meter: Meter) -> Steps:
