@@ -1273,6 +1273,21 @@ def budgets(group: Group, cases: Sequence[tuple[Shapes, float]]) -> list[float |
     return found
 
 
+def replans(group: Group) -> bool:
+    """Parameters of one size whose widths change places: the same lanes, of other stretches of the bucket."""
+    shapes: Shapes = dict.fromkeys("abcd", (64, 64))
+    model = wrap(Given(shapes), group, 1024.0)
+    compress_ddp(model, "auto:5", feedback="none", exempt="none", replan_every=2, measure_every=1)
+    for step in range(12):
+        sizes = (1, 1, 50, 50) if step < 6 else (1, 50, 1, 50)
+        means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])
+    return same_everywhere(group, flat(means))
+
+
+def test_widths_may_change_places(ranks: RankPool) -> None:
+    assert all(ranks(2).run(replans))
+
+
 def test_bits_on_the_wire_stay_inside_the_budget(ranks: RankPool) -> None:
     """Exempt vectors that lie between the weights count, and so do the codes that bridge them."""
     layers = [(f"w{i}", (60, 64), f"b{i}", (240,)) for i in range(8)]
@@ -1344,6 +1359,22 @@ def test_statistics_make_sense(ranks: RankPool) -> None:
         assert (stats.ratio, stats.bits_per_element, stats.relative_error, sent) == (1.0, None, None, 0)
     (stats, _) = ranks(1).run(measure, {"codec": "lloyd2"}, shapes, 2)[0]
     assert (stats.steps, stats.bytes_sent, stats.ratio, stats.residual_bytes) == (2, 0, 1.0, 0)
+
+
+def exact_lanes(group: Group, dtype: torch.dtype) -> float | None:
+    """The error at a step in which some parameters travel as they are."""
+    model = wrap(Given({"w": (60, 50), "v": (50, 60)}, dtype), group, 1024.0)
+    handle = compress_ddp(model, "lloyd4", policy={"v": "none"}, measure_every=1)
+    for step in range(2):
+        backward(model, draw(group.rank(), step, {"w": (60, 50), "v": (50, 60)}, dtype))
+    return handle.stats().relative_error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_exact_lanes_of_any_dtype_are_measured(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    for error in ranks(world).run(exact_lanes, dtype):
+        assert 0.05 < error < 0.1  # half of the squares lose 0.0095
 
 
 def errors_measured(group: Group, every: int) -> list[float | None]:

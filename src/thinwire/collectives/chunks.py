@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.errors import CollectiveError
 
 # [Note: Chunks] A chunk costs about half a millisecond of messages and wake-ups whatever its size; what it gains is
 # that its encoding and decoding overlap with other chunks' travel. So there are few, and the first and the last, whose
@@ -113,6 +114,8 @@ class Desk:
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes`."""
+        if self._at + nbytes > self._scratch.numel():
+            raise CollectiveError(f"a chunk needs more scratch than the {self._scratch.numel()} bytes it was given")
         part = self._scratch[self._at : self._at + nbytes]
         self._at += aligned(nbytes)
         return part

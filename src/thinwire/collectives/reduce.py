@@ -18,6 +18,7 @@ from thinwire.collectives.schedule import Channel, Work, settle
 from thinwire.errors import CollectiveError
 
 SUM: Any = dist.ReduceOp.SUM
+_MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
 ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
 Codecs = str | Codec | tuple[str | Codec, str | Codec]
 
@@ -145,6 +146,7 @@ def _plan(channel: Channel, text: str, parts: list[Tensor], codec: Codecs, algor
             inside.wire_bytes(numel, dtype), across.wire_bytes(numel, dtype)  # say what is wrong with the dtype
         if algorithm == "plain" or (algorithm == "auto" and _is_plain(channel, mesh_group, numel, dtype, pair)):
             return _Plan(text)
+        _check_order(mesh_group)
         reducer: Reducer = Hierarchical(*channel.transports)
         return _sized(text, inside, reducer, Flat(parts), channel.transports[1].world, calls.world_of(channel), across)
     if isinstance(codec, tuple):
@@ -260,12 +262,13 @@ class Message:
             self.algorithm = reducers.fewest_roundings(world) if algorithm == "auto" else algorithm
             self._reducer = reducers.reducer(self.channel.transport, self.algorithm)
         else:
+            _check_order(nodes.mesh)
             self.channel, self.algorithm = mesh_channel(nodes.mesh, like.device), "hierarchical"
             self._reducer = Hierarchical(*self.channel.transports)
         self._world, self._shards = calls.world_of(self.channel), self.channel.transports[-1].world
         self._codecs = [self._first_codec(kind) for kind in kinds]
         self._cuts = [self._cut(kind, codec) for kind, codec in zip(kinds, self._codecs, strict=True)]
-        self._sizes: Plan | None = None
+        self._sizes: dict[tuple[bool, ...], Plan] = {}  # by which lanes are scattered
         named = "; ".join(f"{kind.numel} {kind.codec} {kind.feedback}".strip() for kind in kinds)
         where = "" if nodes is None else f" in {nodes.inside}"
         self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
@@ -280,7 +283,7 @@ class Message:
                 f"{kind.feedback}: take 4 bits or more, say feedback='none', or leave the mesh out"
             )
         inside = calls.codec_for(self._nodes.inside, (kind.numel,))
-        return max(inside, kind.codec, key=lambda codec: codec.wire_bytes(kind.numel, torch.float32))
+        return max(inside, kind.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
 
     def _cut(self, kind: LaneKind, codec: Codec) -> chunks.Cut:
         wire = codec.wire_bytes(kind.numel, self._encoded(kind, codec))
@@ -300,11 +303,11 @@ class Message:
             self._lane(kind, codec, cut, load)
             for kind, codec, cut, load in zip(self._kinds, self._codecs, self._cuts, loads, strict=True)
         ]
-        known = self._sizes is not None
-        call = Call(self.channel, self._text, known=known)
-        if self._sizes is None:
-            self._sizes = _sizes(lanes, self._reducer)
-        setting = self._sizes.setting(self.channel, step)
+        call = Call(self.channel, self._text, known=bool(self._sizes))
+        scattered = tuple(lane.flat.scattered for lane in lanes)
+        if scattered not in self._sizes:
+            self._sizes[scattered] = _sizes(lanes, self._reducer)
+        setting = self._sizes[scattered].setting(self.channel, step)
         operation = _operation(setting, lanes, self._reducer, 1.0 / self._world, meter)
         operation.copies_back(outputs, copies)
         return call.run(operation)
@@ -328,13 +331,16 @@ class Message:
         sent = _sent(link, first, codec, numel, dtype)
         for outer in across:
             own, rounding = chunks.shards(Span(0, numel), link.world)[link.rank], reducers.fewest_roundings(outer.world)
-            sent += _sent(outer, rounding, kind.codec, own.numel, reducers.total_dtype(dtype))
+            sent += _sent(outer, rounding, kind.codec, own.numel, reducers.total_dtype(kind.codec, dtype))
         return sent
 
     @functools.cached_property
     def wire_bytes(self) -> int:
-        """Bytes of the wires of all lanes, uncut; in a hierarchy of those that cross between nodes."""
-        return sum(kind.codec.wire_bytes(kind.numel, self._encoded(kind, kind.codec)) for kind in self._kinds)
+        """Bytes of the wires of all lanes, uncut; of several nodes those that cross between them."""
+        alone = self.channel.transports[0].world == 1
+        codecs = self._codecs if alone else [kind.codec for kind in self._kinds]
+        pairs = zip(self._kinds, codecs, strict=True)
+        return sum(codec.wire_bytes(kind.numel, self._encoded(kind, codec)) for kind, codec in pairs)
 
     def _encoded(self, kind: LaneKind, codec: Codec) -> torch.dtype:
         """The dtype that a lane's numbers have when they are encoded."""
@@ -350,6 +356,16 @@ def _sent(link: Transport, algorithm: str, codec: Codec, numel: int, dtype: torc
 
 
 MESSAGE_ALGORITHMS = ("auto", "one_shot", "two_phase")
+
+
+def _check_order(mesh: Any) -> None:
+    """A group numbers its ranks by size: those that a rank meets across nodes must have its own number in theirs."""
+    order = mesh.mesh.argsort(1)
+    if not bool((order == order[0]).all()):
+        raise CollectiveError(
+            f"every row of the mesh, a node, must list its ranks in the same order, got {mesh.mesh.tolist()}: "
+            "sort each row"
+        )
 
 
 def mesh_channel(mesh: Any, device: torch.device) -> Channel:

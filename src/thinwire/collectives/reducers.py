@@ -96,6 +96,11 @@ class Lane:
     across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
 
     @property
+    def outer(self) -> tuple[Codec, Codec]:
+        """Codec and first of the sums of nodes."""
+        return self.across or (self.codec, self.codec)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the numbers that are encoded."""
         return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
@@ -175,8 +180,9 @@ def _check(parts: Sequence["_Whole"] | Sequence["_Split"]) -> Fine:
     return fine
 
 
-def _decoded(codec: Codec, wire: Tensor, numel: int, step: int) -> Tensor:
-    out = torch.empty(numel, dtype=torch.float32, device=wire.device)
+def _decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a wire says, in fp32; one that holds the numbers themselves, in their `dtype`."""
+    out = torch.empty(numel, dtype=dtype if isinstance(codec, Identity) else torch.float32, device=wire.device)
     codec.decode(wire, out, step=known(step, wire.device))
     return out
 
@@ -252,7 +258,7 @@ class _Whole:
 
 def _look_back(part: Part, span: Span, x: Tensor, codec: Codec, wire: Tensor, step: int) -> None:
     """Compare what was encoded with what the others will read."""
-    decoded = _decoded(codec, wire, x.numel(), step)
+    decoded = _decoded(codec, wire, x.numel(), step, x.dtype)
     if part.lane.watch is not None:
         part.lane.watch.lost(part.span(span), x, decoded, codec, wire)
     if part.lane.carry is not None:
@@ -473,7 +479,8 @@ class Hierarchical:
     def _sum(self, split: _Split, desk: Desk) -> Tensor:
         """The own shard's, of this node."""
         x, codec = split.part.x, split.part.lane.codec
-        total, step = desk.numbers(split.numel, total_dtype(x.dtype)), known(split.step, x.device)
+        total = desk.numbers(split.numel, total_dtype(split.part.lane.outer[0], x.dtype))
+        step = known(split.step, x.device)
         if isinstance(codec, Identity) and x.dtype != total.dtype:  # its wires hold numbers of 16 bits
             each = torch.empty(split.numel, dtype=x.dtype, device=x.device)
             total.zero_()
@@ -485,17 +492,17 @@ class Hierarchical:
         return total
 
     def _outer_part(self, split: _Split, total: Tensor, watch: Watch | None) -> Part:
-        part, inner = split.part, split.part.lane
-        codecs = inner.across or (inner.codec, inner.codec)
-        lane = Lane(Flat([total]), Cut(total.numel(), total.numel()), *codecs, watch=watch)
+        part = split.part
+        lane = Lane(Flat([total]), Cut(total.numel(), total.numel()), *part.lane.outer, watch=watch)
         return Part(lane, total, total, Key(split.step, part.key.chunk), part.begin + split.cut[split.rank].begin)
 
 
 def _shard_size(size: Size, world: int) -> Size:
     """What of a part goes across nodes: the first shard is the longest."""
-    return Size(size.across or size.codec, shards(Span(0, size.numel), world)[0].numel, total_dtype(size.dtype))
+    across = size.across or size.codec
+    return Size(across, shards(Span(0, size.numel), world)[0].numel, total_dtype(across, size.dtype))
 
 
-def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a node's sums, which go across nodes."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def total_dtype(across: Codec, dtype: torch.dtype) -> torch.dtype:
+    """Of a node's sums of numbers of `dtype`, which go across nodes."""
+    return encoded_dtype(across, torch.float64 if dtype == torch.float64 else torch.float32, fed_back=False)

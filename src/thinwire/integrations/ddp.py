@@ -61,9 +61,10 @@ class DDPState:
             "residual_dtype": residual_dtype, "error_budget": error_budget, "replan_every": replan_every,
             "measure_every": measure_every, "algorithm": algorithm,
         }  # fmt: skip
+        nodes = _nodes(mesh, inside, algorithm, feedback)
         self._decisions = Decisions(
             codec,
-            feedback=feedback,
+            feedback="none" if nodes is not None else feedback,
             exempt=exempt,
             policy_rules=policy,
             warmup_steps=warmup_steps,
@@ -74,7 +75,7 @@ class DDPState:
         )
         if algorithm not in MESSAGE_ALGORITHMS:
             raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
-        self._engine = Engine(self._decisions, residual_dtype, algorithm, _nodes(mesh, inside, algorithm, feedback))
+        self._engine = Engine(self._decisions, residual_dtype, algorithm, nodes)
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._named = False  # by a model
         self._order: list[str] = []  # in which DDP brought them first
@@ -85,6 +86,10 @@ class DDPState:
         elif self._decisions.rules.by_name:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
         self._decisions.set_optimizer(optimizer, self._names.get)
+        if nodes is not None and self._decisions.onebit is not None:
+            raise CollectiveError(
+                "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
+            )
         self.step = 0
         self.closed = False
         self._ended = True  # whether the next bucket is the first of a step
@@ -270,7 +275,10 @@ class DDPState:
         residuals = feedbacks.deal(parts, head["world"], self.rank, self.world)
         resized = head["world"] != self.world
         errors = {} if resized else {k: v for one in states for k, v in one["errors"].items()}[str(self.rank)]
-        self._engine.forget(residuals, head["mean"], dict(head["feedback"]), dict(errors))
+        means = head["mean"]
+        if self._engine.nodes is not None:  # nobody would use them
+            residuals, means = {}, {}
+        self._engine.forget(residuals, means, dict(head["feedback"]), dict(errors))
         if head["layout"] and not resized:
             self._engine.restored = [tuple(names) for names in head["layout"]]
         self._decisions.load_state_dict(head["decisions"], self.step)
@@ -403,7 +411,7 @@ def compress_ddp(
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
     mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
         summed inside every node first, and `codec` is what travels across nodes, 1/gpus of the bytes a rank. There is
-        no feedback.
+        no feedback: feedback="auto" is "none".
     inside: what travels inside a node; a parameter that has more bits across keeps them.
     """
     if not isinstance(ddp_model, DistributedDataParallel):

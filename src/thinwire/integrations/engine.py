@@ -144,10 +144,10 @@ class Engine:
         return summed
 
     def _note_errors(self, watches: Sequence[ErrorWatch]) -> float | None:
-        """The relative error of a step; None if it was not finite, which says nothing."""
+        """The relative error of a step; None if it was not finite, which says nothing, or nothing was rounded."""
         lost, sent = sum(w.total_lost for w in watches), sum(w.total_sent for w in watches)
         codes = sum(watch.codes for watch in watches)
-        if not math.isfinite(lost + sent):
+        if not math.isfinite(lost + sent) or not any(watch.looked for watch in watches):
             return None
         self.error = (lost / sent) ** 0.5 if sent > 0 else 0.0
         self.clipped = sum(int(watch.outermost) for watch in watches) / codes if codes else None

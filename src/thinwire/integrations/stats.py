@@ -100,6 +100,7 @@ class ErrorWatch:
         self.sent_P = torch.zeros_like(self.lost_P)
         self.outermost = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = 0
+        self.looked = False  # whether anything was seen
 
     @property
     def total_lost(self) -> float:
@@ -119,6 +120,7 @@ class ErrorWatch:
     def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
         """`message` was encoded as `wire`, which says `decoded`."""
         begin, end = span
+        self.looked = True
         for i, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
             low, high = max(low, begin) - begin, min(high, end) - begin
             if low < high:
