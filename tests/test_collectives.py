@@ -462,6 +462,25 @@ def test_hierarchical_sums_inside_and_across(
         hierarchical_range(shape, codec, numel, factor).assert_holds(answers[0][1], f"{shape} {codec} {numel} {factor}")
 
 
+def near_the_end(group: Group, pair: tuple[str, str]) -> list[float]:
+    """The largest of what comes of numbers near fp16's largest, and of those whose mean is past it."""
+    mesh, found = init_device_mesh("cpu", (2, 2)), []
+    for value in (60000.0, -60000.0, math.inf):
+        x = torch.full((2000,), value, dtype=torch.float16)
+        thinwire.all_reduce(x, dist.ReduceOp.AVG, mesh, codec=pair, algorithm="hierarchical")
+        found.append(x.float().abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("pair", [("int8", "lloyd4"), ("bf16", "lloyd4"), ("bf16", "int4")], ids=str)
+def test_an_error_past_the_largest_number_is_none(ranks: RankPool, pair: tuple[str, str]) -> None:
+    """As in a flat sum: lloyd4 takes some of 60000 past 65504, which would be infinite."""
+    for up, down, lost in ranks(4).run(near_the_end, pair):
+        assert 50000 < up <= 65504
+        assert 50000 < down <= 65504
+        assert not math.isfinite(lost)
+
+
 # --- works ------------------------------------------------------------------------------------------------------------
 
 

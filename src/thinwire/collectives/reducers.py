@@ -20,13 +20,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec, Identity, Lloyd
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wires_bytes
 from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.schedule import Steps
 from thinwire.kernels import hashing
+from thinwire.kernels.schema import LLOYD_REACH, OTHER_REACH
 
 _SHARD = 4  # stream of the hash
+_MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, it would be infinite
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
 
 
@@ -470,7 +472,8 @@ class Hierarchical:
             for _ in range(self._outer_messages):
                 yield ()
         for split, total in sums:
-            split.part.lane.codec.encode(total.to(split.part.x.dtype), split.wires[split.rank], step=split.step)
+            fitted = _fitted(total, split.part.x.dtype, split.part.lane.outer[0])
+            split.part.lane.codec.encode(fitted, split.wires[split.rank], step=split.step)
         yield self.inside.gather(wires, tags[1] + 1)
         fine = _check(splits)
         for split in splits:
@@ -501,6 +504,15 @@ def _shard_size(size: Size, world: int) -> Size:
     """What of a part goes across nodes: the first shard is the longest."""
     across = size.across or size.codec
     return Size(across, shards(Span(0, size.numel), world)[0].numel, total_dtype(across, size.dtype))
+
+
+def _fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
+    """A decoded sum as numbers of `dtype`: what the codec's error took past the largest of them becomes that."""
+    if dtype.itemsize >= total.itemsize:
+        return total.to(dtype)
+    most = _MOST_HALF if dtype == torch.float16 else torch.finfo(dtype).max
+    reach = min(most * (LLOYD_REACH if isinstance(codec, Lloyd) else OTHER_REACH), torch.finfo(total.dtype).max)
+    return total.where((total.abs() > reach) | total.isnan(), total.clamp(-most, most)).to(dtype)
 
 
 def total_dtype(across: Codec, dtype: torch.dtype) -> torch.dtype:

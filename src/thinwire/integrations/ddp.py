@@ -129,14 +129,14 @@ class DDPState:
         return self._engine.average(names, shapes, buffer, self.step)
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if self._engine.nodes is not None and group is not self._engine.group:
+            _check_ranks(self._engine.nodes.mesh, group)
         self._ended = False
         if self._decisions.racing and device.type == "cuda":
             torch.cuda.synchronize(device)  # the host is ahead of the steps that are timed
         seconds, self._began = now() - self._began, now()
         if group.size() == 1 or self.closed:
             return
-        if self._engine.nodes is not None and group is not self._engine.group:
-            _check_ranks(self._engine.nodes.mesh, group)
         news = self._engine.begin_step(group, self.step, seconds, device)
         if news and group.rank() == 0:
             print(f"thinwire: {news}", flush=True)
