@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -249,8 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def refusals(group: Group) -> dict[str, str]:
     """What is said of each, and that the ranks go on afterwards."""
     meshes: dict[Any, Any] = {"line": init_device_mesh("cpu", (4,)), "whole": mesh_of((2, 2))}
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    meshes["half"] = _Half(meshes["whole"], halves)
+    meshes["half"] = _Half(meshes["whole"])
     meshes["rows"] = DeviceMesh("cpu", [[3, 1], [0, 2]])
     told = {}
     for name, (options, _) in REFUSED.items():
@@ -272,7 +270,7 @@ class _Half:
 
     mesh_dim_names, ndim = ("node", "rank"), 2
 
-    def __init__(self, whole: Any, halves: list[Any]) -> None:
+    def __init__(self, whole: Any) -> None:
         self.mesh, self.get_group = torch.tensor([[0], [1]]), whole.get_group
 
 

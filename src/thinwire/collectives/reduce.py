@@ -277,11 +277,7 @@ class Message:
         """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
         if self._nodes is None:
             return kind.codec
-        if kind.feedback:
-            raise CollectiveError(
-                f"sums inside nodes and then across them have no error feedback, and {kind.codec} here would have "
-                f"{kind.feedback}: take 4 bits or more, say feedback='none', or leave the mesh out"
-            )
+        assert not kind.feedback  # a hierarchy has none
         inside = calls.codec_for(self._nodes.inside, (kind.numel,))
         return max(inside, kind.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
 

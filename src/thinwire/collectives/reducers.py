@@ -20,12 +20,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, Lloyd
+from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wires_bytes
 from thinwire.collectives.primitives import Transport, Waitable
 from thinwire.collectives.schedule import Steps
-from thinwire.kernels import hashing
-from thinwire.kernels.schema import LLOYD_REACH, OTHER_REACH
+from thinwire.kernels import hashing, reference
 
 _SHARD = 4  # stream of the hash
 _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, it would be infinite
@@ -511,8 +510,7 @@ def _fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
     if dtype.itemsize >= total.itemsize:
         return total.to(dtype)
     most = _MOST_HALF if dtype == torch.float16 else torch.finfo(dtype).max
-    reach = min(most * (LLOYD_REACH if isinstance(codec, Lloyd) else OTHER_REACH), torch.finfo(total.dtype).max)
-    return total.where((total.abs() > reach) | total.isnan(), total.clamp(-most, most)).to(dtype)
+    return reference.saturate(codec.encoding(total.dtype).format, total, most).to(dtype)
 
 
 def total_dtype(across: Codec, dtype: torch.dtype) -> torch.dtype:

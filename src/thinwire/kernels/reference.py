@@ -87,11 +87,11 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
             z_KB = _flip(_hadamard(z_KB), span.lo, rotation)
             norm = norm * root(span.codes)
         z_KB = z_KB * norm
-        z_KB = torch.where(post_K1 > 1, _saturate(format, z_KB, FLOAT_MAX * LOWER), z_KB) * post_K1
+        z_KB = torch.where(post_K1 > 1, saturate(format, z_KB, FLOAT_MAX * LOWER), z_KB) * post_K1
         out[span.lo : span.hi] = _fit_dtype(format, z_KB.reshape(-1)[: span.hi - span.lo], out.dtype)
 
 
-def _saturate(format: Format, z: Tensor, most: float) -> Tensor:
+def saturate(format: Format, z: Tensor, most: float) -> Tensor:
     """`most` in place of what the codes' error took past it. Further out is an overflow, and stays."""
     reach = LLOYD_REACH if format.kind == Kind.LLOYD else OTHER_REACH
     beyond = min(f32(most * reach), FLOAT_MAX)
@@ -100,7 +100,7 @@ def _saturate(format: Format, z: Tensor, most: float) -> Tensor:
 
 def _fit_dtype(format: Format, z: Tensor, dtype: torch.dtype) -> Tensor:
     """z where it goes into a 16-bit output: values just past its largest number become that."""
-    return z if dtype == torch.float32 else _saturate(format, z, torch.finfo(dtype).max)
+    return z if dtype == torch.float32 else saturate(format, z, torch.finfo(dtype).max)
 
 
 def recode(
