@@ -554,29 +554,6 @@ def test_compression_may_begin_under_way(ranks: RankPool) -> None:
         assert_same(late, scheduled)
 
 
-def train_compiled(group: Group, options: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Compiled and clipped: whether it did what eager code does, and replicas are alike."""
-    found = []
-    for compiled in (False, True):
-        model = wrap(network(), group, 25 * 1024.0)  # the compiler wants a first bucket that is smaller
-        compress_ddp(model, **options)
-        called = torch.compile(model, backend="eager") if compiled else model
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(4):
-            x, y = batch(group.rank(), step)
-            optimizer.zero_grad()
-            (called(x) - y).square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-        found.append(model)
-    eager, compiled_model = (list(model.parameters()) for model in found)
-    return all(map(torch.equal, eager, compiled_model)), same_everywhere(group, *compiled_model)
-
-
-def test_compiled_models_with_clipped_gradients(ranks: RankPool) -> None:
-    assert ranks(2).run(train_compiled, {"codec": "lloyd4"}) == [(True, True)] * 2
-
-
 # --- classic feedback -------------------------------------------------------------------------------------------------
 
 
