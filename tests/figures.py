@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from thinwire.advise import machine as machines
-from thinwire.bench import record
-from thinwire.cli import demo
-from thinwire.report import tables
+from thinwire.tools.advise import machine as machines
+from thinwire.tools.bench import record
+from thinwire.tools.cli import demo
+from thinwire.tools.report import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

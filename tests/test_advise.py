@@ -19,18 +19,18 @@ from typer.testing import CliRunner, Result
 import thinwire
 from programs import Ended
 from ranks import RankPool
-from thinwire.advise import check, loss, machine as machines, measure, model, schemes, units, verdict
-from thinwire.advise.links import LATENCY_S, Cluster, Link
-from thinwire.advise.machine import CodecSpeed, Machine
-from thinwire.advise.model import Hop, Job, Message, Stage
-from thinwire.advise.recorded import MACHINES
-from thinwire.advise.schemes import PLAIN, Scheme
-from thinwire.bench import record
-from thinwire.bench.record import Record
-from thinwire.cli import advise as command
-from thinwire.cli.app import app
 from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
 from thinwire.errors import RecordError
+from thinwire.tools.advise import check, loss, machine as machines, measure, model, schemes, units, verdict
+from thinwire.tools.advise.links import LATENCY_S, Cluster, Link
+from thinwire.tools.advise.machine import CodecSpeed, Machine
+from thinwire.tools.advise.model import Hop, Job, Message, Stage
+from thinwire.tools.advise.recorded import MACHINES
+from thinwire.tools.advise.schemes import PLAIN, Scheme
+from thinwire.tools.bench import record
+from thinwire.tools.bench.record import Record
+from thinwire.tools.cli import advise as command
+from thinwire.tools.cli.app import app
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SHAPED = (

@@ -17,7 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from thinwire import kernels
-from thinwire.bench import (
+from thinwire.codecs import Codec, codec
+from thinwire.kernels import BACKENDS, reference, use_backend
+from thinwire.tools.bench import (
     codec as codec_bench,
     copies,
     data,
@@ -28,10 +30,8 @@ from thinwire.bench import (
     selftest,
     timing,
 )
-from thinwire.cli.app import app
-from thinwire.codecs import Codec, codec
-from thinwire.kernels import BACKENDS, reference, use_backend
-from thinwire.report import tables
+from thinwire.tools.cli.app import app
+from thinwire.tools.report import tables
 
 CPU = torch.device("cpu")
 CODEC_ROW: record.Row = {

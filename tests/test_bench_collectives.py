@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from programs import Ended
-from thinwire.bench import collectives as bench, link as links, record
-from thinwire.bench.collectives import Case, Sample
-from thinwire.cli.app import app
 from thinwire.codecs import codec
-from thinwire.report import tables
+from thinwire.tools.bench import collectives as bench, link as links, record
+from thinwire.tools.bench.collectives import Case, Sample
+from thinwire.tools.cli.app import app
+from thinwire.tools.report import tables
 
 MBIT = links.parse("100mbit")
 EVERYTHING = ",".join(bench.VERBS)

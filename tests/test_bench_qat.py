@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from thinwire.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
-from thinwire.bench.qat_methods import METHODS
-from thinwire.bench.qat_tasks import Recipe
-from thinwire.cli.app import app
 from thinwire.kernels import BACKENDS, use_backend
 from thinwire.qat import LSQ
 from thinwire.qat.layers import QuantisedLayer
+from thinwire.tools.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
+from thinwire.tools.bench.qat_methods import METHODS
+from thinwire.tools.bench.qat_tasks import Recipe
+from thinwire.tools.cli.app import app
 
 CPU = torch.device("cpu")
 

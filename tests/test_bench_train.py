@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 from programs import Ended
 from ranks import RankPool
 from test_bench_collectives import shapes_links
-from thinwire.bench import link as links, record, schemes, tasks, train as bench
-from thinwire.bench.schemes import Scheme
-from thinwire.bench.tasks import Task, Total
-from thinwire.bench.train import Outcome, Plan, Sample
-from thinwire.cli import bench as cli
-from thinwire.cli.app import app
 from thinwire.errors import CodecError
-from thinwire.report import tables
+from thinwire.tools.bench import link as links, record, schemes, tasks, train as bench
+from thinwire.tools.bench.schemes import Scheme
+from thinwire.tools.bench.tasks import Task, Total
+from thinwire.tools.bench.train import Outcome, Plan, Sample
+from thinwire.tools.cli import bench as cli
+from thinwire.tools.cli.app import app
+from thinwire.tools.report import tables
 
 MBIT = links.parse("100mbit")
 

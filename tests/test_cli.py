@@ -25,11 +25,18 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from programs import Ended
-from thinwire.bench import codec as codec_bench, collectives as collectives_bench, data, link as links, record, selftest
-from thinwire.cli import advise, doctor
-from thinwire.cli.app import app, start
-from thinwire.cli.flags import split_codecs
 from thinwire.kernels import BACKENDS, cpu, use_backend
+from thinwire.tools.bench import (
+    codec as codec_bench,
+    collectives as collectives_bench,
+    data,
+    link as links,
+    record,
+    selftest,
+)
+from thinwire.tools.cli import advise, doctor
+from thinwire.tools.cli.app import app, start
+from thinwire.tools.cli.flags import split_codecs
 
 SMALL = ["bench", "codec", "--numel", "2000", "--distributions", "gaussian,sparse", "--codecs", "int8,lloyd2"]
 

@@ -20,15 +20,15 @@ from typer.testing import CliRunner, Result
 
 from programs import Ended
 from ranks import RankPool
-from thinwire.advise import check, machine as machines
-from thinwire.advise.links import PAYLOAD
-from thinwire.bench import demo as bench, link as links, record, schemes, tasks, train
-from thinwire.bench.demo import Look, Tick
-from thinwire.bench.record import Interrupted, Record, Row
-from thinwire.bench.train import Outcome, Plan
-from thinwire.cli import demo as cli, findings
-from thinwire.cli.app import app
-from thinwire.report.charts import Bars, draw
+from thinwire.tools.advise import check, machine as machines
+from thinwire.tools.advise.links import PAYLOAD
+from thinwire.tools.bench import demo as bench, link as links, record, schemes, tasks, train
+from thinwire.tools.bench.demo import Look, Tick
+from thinwire.tools.bench.record import Interrupted, Record, Row
+from thinwire.tools.bench.train import Outcome, Plan
+from thinwire.tools.cli import demo as cli, findings
+from thinwire.tools.cli.app import app
+from thinwire.tools.report.charts import Bars, draw
 
 PLOTS = {"predicted.png", "loss.png", "loss_ratio.png", "loss_bytes.png", "bytes.png", "step_time.png"}
 FILES = {"index.html", "demo.json", *PLOTS}

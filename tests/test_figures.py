@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import figures
-from thinwire.bench import record
+from thinwire.tools.bench import record
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)

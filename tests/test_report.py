@@ -27,14 +27,14 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from thinwire.bench import record
-from thinwire.bench.record import Record, Row
-from thinwire.cli.app import app
 from thinwire.errors import RecordError
-from thinwire.report import cells, charts, compare, page, tables
-from thinwire.report.charts import Bars, Lines, draw
-from thinwire.report.charts.look import DARK, LIGHT, Palette
-from thinwire.report.markup import element
+from thinwire.tools.bench import record
+from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.cli.app import app
+from thinwire.tools.report import cells, charts, compare, page, tables
+from thinwire.tools.report.charts import Bars, Lines, draw
+from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
+from thinwire.tools.report.markup import element
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"

@@ -1,6 +1,6 @@
 """`python -m thinwire` is the `thinwire` command."""
 
-from thinwire.cli import main
+from thinwire.tools.cli import main
 
 if __name__ == "__main__":
     main()

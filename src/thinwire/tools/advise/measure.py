@@ -1,0 +1,191 @@
+"""What the ranks of a running job measure before they are advised: their links, their kernels. Not pure, alone here.
+
+All ranks call `links` and `kernels` together, as torchrun starts them; all get the figures of the slowest rank.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives import calls, cost, primitives
+from thinwire.collectives.primitives import Group
+from thinwire.errors import ThinwireError
+from thinwire.tools.advise.links import Cluster, Link
+from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine
+
+_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # on a GPU enough that kernels take longer than their launch
+_WIRES = 4
+_ROUNDS, _CALLS = 5, 50
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has told this process its rank."""
+    return all(name in os.environ for name in ENVIRONMENT)
+
+
+class Place(NamedTuple):
+    """Where the launcher has put this process."""
+
+    rank: int
+    world: int
+    local_rank: int
+    per_node: int
+
+
+def place() -> Place:
+    """What the environment says, or ValueError."""
+    world = _told("WORLD_SIZE", 1)
+    rank = _told("RANK", 0, world - 1)
+    per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")
+    return Place(rank, world, _told("LOCAL_RANK", 0, default="0"), per_node)
+
+
+def _told(name: str, least: int, most: float = math.inf, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not (text.isdecimal() and least <= int(text) <= most):
+        allowed = f"{least} .. {most}" if most < math.inf else f"{least} or more"
+        raise ValueError(f"{name} must be a whole number, {allowed}, got {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def job(device: torch.device) -> Iterator[None]:
+    """The group of all ranks, made unless there is one; what was made ends with the block."""
+    made = not dist.is_initialized()
+    if made:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except (RuntimeError, ValueError) as error:
+            raise ThinwireError(f"the ranks did not find each other ({error}); start them all with torchrun") from None
+    try:
+        yield
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def links(device: torch.device, per_node: int) -> Cluster:
+    """The cluster of the default group, in nodes of `per_node` ranks."""
+    world, transport = dist.get_world_size(), "nccl" if device.type == "cuda" else "gloo"
+    if world == 1:
+        return Cluster(1, transport=transport)
+    if not 1 < per_node < world:
+        link = _link(None, device)
+        return Cluster(world, per_node, link if per_node == 1 else None, link if per_node > 1 else None, transport)
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import, and only needed here
+
+    mesh = init_device_mesh(device.type, (world // per_node, per_node))
+    inside, rail = _link(mesh.get_group(1), device), _link(mesh.get_group(0), device)
+    # All ranks of a node were measured at once: each had its share of the node's link.
+    across = Link(per_node * rail.bytes_per_s, rail.latency_s)
+    return Cluster(world, per_node, across, inside, transport)
+
+
+def _link(group: Group, device: torch.device) -> Link:
+    """The slowest rank's, from messages that all ranks of the group send at once."""
+    channel = calls.channel_of(group, device)
+    plain = {"plain": functools.partial(_plain, channel.transport.group, device)}
+    # The identity is never chosen by its cost, so what is settled here misleads no later call of this group.
+    found = cost.choose(channel, "all_reduce", 1, torch.float32, Identity(), plain).link
+    rate, latency = _agreed([-_bytes_per_s(found), found.latency_s], device)
+    return Link(-rate, latency)
+
+
+def _plain(group: dist.ProcessGroup, device: torch.device, numel: int) -> Callable[[], object]:
+    x = torch.zeros(numel, device=device)
+    return lambda: dist.all_reduce(x, group=group)
+
+
+def _bytes_per_s(link: cost.Link) -> float:
+    """Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones."""
+    (n0, s0), (n1, s1) = link.points[-2:] if len(link.points) > 1 else ((0, 0.0), link.points[0])
+    return (n1 - n0) / (s1 - s0) if s1 > s0 else link.bytes_per_s
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:
+    """What one rank has, while all run the kernels, so that what they share counts."""
+    numel, kind = _NUMEL[device.type], "gpu" if device.type == "cuda" else "cpu"
+    x = torch.linspace(-1, 1, numel, device=device)
+    speeds = {str(codec): _speed(codec, x) for codec in codecs}
+    copy_s = _timed({"copy": lambda: torch.empty_like(x).copy_(x)}, device)["copy"] / numel
+    return Machine(
+        kind,
+        f"measured by {dist.get_world_size()} ranks",
+        copy_s,
+        speeds,
+        call_s=_call_s(codecs[0], device),
+        message_s=MESSAGE_S[kind],
+        byte_s=0.0,  # what bytes cost the processor is in the link's time
+        cores=max(1.0, (os.cpu_count() or 1) / per_node),
+    )
+
+
+def _speed(codec: Codec, x: torch.Tensor) -> CodecSpeed:
+    numel, device = x.numel(), x.device
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+    codec.encode(x, wire)
+    wires_WN, out, again = wire.repeat(_WIRES, 1), torch.empty_like(x), torch.empty_like(wire)
+    taken = _timed(
+        {
+            "encode": lambda: codec.encode(x, wire),
+            "decode": lambda: codec.decode(wire, out, step=0),
+            "decode_sum": lambda: codec.decode_sum(wires_WN, out, step=0),
+            "recode": lambda: codec.recode(wires_WN, again, numel, trusted=True),
+        },
+        device,
+    )
+    encode, decode, total, recode = (seconds / numel for seconds in taken.values())
+    each = max(0.0, (total - decode) / (_WIRES - 1))
+    return CodecSpeed(encode, decode, each, max(0.0, recode - (_WIRES - 1) * each))
+
+
+def _call_s(codec: Codec, device: torch.device) -> float:
+    """Of the host, for one kernel: many on next to nothing."""
+    x = torch.zeros(16, device=device)
+    wire = torch.empty(codec.wire_bytes(16), dtype=torch.uint8, device=device)
+    return _timed({"calls": lambda: _repeat(codec, x, wire)}, device)["calls"] / _CALLS
+
+
+def _repeat(codec: Codec, x: torch.Tensor, wire: torch.Tensor) -> None:
+    for _ in range(_CALLS):
+        codec.encode(x, wire)
+
+
+def _timed(work: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Median seconds of calls that all ranks start together, on the slowest rank."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(_ROUNDS + 1):
+        for name, call in work.items():
+            primitives.barrier(primitives.resolve(None), device)
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken[name].append(time.perf_counter() - start)
+    return dict(zip(work, _agreed([median(times[1:]) for times in taken.values()], device), strict=True))
+
+
+def _agreed(values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest over ranks, on every rank."""
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    found: list[float] = shared.tolist()
+    return found

@@ -1,0 +1,100 @@
+"""The codec benchmark: how many bits a codec puts on the wire, and what they lose, on six distributions."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.codecs import Codec, Lloyd, codec
+from thinwire.tools.bench import data, timing
+from thinwire.tools.bench.record import Progress, Record, Row, collect
+
+CODECS = (
+    *("none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int4:block=32", "int3", "int2"),
+    *("lloyd4", "lloyd4:block=256", "lloyd3", "lloyd2", "lloyd1", "lloyd1:block=1024"),
+)
+NUMEL, QUICK_NUMEL = 1 << 22, 1 << 18
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to be measured."""
+
+    distribution: str
+    codec: Codec
+    numel: int
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.codec}"
+
+
+def run(
+    codecs: Sequence[str | Codec] = CODECS,
+    distributions: Sequence[str] = tuple(data.DISTRIBUTIONS),
+    numel: int = NUMEL,
+    progress: Progress = iter,
+) -> Record:
+    """A record of kind "codec": wire bits and error of every codec on every distribution, on the CPU."""
+    data.check(distributions)
+    device = torch.device("cpu")
+    backend = timing.name_of(kernels.select(device))
+    cases = [Case(name, codec(spec), numel) for name in distributions for spec in codecs]
+    return collect("codec", device, _rows(cases, backend, progress))
+
+
+def _rows(cases: Sequence[Case], backend: str, progress: Progress) -> Iterator[Row]:
+    for case in progress(cases):
+        yield {**measure(case), "backend": backend}
+
+
+def measure(case: Case) -> Row:
+    """Encode, decode, and compare with the input."""
+    x = data.sample(case.distribution, case.numel)
+    wire = torch.empty(case.codec.wire_bytes(x.numel()), dtype=torch.uint8)
+    out = torch.empty_like(x)
+    case.codec.encode(x, wire)
+    case.codec.decode(wire, out)
+    wire_bits, lost = 8 * wire.numel() / x.numel(), nmse(x, out)
+    return {
+        "distribution": case.distribution,
+        "codec": str(case.codec),
+        "wire_bits": wire_bits,
+        "nmse": lost,
+        "db_above_rd": db_above_rd(lost, wire_bits),
+        "lloyd_max_nmse": lloyd_max_nmse(case.codec.bits) if isinstance(case.codec, Lloyd) else None,
+        "numel": x.numel(),
+    }
+
+
+def nmse(x: Tensor, decoded: Tensor) -> float:
+    """sum (x - decoded)² / sum x², in fp64."""
+    error = x.double() - decoded.double()
+    return (error.square().sum() / x.double().square().sum()).item()
+
+
+def db_above_rd(lost: float, wire_bits: float) -> float | None:
+    """10 log10(nmse / 2**(-2 wire_bits)): the distance to the best any code can do at that rate on a Gaussian.
+
+    The Gaussian's bound is used for every distribution. It is the hardest source of its variance, so on others the
+    distance can be negative. None where nothing was lost.
+    """
+    return 10 * math.log10(lost) + 20 * math.log10(2) * wire_bits if lost > 0 else None
+
+
+@lru_cache(maxsize=8)
+def lloyd_max_nmse(bits: int, rounds: int = 1000) -> float:
+    """NMSE of the best scalar quantiser of a Gaussian. Lloyd's rounds: edges halfway, levels at the means between."""
+    normal = NormalDist()
+    levels = [(2 * i + 1) / 2**bits - 1 for i in range(2**bits)]
+    for _ in range(rounds):
+        edges = [-math.inf, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        bins = list(pairwise(edges))
+        mass = [normal.cdf(high) - normal.cdf(low) for low, high in bins]
+        levels = [(normal.pdf(low) - normal.pdf(high)) / m for (low, high), m in zip(bins, mass, strict=True)]
+    return 1 - math.fsum(m * level**2 for m, level in zip(mass, levels, strict=True))

@@ -1,0 +1,301 @@
+"""What fake quantisation costs: forward and backward beside plain copies and torch's own learnable op, interleaved.
+
+[Note: Floor] The least that any implementation moves, measured in the same run. Forward: a copy of x. Backward: an add
+that reads x and the gradient of y and writes that of x. Together: the sum of the two.
+
+[Note: Peak] Bytes that are allocated at the peak of a forward and a backward beyond those before it (x, the gradient of
+y, the parameters) and beyond y, over the elements of x; the gradient of x is counted. On a GPU torch's allocator tells
+it, on the CPU torch's profiler: what C code takes for itself there is not seen.
+
+[Note: Host] Times are those of the device: it is kept waiting until the host has queued all calls of a measurement, as
+it does where a model keeps it busy. `host_ms` is the time of a call, launched several times in a row, where it is not.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.qat import fake_quantize
+from thinwire.tools.bench import timing
+from thinwire.tools.bench.record import TIMES, Row
+from thinwire.tools.bench.timing import Call
+
+OPS = ("forward", "backward", "forward_backward")
+GRAINS = ("tensor", "channel")
+GRADIENTS = ("lsq", "torch")  # a scale alone by the paper's rule; scale and zero point by torch's, as torch's op has
+DTYPES = (torch.float32, torch.bfloat16)
+NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
+QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
+BITS = 4  # the work does not hang on it
+_AHEAD_MS = 8.0  # longer than the host takes to queue the launches of a measurement
+_LO, _HI = -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often all calls of a case are timed."""
+
+    rounds: int  # more => steadier medians
+    launches: int = 1  # of a call in a row, on a GPU; more => less of the host in the times
+
+
+EFFORTS = {
+    ("cpu", False): Effort(9),
+    ("cpu", True): Effort(3),
+    ("cuda", False): Effort(20, launches=5),
+    ("cuda", True): Effort(5, launches=3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one kind of tensor: a row for each of OPS."""
+
+    grain: str
+    dtype: torch.dtype
+    gradient: str
+    numel: int
+    threads: int
+    device: torch.device
+    effort: Effort
+
+    def __str__(self) -> str:
+        return f"speed, {self.gradient} per {self.grain}, {self._dtype}, {self.numel} elements"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, as near to a square as whole numbers come, more columns than rows."""
+        rows = next(rows for rows in range(math.isqrt(self.numel), 0, -1) if self.numel % rows == 0)
+        return rows, self.numel // rows
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def rows(self) -> Iterator[Row]:
+        """One of each op. An implementation that fails has no times: the row says why, ours in `note`."""
+        with timing.threads(self.threads), torch.enable_grad():
+            measured = _measure(self)
+        for op in OPS:
+            yield {"op": op, **self._labels(), **measured[op]}
+
+    def _labels(self) -> Row:
+        return {
+            "backend": timing.name_of(kernels.select(self.device)),
+            "device": self.device.type,
+            "numel": self.numel,
+            "dtype": self._dtype,
+            "granularity": self.grain,
+            "channels": 1 if self.grain == "tensor" else self.shape[0],
+            "gradient": self.gradient,
+            "bits": BITS,
+            "threads": self.threads,
+            "rounds": self.effort.rounds,
+        }
+
+
+def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[Case]:
+    """What a run measures on a device."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    size = numel or (QUICK_NUMEL if quick else NUMEL)[kind]
+    return [
+        Case(grain, dtype, gradient, size, threads, device, EFFORTS[kind, quick])
+        for dtype in DTYPES
+        for gradient in GRADIENTS
+        for grain in GRAINS
+    ]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation on its input: its name, what it applies, what it differentiates by, and the gradient of y."""
+
+    name: str
+    apply: Callable[[], Tensor]
+    inputs: Sequence[Tensor]
+    grad: Tensor
+
+    def forward(self) -> None:
+        """The output, ready for a backward, is made and let go."""
+        self.apply()
+
+    def forward_backward(self) -> None:
+        """The gradients are made and let go."""
+        torch.autograd.grad(self.apply(), self.inputs, self.grad)
+
+    def calls(self) -> dict[str, Call]:
+        """By op. The forward of the backward is done beforehand, once."""
+        y = self.apply()
+
+        def backward() -> None:
+            torch.autograd.grad(y, self.inputs, self.grad, retain_graph=True)
+
+        return dict(zip(OPS, (self.forward, backward, self.forward_backward), strict=True))
+
+
+def subjects(case: Case) -> tuple[Subject, Subject]:
+    """thinwire's and torch's, on the same Gaussian numbers and the same scales, those LSQ starts from."""
+    generator = torch.Generator(device=case.device).manual_seed(0)
+    x, grad = (torch.randn(case.shape, generator=generator, device=case.device).to(case.dtype) for _ in range(2))
+    per_channel = case.grain == "channel"
+    spread = x.float().abs().mean(1) if per_channel else x.float().abs().mean().reshape(1)
+    scale = (2 * spread / math.sqrt(_HI)).requires_grad_()
+    zero_point = torch.zeros_like(scale).requires_grad_()
+    shift = zero_point if case.gradient == "torch" else None
+    axis = 0 if per_channel else None
+    x.requires_grad_()
+
+    def ours() -> Tensor:
+        return fake_quantize(
+            x, scale, quant_min=_LO, quant_max=_HI, zero_point=shift, axis=axis, gradient=case.gradient
+        )
+
+    def theirs() -> Tensor:
+        factor = 1 / math.sqrt(x.numel() * _HI)
+        if per_channel:
+            return torch._fake_quantize_learnable_per_channel_affine(x, scale, zero_point, 0, _LO, _HI, factor)
+        return torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero_point, _LO, _HI, factor)
+
+    own = [x, scale] if shift is None else [x, scale, shift]
+    return Subject("ours", ours, own, grad), Subject("torch", theirs, [x, scale, zero_point], grad)
+
+
+def _measure(case: Case) -> dict[str, Row]:
+    """The columns of every op."""
+    ours, theirs = subjects(case)
+    calls: dict[str, Call] = _floors(ours)
+    peaks: dict[str, float] = {}
+    notes: Row = {"note": None, "torch_note": None, "graph_note": None}
+    for subject, note in ((ours, "note"), (theirs, "torch_note")):
+        with _noted(notes, note):
+            peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
+            calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
+    if case.device.type == "cuda" and notes["note"] is None:
+        with _noted(notes, "graph_note"):
+            calls |= _graphs(case)
+    times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
+    hosts = _hosts(case, calls)
+    return {op: {**_times(op, times), **hosts[op], **_peaks(op, peaks), **notes} for op in OPS}
+
+
+def _hosts(case: Case, calls: dict[str, Call]) -> dict[str, Row]:
+    """[Note: Host]"""
+    columns = {"host_ms": "ours", "torch_host_ms": "torch"}
+    if case.device.type != "cuda":
+        return {op: dict.fromkeys(columns) for op in OPS}
+    return {op: {column: _host_ms(case, calls.get(f"{name} {op}")) for column, name in columns.items()} for op in OPS}
+
+
+def _host_ms(case: Case, call: Call | None) -> float | None:
+    if call is None:
+        return None
+    taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
+    return timing.percentiles(taken)[1]
+
+
+@contextlib.contextmanager
+def _noted(notes: Row, name: str) -> Iterator[None]:
+    """What fails is noted in a column, and the others are still measured."""
+    try:
+        yield
+    except Exception as error:  # of a compiler, a driver or an allocator: any kind
+        first = next(iter(str(error).strip().splitlines()), "")
+        notes[name] = f"{type(error).__name__}: {first[:200]}"
+
+
+def _floors(subject: Subject) -> dict[str, Call]:
+    """[Note: Floor]; as integers, since not every CPU adds 16-bit floats at the speed of memory."""
+    whole = {4: torch.int32, 2: torch.int16}[subject.grad.itemsize]
+    x, grad = (tensor.detach().view(whole) for tensor in (subject.inputs[0], subject.grad))
+    out = torch.empty_like(x)
+
+    def copy() -> None:
+        out.copy_(x)
+
+    def add() -> None:
+        torch.add(x, grad, out=out)
+
+    return {"floor forward": copy, "floor backward": add}
+
+
+def _graphs(case: Case) -> dict[str, Call]:
+    """Ours replayed as one CUDA graph. A backward must be captured with its forward, so that it is not there alone.
+
+    On inputs of their own: a graph of autograd that lives on ties its leaves to the stream that it was made on.
+    """
+    ours, _ = subjects(case)
+    return {
+        "graph forward": timing.captured(ours.forward),
+        "graph forward_backward": timing.captured(ours.forward_backward),
+    }
+
+
+def _times(op: str, times: dict[str, list[float]]) -> Row:
+    """Medians, and what they are beside the floor and torch's."""
+    middle = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
+    floors = [middle[f"floor {part}"] for part in ("forward", "backward") if part in op]
+    floor, theirs = math.fsum(floors), middle.get(f"torch {op}")
+    row: Row = {**dict.fromkeys((*TIMES, "times_floor", "times_torch")), "floor_ms": floor, "torch_ms": theirs}
+    if f"ours {op}" in times:
+        p20, p50, p80 = timing.percentiles(times[f"ours {op}"])
+        row |= {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80, "times_floor": p50 / floor}
+        row |= {"times_torch": theirs / p50 if theirs else None}
+    return {**row, "torch_times_floor": theirs / floor if theirs else None, "graph_ms": middle.get(f"graph {op}")}
+
+
+def _peaks(op: str, peaks: dict[str, float]) -> Row:
+    """Of the two together; one alone has no such figure."""
+    found = peaks if op == "forward_backward" else {}
+    return {"peak_bytes_per_element": found.get("ours"), "torch_peak_bytes_per_element": found.get("torch")}
+
+
+def peak_bytes(subject: Subject, device: torch.device) -> float:
+    """[Note: Peak]; NaN where torch cannot tell."""
+    subject.forward_backward()  # what is made once is not counted
+    result = subject.inputs[0].nbytes
+    if device.type == "cuda":
+        return _cuda_peak(subject.forward_backward) - result
+    return _cpu_peak(subject.forward_backward) - result
+
+
+def _cuda_peak(call: Call) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _cpu_peak(call: Call) -> float:
+    if not torch.profiler.kineto_available():
+        return math.nan
+    with _silent(), torch.autograd.profiler.profile(profile_memory=True) as profile:
+        call()
+    assert profile.kineto_results is not None
+    found = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    found.sort(key=lambda event: event.start_ns())
+    changes: list[int] = [event.nbytes() for event in found]
+    return max(accumulate(changes, initial=0))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Some builds of torch's profiler announce themselves on standard error, past sys.stderr."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

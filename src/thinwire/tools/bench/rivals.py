@@ -1,0 +1,146 @@
+"""Torch's own ways to the same end: the functions of its quantisation hooks, and torch.compile of the reference."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import Backend, reference
+from thinwire.tools.bench import copies
+from thinwire.tools.bench.copies import Effort
+from thinwire.tools.bench.record import Row
+from thinwire.tools.bench.timing import Call
+
+CHANNEL = 512  # elements: the default of torch's per-channel hook
+OPS = ("encode", "decode")
+Quantized = tuple[Tensor, Tensor, Tensor]  # codes, scales, zero points
+
+
+class Compiled:
+    """The reference through torch.compile, as a backend."""
+
+    def __init__(self) -> None:
+        # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
+        torch._dynamo.reset()
+        self.encode = torch.compile(reference.encode, dynamic=False)
+        self.decode_sum = torch.compile(reference.decode_sum, dynamic=False)
+        self.recode = torch.compile(reference.recode, dynamic=False)
+        self.fake_quantize = torch.compile(reference.fake_quantize, dynamic=False)
+        self.fake_quantize_grad = torch.compile(reference.fake_quantize_grad, dynamic=False)
+
+    def serves(self, device: torch.device) -> bool:
+        return reference.serves(device)
+
+    def unavailable(self) -> str | None:
+        return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What torch thinks of the code it compiles, and of its own old code, is not for the user of a benchmark."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        yield
+
+
+@dataclass(frozen=True)
+class HookCase:
+    """One row to be measured: what torch's quantisation hook does to a bucket before or after its messages."""
+
+    name: str  # of HOOKS; in the column `codec`
+    op: str
+    numel: int
+    threads: int
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    part: str = "rivals"
+
+    world = 1
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name}, {self.numel} elements"
+
+    @property
+    def minimal_bytes(self) -> int:
+        """The tensor, a byte an element, and 8 bytes of scale and zero point."""
+        return self.numel * (self.dtype.itemsize + 1) + 8 * HOOKS[self.name].scales(self.numel)
+
+    def backend(self, backend: Backend) -> str:
+        """In the column `backend`."""
+        return "torch"
+
+    def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
+        """Time columns. The slow hook gets few rounds. One set of buffers: its own temporaries fill any cache."""
+        few = replace(effort, rounds=effort.eager_rounds, launches=1) if HOOKS[self.name].slow else effort
+        with quiet():
+            return {**copies.beside(x, self.prepare, self.minimal_bytes, few, sets=1), "times_eager": None}
+
+    def prepare(self, x: Tensor) -> Call:
+        """The op on x."""
+        hook = HOOKS[self.name]
+        if self.op == "encode":
+            return lambda: _drop(hook.encode(x))
+        quantized = hook.encode(x)
+        return lambda: _drop(hook.decode(*quantized))
+
+
+def _drop(result: object) -> None:
+    """A timed call returns nothing."""
+
+
+def _per_tensor_encode(x: Tensor) -> Quantized:
+    """As in `quantization_pertensor_hook`: observe, bring scale and zero point to the device, quantise."""
+    from torch.ao.quantization import MinMaxObserver
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    observer = MinMaxObserver().to(x.device)
+    observer(x)
+    scale, zero = observer.calculate_qparams()
+    both = torch.FloatTensor([scale, zero]).to(x.device)
+    return quantization_hooks._quantize_per_tensor_backend(x, both[0], both[1]), both[0], both[1]
+
+
+def _per_tensor_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    decoded: Tensor = quantization_hooks._dequantize_per_tensor_backend(codes, scale, zero)
+    return decoded
+
+
+def _per_channel_encode(x: Tensor) -> Quantized:
+    """As in `quantization_perchannel_hook`: pad to channels, observe, quantise channel by channel."""
+    from torch.ao.quantization import PerChannelMinMaxObserver
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    padded = torch.nn.functional.pad(x, (0, CHANNEL - len(x) % CHANNEL), mode="constant", value=0)
+    x_CB = padded.view(-1, CHANNEL).to(x.device)
+    observer = PerChannelMinMaxObserver().to(x.device)
+    observer(x_CB)
+    scale_C, zero_C = torch.stack(observer.calculate_qparams()).to(x.device)
+    return quantization_hooks._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
+
+
+def _per_channel_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    decoded: Tensor = quantization_hooks._dequantize_per_channel_backend(codes, scale, zero)
+    return decoded.flatten()
+
+
+@dataclass(frozen=True)
+class Hook:
+    """The two halves of a hook."""
+
+    encode: Callable[[Tensor], Quantized]
+    decode: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scales: Callable[[int], int]  # how many a tensor of so many elements has
+    slow: bool = False  # a loop over channels: over a second for 2**24 elements
+
+
+HOOKS = {
+    "torch:per_tensor": Hook(_per_tensor_encode, _per_tensor_decode, lambda numel: 1),
+    "torch:per_channel": Hook(_per_channel_encode, _per_channel_decode, lambda numel: numel // CHANNEL + 1, slow=True),
+}

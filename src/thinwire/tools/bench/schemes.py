@@ -1,0 +1,155 @@
+"""The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
+
+To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as powersgd
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.errors import CodecError
+from thinwire.integrations import auto, compress_ddp, policy
+from thinwire.optim import OneBitAdam
+from thinwire.tools.bench.tasks import Batch, Task
+
+NONE, BF16, ONEBIT = "none", "bf16", "onebit"
+RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
+PEERS = (NONE, BF16, *RANKS)
+CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
+OPTIMIZERS, FEEDBACKS = ("adam", "sgd"), policy.FEEDBACKS
+MOMENTUM = 0.9
+WARMUP = 0.2  # share of the steps before onebit freezes its variance
+_POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
+_ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
+_SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD and onebit have begun
+_RACED = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 2
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way, as it was named and as compress_ddp knows it."""
+
+    name: str
+    codec: str | None  # None: not thinwire's
+    feedback: str = "none"
+    exempt: str = "auto"
+    peer: bool = False
+    control: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name without its feedback."""
+        return self.name.partition("@")[0]
+
+    @property
+    def settled(self) -> int:
+        """Steps after which one is like the other."""
+        return _RACED if self.codec == "auto" else _SETTLED
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(text: str, feedback: str = "auto") -> Scheme:
+    """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's; `feedback` serves where none is named."""
+    label, named, asked = text.strip().partition("@")
+    asked = asked if named else feedback
+    if asked not in FEEDBACKS:
+        raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
+    if not named and label in PEERS:
+        return Scheme(label, None, "classic" if label in RANKS else "none", peer=label != NONE)
+    if not named and label in CONTROLS:
+        return Scheme(label, CONTROLS[label], "none", "none", control=True)
+    if label == ONEBIT:
+        return Scheme(text.strip(), "lloyd1", asked)
+    try:
+        spelt = str(policy.parse(label))
+    except CodecError as error:
+        raise CodecError(
+            f"{error}; besides codecs there are {', '.join(('auto', ONEBIT, *CONTROLS, *PEERS))}"
+        ) from None
+    return Scheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
+
+
+def optimizer_for(scheme: Scheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+    """The optimiser of a scheme, whose rate is set before every step."""
+    if scheme.label == ONEBIT:
+        return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=0.0)
+    return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+
+
+class Replica:
+    """A network whose gradients travel in a scheme's way, on this rank. Replicas may share a network, not a step."""
+
+    def __init__(self, scheme: Scheme, network: nn.Module, optimizer: Optimizer) -> None:
+        cap = _ONE_BUCKET_MB if scheme.label in RANKS else None
+        self.scheme, self.optimizer = scheme, optimizer
+        self.model = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them all alike
+        self._handle, self._power = None, None
+        if scheme.codec is not None:
+            self._handle = compress_ddp(
+                self.model, scheme.codec, feedback=scheme.feedback, exempt=scheme.exempt, optimizer=optimizer
+            )
+        elif scheme.label in RANKS:
+            self._power = powersgd.PowerSGDState(None, RANKS[scheme.label], start_powerSGD_iter=_POWERSGD_START)
+            self.model.register_comm_hook(self._power, powersgd.powerSGD_hook)
+        elif scheme.label == BF16:
+            self.model.register_comm_hook(None, _torch_bf16)
+
+    def step(self, task: Task, batch: Batch, rate: float, *, alone: bool = False) -> Tensor:
+        """One step of training, and the batch's loss; `alone`: nothing is sent, the ranks' gradients stay their own."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        with self.model.no_sync() if alone else contextlib.nullcontext():
+            loss = task.loss(self.model, batch)
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Handed to the transport so far; None where torch sends by itself."""
+        return None if self._handle is None else self._handle.stats().bytes_sent
+
+    @property
+    def feedback(self) -> str:
+        """The feedback in use."""
+        return self.scheme.feedback if self._handle is None else self._handle.stats().feedback
+
+    @property
+    def chosen(self) -> str | None:
+        """What an automatic codec chose, and why."""
+        return None if self._handle is None else self._handle.stats().chosen or None
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """Memory that is held from step to step; None for torch's bf16, which holds none but copies every bucket."""
+        if self._handle is not None:
+            stats = self._handle.stats()
+            return stats.residual_bytes + stats.scratch_bytes
+        if self._power is not None:
+            kept = (self._power.error_dict, self._power.p_memory_dict, self._power.q_memory_dict)
+            tensors: list[Tensor] = [tensor for memory in kept for tensor in memory.values()]
+            return sum(tensor.nbytes for tensor in tensors)
+        return 0 if self.scheme.label == NONE else None
+
+    def close(self) -> None:
+        """Let go of what is remembered."""
+        if self._handle is not None:
+            self._handle.close()
+
+
+# DDP refuses torch's own by its name where torch was built without CUDA.
+def _torch_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    done: torch.futures.Future[Tensor] = default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+    return done

@@ -1,0 +1,268 @@
+"""What `bench train` trains: models, data and rates. A seed fixes the weights and every rank's batches.
+
+To add a task: write a class with the methods of `Task`, enter one of it in `TASKS` and a small one in `QUICK_TASKS`.
+Nothing is downloaded: the digits come with scikit-learn, the text with CPython.
+"""
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from thinwire.errors import ThinwireError
+from thinwire.kernels import hashing
+from thinwire.tools.bench import data
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
+RAMP = 0.03  # share of the steps in which the rate rises
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum of losses and how many there were: ranks judge a part each, and the parts are added."""
+
+    loss: float
+    count: int
+
+
+def mean(totals: Sequence[Total]) -> float:
+    """The loss over all parts."""
+    return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """One network on one set of data, and how it is trained."""
+
+    name: str
+    steps: int
+    seeds: int
+    rates: tuple[tuple[str, float], ...]  # by optimizer, the usual one first
+
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """The network, its weights drawn from torch's generator."""
+
+    @abstractmethod
+    def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
+        """What a rank trains on in a step: drawn from its own shard."""
+
+    @abstractmethod
+    def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
+        """Over what this rank is given of the training data to judge."""
+
+    def val_loss(self, network: nn.Module, rank: int, world: int) -> Total | None:
+        """Over this rank's part of the held-out data; None where a task holds nothing out."""
+        return None
+
+    @property
+    def optimizer(self) -> str:
+        """The usual one."""
+        return self.rates[0][0]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self, seed: int) -> nn.Module:
+        """The network as a seed makes it, on every rank the same. torch's generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.network()
+
+    def loss(self, network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
+        """Cross-entropy in nats."""
+        inputs, targets = batch
+        return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
+
+    def rate(self, optimizer: str, step: int, steps: int) -> float:
+        """A short rise, then half a cosine down to nothing.
+
+        At a constant rate the last few batches decide the final loss: runs that differ by one rounding then end several
+        per cent apart, and so, a few tenths of one.
+        """
+        rise = min(1.0, (step + 1) / (RAMP * steps + 1))
+        return dict(self.rates)[optimizer] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+@dataclass(frozen=True)
+class Digits(Task):
+    """scikit-learn's digits, sorted by label: each rank sees its own few of the ten, so that gradients differ."""
+
+    sizes: tuple[int, ...]
+    rows: int = 32  # of a batch
+
+    def network(self) -> nn.Module:
+        """Linear layers with ReLUs between them."""
+        layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
+        """Random images of this rank's labels."""
+        images, labels = shard(rank, world)
+        chosen = torch.randint(len(images), (self.rows,), generator=_generator(seed, step, rank))
+        return images[chosen], labels[chosen]
+
+    def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
+        """Over the whole shard."""
+        images, labels = shard(rank, world)
+        return Total(self.loss(network, (images, labels), "sum").item(), len(labels))
+
+
+@dataclass(frozen=True)
+class Gpt(Task):
+    """A small transformer on the characters of the help pages inside CPython; the last tenth is held out."""
+
+    width: int
+    heads: int
+    depth: int
+    context: int = 64
+    rows: int = 8  # of a batch
+    judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
+
+    def network(self) -> nn.Module:
+        """See Transformer."""
+        return Transformer(len(vocabulary()), self.context, self.width, self.heads, self.depth)
+
+    def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
+        """Windows that start anywhere in this rank's shard of the text."""
+        text = _part(training_text(), rank, world)
+        starts = torch.randint(len(text) - self.context, (self.rows,), generator=_generator(seed, step, rank))
+        windows = torch.stack([text[start : start + self.context + 1] for start in starts.tolist()])
+        return windows[:, :-1], windows[:, 1:]
+
+    def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
+        """Over the first characters of this rank's shard."""
+        return self._judge(network, _part(training_text(), rank, world)[: self.judged // world])
+
+    def val_loss(self, network: nn.Module, rank: int, world: int) -> Total:
+        """Over this rank's part of the held-out text."""
+        return self._judge(network, _part(held_out_text(), rank, world)[: self.judged // world])
+
+    def _judge(self, network: nn.Module, text: Tensor) -> Total:
+        """Windows side by side; what does not fill one is left out."""
+        count = (len(text) - 1) // self.context
+        inputs, targets = (text[i : i + count * self.context].view(count, self.context) for i in (0, 1))
+        batches = zip(inputs.split(64), targets.split(64), strict=True)
+        return Total(math.fsum(self.loss(network, batch, "sum").item() for batch in batches), targets.numel())
+
+
+class Transformer(nn.Module):
+    """Normalisation before each part, learned positions, causal attention, a head of its own."""
+
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
+        for weights in (self.letters.weight, self.places.weight):
+            nn.init.normal_(weights, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Logits of the next character at every place."""
+        here = self.places.weight[: codes.shape[-1]]
+        logits: Tensor = self.head(self.norm(self.blocks(self.letters(codes) + here)))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
+        added: Tensor = self.narrow(functional.gelu(self.wide(self.norm2(x_BTD))))
+        return x_BTD + added
+
+    def _attend(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
+        return result
+
+
+_DIGITS = Digits("digits", 600, 5, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 128, 128, 10))
+_GPT = Gpt("gpt", 600, 3, (("adam", 3e-3), ("sgd", 0.3)), width=96, heads=4, depth=2)
+# 25 million weights: what is on the wire decides the time of a step.
+_MLP = Digits("mlp", 40, 1, (("sgd", 0.1), ("adam", 1e-4)), sizes=(64, 3520, 3520, 3520, 10))
+
+TASKS: dict[str, Task] = {task.name: task for task in (_DIGITS, _GPT, _MLP)}
+QUICK_TASKS: dict[str, Task] = {
+    "digits": replace(_DIGITS, steps=12, seeds=2),
+    "gpt": replace(_GPT, steps=6, seeds=2, width=32, depth=1, judged=1 << 12),
+    "mlp": replace(_MLP, steps=4, sizes=(64, 256, 256, 256, 10)),
+}
+# What `thinwire demo` trains: in a minute and a half on two cores, and in seconds. Short batches, so that a step of so
+# small a network sends enough for a link to matter.
+DEMO = replace(_GPT, steps=150, seeds=2, rows=4, judged=1 << 14)
+QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
+
+
+def find(name: str, *, quick: bool = False) -> Task:
+    """The task of that name, or what is wrong: an unknown name, or scikit-learn missing."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+    task = (QUICK_TASKS if quick else TASKS)[name]
+    if isinstance(task, Digits) and find_spec("sklearn") is None:
+        raise ThinwireError(
+            f"task {name!r} needs scikit-learn, which is not installed: pip install 'thinwire[bench]', "
+            "or take --task gpt, which needs nothing"
+        )
+    return task
+
+
+@lru_cache(maxsize=2)
+def shard(rank: int, world: int) -> Batch:
+    """A rank's digits: images and labels, in order of the labels."""
+    images, labels = data.digits()
+    order = _part(torch.sort(labels, stable=True).indices, rank, world)
+    return images[order], labels[order]
+
+
+def training_text() -> Tensor:
+    """The first nine tenths, as codes."""
+    return _codes()[: 9 * len(_codes()) // 10]
+
+
+def held_out_text() -> Tensor:
+    """The last tenth, as codes."""
+    return _codes()[9 * len(_codes()) // 10 :]
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> str:
+    """Every character of the text, sorted."""
+    return "".join(sorted(set(_text())))
+
+
+@lru_cache(maxsize=1)
+def _text() -> str:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "".join(topics[name] for name in sorted(topics))
+
+
+@lru_cache(maxsize=1)
+def _codes() -> Tensor:
+    places = {letter: code for code, letter in enumerate(vocabulary())}
+    return torch.tensor([places[letter] for letter in _text()])
+
+
+def _part(whole: Tensor, rank: int, world: int) -> Tensor:
+    """A rank's shard of what is in order; the shards cover it all."""
+    return whole[rank * len(whole) // world : (rank + 1) * len(whole) // world]
+
+
+def _generator(seed: int, step: int, rank: int) -> Generator:
+    """Of one batch. torch's generator looks at 32 bits of its seed only, so these are mixed first."""
+    return Generator().manual_seed(hashing.key(seed, step, rank) & 0xFFFFFFFF)

@@ -1,0 +1,510 @@
+"""`thinwire bench`: run a benchmark, print its table, write its record."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import torch
+import typer
+
+from thinwire.codecs import codec
+from thinwire.errors import CodecError
+from thinwire.qat.lsq import BITS
+from thinwire.tools.bench import (
+    codec as codec_bench,
+    collectives as collectives_bench,
+    kernels as kernels_bench,
+    link as links,
+    qat as qat_bench,
+    qat_speed,
+    schemes,
+    train as train_bench,
+)
+from thinwire.tools.bench.data import DISTRIBUTIONS
+from thinwire.tools.bench.qat_methods import METHODS
+from thinwire.tools.bench.record import Interrupted, Progress, Record, as_csv, dumps, write
+from thinwire.tools.cli import flags, screen
+from thinwire.tools.report import tables
+
+app = typer.Typer(
+    help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
+    epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+MOST = 1 << 60  # elements; torch cannot count more of them
+
+
+class Device(StrEnum):
+    """Where kernels are measured."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Task(StrEnum):
+    """What is trained."""
+
+    digits = "digits"
+    gpt = "gpt"
+    mlp = "mlp"
+
+
+class Optimizer(StrEnum):
+    """What it is trained with."""
+
+    adam = "adam"
+    sgd = "sgd"
+
+
+class Feedback(StrEnum):
+    """Error feedback."""
+
+    auto = "auto"
+    none = "none"
+    classic = "classic"
+    ef21 = "ef21"
+
+
+Codecs = Annotated[
+    list[str] | None,
+    typer.Option("--codecs", metavar="A,B", help="Codecs such as int8,int4:block=32,mode=affine; may be repeated."),
+]
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help='Write the record there; "-" is standard output, with no table.'),
+]
+Csv = Annotated[
+    str | None,
+    typer.Option(
+        "--csv", metavar="FILE", help='Write rows and conditions there as CSV; "-" is standard output, with no table.'
+    ),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
+
+
+@app.command("codec")
+def codec_command(
+    codecs: Codecs = None,
+    distributions: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(DISTRIBUTIONS)}; default all.")
+    ] = None,
+    numel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            metavar="N",
+            help=f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}.",
+        ),
+    ] = None,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """Bits on the wire and what they lose (NMSE), on six distributions.
+
+    dB is the distance to the rate-distortion bound of a Gaussian at all bits of the wire, headers and scales included.
+    The gradient is that of a small network on scikit-learn's digits and has its own length.
+
+    \b
+    Example:
+      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero
+      thinwire bench codec --json codec.json
+    """
+    chosen = flags.codecs(codecs, codec_bench.CODECS)
+    names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
+    size = numel or (codec_bench.QUICK_NUMEL if quick else codec_bench.NUMEL)
+    _deliver(lambda progress: codec_bench.run(chosen, names, size, progress), Targets(json, csv))
+
+
+@app.command("kernels")
+def kernels_command(
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")],
+    codecs: Codecs = None,
+    numel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N,M",
+            help="Elements; default 25 million on the CPU, on a GPU 2**27 and by size; quick, or for the reference, "
+            "2**20.",
+        ),
+    ] = None,
+    ops: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(kernels_bench.OPS)}; default all.")
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16: on a GPU for all codecs, on "
+            "the CPU for int8 and lloyd4.",
+        ),
+    ] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option(metavar="N,M", help="CPU threads, each measured; default 1 and all.")
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=kernels_bench.MOST_RANKS, metavar="W", help="Wires of decode_sum and recode; default 4, GPU 8."
+        ),
+    ] = None,
+    parts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Among {', '.join(kernels_bench.PARTS)}; default codecs on the CPU and with --numel, on a GPU all, "
+            "with --codecs or --ops the first two.",
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds a case more.")
+    ] = False,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """What the kernels cost beside a plain copy and torch eager.
+
+    All are timed by turns in one run; medians are compared. ×copy is the kernel's time over that of copying a tensor
+    of the same size and dtype; share is that of a copy of as many bytes as the kernel cannot avoid, over the kernel's;
+    ×eager is torch eager's time over the kernel's (above 1: the kernel is faster), on at most 2**21 elements (GPU:
+    2**24). decode_sum and recode read the wires of --world ranks.
+
+    \b
+    Parts:
+      codecs   every codec and op at one size
+      sizes    a few codecs on tensors of 1 MB to 1 GB
+      replay   encode, recode and decode of a small message, as one CUDA graph
+      rivals   torch.compile of the reference, and the functions of torch's quantisation hooks
+
+    \b
+    Example:
+      thinwire bench kernels --device cpu --codecs int8,lloyd4 --threads 1
+      thinwire bench kernels --device cuda --json kernels.json
+      thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
+    """
+    _check_device(device)
+    chosen = flags.codecs(codecs, ())
+    some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
+    types, count = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes"), flags.counts(threads, "--threads")
+    sizes, pieces = flags.counts(numel, "--numel"), flags.words(parts, kernels_bench.PARTS, "--parts")
+    with screen.usage_errors("--parts", ValueError):
+        for part in pieces or ():
+            kernels_bench.check(part, torch.device(device.value))
+
+    def measure(progress: Progress) -> Record:
+        return kernels_bench.run(
+            device.value, chosen, sizes, some, types, count, quick, compile, progress, parts=pieces, ranks=world
+        )
+
+    with links.sigterm_as_ctrl_c():
+        _deliver(measure, Targets(json, csv))
+
+
+@app.command("collectives")
+def collectives_command(
+    world: Annotated[
+        list[str] | None, typer.Option(metavar="N,M", help="Numbers of ranks, each measured; default 2,4.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="With --link: ranks share so many links, as on machines of several GPUs; codecs may be pairs, inside "
+            "a node and across: int8/lloyd4.",
+        ),
+    ] = None,
+    numel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N,M", help="Floats of a message; default 25 million, 8 million below 1gbit, quick 2**18."
+        ),
+    ] = None,
+    verbs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help=f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."),
+    ] = None,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Codecs; also auto (int8 where it pays) and plain (thinwire's uncompressed path); "
+            f"default {','.join(collectives_bench.CODECS)}.",
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For all codecs; default the one that sends least and always compresses."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: 5 or more, as time allows.")] = None,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """What a collective takes beside torch's own in fp32 and bf16.
+
+    All are run by turns in one run, by gloo ranks of one thread each on this machine; a round takes as long as its
+    slowest rank, and medians are compared. ×plain and ×bf16 are torch's time over thinwire's (above 1: thinwire is
+    faster). bytes are what a rank sends; limit is the share of the link's rate that the payload reaches; CPU is the
+    processor time of a rank.
+
+    With --link every rank has a network namespace of its own, and its bytes are counted at the interface. With --nodes
+    the ranks of a node share one; bytes are then what a node sends to others.
+
+    \b
+    Example:
+      thinwire bench collectives --world 2,4 --codecs int8,lloyd4,auto
+      thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
+      sudo thinwire bench collectives --world 4 --link 100mbit --json collectives.json
+      sudo thinwire bench collectives --world 4 --nodes 2 --link 100mbit --codecs lloyd4,bf16/lloyd4
+    """
+    some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
+    names, sizes = _names(codecs or list(collectives_bench.CODECS)), flags.counts(numel, "--numel")
+    _check_algorithm(algorithm, some)
+    worlds = flags.counts(world, "--world") or list(collectives_bench.WORLDS)
+    if not 2 <= min(worlds) <= max(worlds) <= links.MOST_HOSTS:
+        raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
+    with screen.usage_errors("--link", ValueError):
+        shaped = links.parse(link) if link else None
+    with screen.usage_errors("--nodes", ValueError):
+        for count in worlds:
+            collectives_bench.check_nodes(nodes, count, shaped, names, some)
+
+    def measure(progress: Progress) -> Record:
+        return collectives_bench.run(
+            worlds, shaped, sizes, some, names, algorithm, rounds, quick, nodes=nodes, progress=progress
+        )
+
+    _deliver(measure, Targets(json, csv))
+
+
+@app.command("train")
+def train_command(
+    task: Annotated[Task, typer.Option(help="digits and gpt for losses, mlp for times.")] = Task.digits,
+    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = train_bench.WORLD,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Codecs, with a feedback after @ if not --feedback's; also auto, auto:2.5, onebit, the controls "
+            f"{' and '.join(schemes.CONTROLS)}, torch's own {', '.join(schemes.PEERS)}; default by task.",
+        ),
+    ] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
+    ] = None,
+    feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback.auto,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of a run; default by task.")] = None,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """What compressed gradients do to the loss, and to the time of a step.
+
+    Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run. log
+    ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
+    validation loss less fp32's, in nats. Controls ought to fail; peers are torch's own hooks.
+
+    \b
+    Tasks:
+      digits   a small network on scikit-learn's digits, every rank with labels of its own
+      gpt      a small transformer on the characters of Python's help pages
+      mlp      25 million weights: what a step takes, and how far that is from compute plus bytes over the link's rate
+
+    Times are medians of steps taken by turns, by gloo ranks of one thread each on this machine.
+
+    \b
+    Example:
+      thinwire bench train --codecs int8,lloyd4,lloyd2@none,lloyd2@ef21
+      thinwire bench train --task gpt --codecs lloyd2 --json gpt.json
+      sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
+    """
+    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)]
+    kind = optimizer.value if optimizer else None
+    with screen.usage_errors("--codecs", CodecError):
+        train_bench.lineup(task.value, named or None, feedback.value, kind)
+    with screen.usage_errors("--link", ValueError):
+        shaped = links.parse(link) if link else None
+
+    def measure(progress: Progress) -> Record:
+        return train_bench.run(
+            task.value, world, named or None, kind, seeds, shaped, feedback.value, steps, quick, progress=progress
+        )
+
+    _deliver(measure, Targets(json, csv))
+
+
+@app.command("qat")
+def qat_command(
+    parts: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(qat_bench.PARTS)}; default all.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help=f"To train, among {', '.join(METHODS)}; default all.")
+    ] = None,
+    bits: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N,M", help="To train at, of weights and activations alike; default 2,3,4,8, quick 2."),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Trainings of each method; default 5, quick 2.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where the tensors are.")] = Device.cpu,
+    numel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            metavar="N",
+            help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of the speed part.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes that train; default one a core, at most 8, quick and GPU 1."),
+    ] = None,
+    json: Json = None,
+    csv: Csv = None,
+    quick: Quick = False,
+) -> None:
+    """What fake quantisation costs, and what networks trained with it reach.
+
+    \b
+    Parts:
+      speed   forward and backward, per tensor and per channel, in fp32 and bf16
+      train   a network of three convolutions on scikit-learn's digits, trained in fp32, then on at few bits
+
+    Speed: all are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing
+    each tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is
+    faster). Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an
+    element.
+
+    Training: all layers are quantised; every method has the same recipe, and the same batches from the same start.
+    torch_learnable is torch's own module, learnable is ours by its names. Controls ought to fail: absmax_ste learns no
+    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. Two more tell
+    what thinwire's floor under the scales does: lsq_floor_alone has it instead of the factor, lsq_no_floor lacks it.
+    All but absmax_ste of these are trained at the fewest bits only, unless they are asked for.
+
+    \b
+    Example:
+      thinwire bench qat --parts train --methods lsq,torch_learnable --bits 2,4 --seeds 3
+      thinwire bench qat --parts speed --device cuda --json qat.json
+    """
+    _check_device(device)
+    pieces = flags.words(parts, qat_bench.PARTS, "--parts")
+    chosen, widths = flags.words(methods, METHODS, "--methods"), flags.counts(bits, "--bits")
+    if not all(width in BITS for width in widths or ()):
+        raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
+
+    def measure(progress: Progress) -> Record:
+        return qat_bench.run(device.value, pieces, chosen, widths, seeds, numel, threads, workers, quick, progress)
+
+    with links.sigterm_as_ctrl_c():
+        _deliver(measure, Targets(json, csv))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where the record goes: files, "-" for standard output, None for nowhere."""
+
+    json: str | None
+    csv: str | None
+
+    def __post_init__(self) -> None:
+        flags.writable(self.json, "--json")
+        flags.writable(self.csv, "--csv")
+        if self.json is not None and self.csv is not None and _place(self.json) == _place(self.csv):
+            raise typer.BadParameter(f"--json writes to {self.json} already; name another file", param_hint="--csv")
+
+    @property
+    def fill_the_output(self) -> bool:
+        """Whether the record itself is on standard output, where a table would spoil it."""
+        return "-" in (self.json, self.csv)
+
+    def write(self, record: Record) -> list[str]:
+        """Write what was asked for; what could not be written, in words."""
+        return [
+            f"{path} cannot be written: {error.strerror or error}"
+            for path, form in ((self.json, dumps), (self.csv, as_csv))
+            if path is not None and (error := _error_of_writing(record, path, form))
+        ]
+
+
+def _place(path: str) -> str:
+    return path if path == "-" else os.path.realpath(path)
+
+
+def _error_of_writing(record: Record, path: str, form: Callable[[Record], str]) -> OSError | None:
+    try:
+        write(record, path, form)
+    except OSError as error:
+        if path == "-":
+            raise
+        return error
+    return None
+
+
+def _names(given: list[str]) -> list[str]:
+    """Codecs and pairs of them as they spell themselves, and the two names beside them."""
+    beside, pair = (collectives_bench.AUTO, collectives_bench.PLAIN), collectives_bench.PAIR
+    specs = [spec for text in given for spec in flags.split_codecs(text)]
+    with screen.usage_errors("--codecs", CodecError):
+        spelled = (
+            spec if spec in beside else pair.join(str(codec(part)) for part in spec.split(pair)) for spec in specs
+        )
+        return list(dict.fromkeys(spelled))
+
+
+def _check_device(device: Device) -> None:
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
+
+
+def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
+    for verb in verbs:
+        known = collectives_bench.ALGORITHMS[verb]
+        if algorithm is not None and algorithm not in known:
+            raise typer.BadParameter(f"{verb} has {', '.join(known)}, not {algorithm!r}", param_hint="--algorithm")
+
+
+def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
+    """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
+
+    What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
+    """
+    status = 0
+    with screen.plain_errors():
+        try:
+            with screen.progress() as progress:
+                record = measure(progress)
+        except Interrupted as stop:
+            record, status = stop.record, screen.INTERRUPTED
+            typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
+    unwritten = targets.write(record)  # before the table, whose reader may go away
+    if not targets.fill_the_output:
+        tables.show(record, screen.console())
+    for row in record.rows:
+        if row.get("note"):
+            what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
+            typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
+    failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
+    for complaint in unwritten:
+        typer.echo(f"Error: {complaint}", err=True)
+    raise typer.Exit(1 if unwritten else status or int(failed))

@@ -1,0 +1,296 @@
+"""`thinwire demo`: train a small GPT plainly and compressed, show what that did, and write a report of it."""
+
+import contextlib
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
+
+from thinwire.errors import CodecError, RecordError
+from thinwire.tools.advise import machine as machines
+from thinwire.tools.advise.machine import Machine
+from thinwire.tools.bench import demo, link as links, tasks
+from thinwire.tools.bench.demo import Tick, Watch
+from thinwire.tools.bench.link import Link
+from thinwire.tools.bench.record import Interrupted, Record, read, write
+from thinwire.tools.bench.schemes import Scheme
+from thinwire.tools.cli import findings, flags, screen
+from thinwire.tools.report import charts, page, tables
+from thinwire.tools.report.charts import draw
+
+FOLDER = Path("thinwire-report")
+RECORD = "demo.json"
+TITLE = "thinwire demo: a small GPT, its gradients compressed"
+
+
+def command(
+    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = demo.WORLD,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help=f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: "
+            "auto, lloyd2@none. bf16 is torch's own hook.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Of a run; default {tasks.DEMO.steps}, quick {tasks.QUICK_DEMO.steps}."),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root, or a "
+            "system that lets users make network namespaces.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help=f"Directory of the report; default {FOLDER}. New, empty, or that of an earlier demo."
+        ),
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help='Write the record there too; "-" is standard output, with no table.'
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
+) -> None:
+    """See it work: a small GPT trained by ranks on this machine, plainly and once per codec.
+
+    It learns the text of Python's help pages; nothing is downloaded, no GPU is needed. Every codec trains from the same
+    seeds on the same batches. Printed are: the loss against fp32, bytes and time of a step as measured here, and the
+    step predicted for links of 100mbit to 100gbit by the cost model of thinwire advise. One to two minutes on two
+    cores.
+
+    The report is one page (index.html) with plots (PNG files) and the record (demo.json). In the directory of an
+    earlier demo its files are replaced; others are left alone. Without matplotlib (the extra "report") the tables are
+    printed, the record is written, and the page is left out; with --out that is an error.
+
+    \b
+    Exit status:
+      0    done
+      1    it failed: links cannot be shaped here, a rank died, no matplotlib for --out
+      2    a flag was not understood
+      130  interrupted; codecs that were finished are printed and written
+
+    \b
+    Example:
+      thinwire demo
+      thinwire demo --codecs int8,lloyd4:block=256,bf16 --steps 300 --out report
+      sudo thinwire demo --link 100mbit
+      thinwire demo --quick --json - > demo.json
+    """
+    schemes, named = _schemes(codecs)
+    with screen.usage_errors("--link", ValueError):
+        shaped = links.parse(link) if link else None
+    flags.writable(json, "--json")
+    folder = out or FOLDER
+    _refuse_the_folder_of_somebody_else(folder)
+    with screen.plain_errors():
+        if out is not None:
+            draw.check()
+        if shaped is not None and os.geteuid() != 0:
+            _start_again_as_own_root()
+        with _made(folder):
+            record, status = _measure(schemes, world, named, steps, shaped, quick)
+            written = _deliver(record, folder, json)
+    raise typer.Exit(status if written else 1)
+
+
+def _schemes(codecs: list[str] | None) -> tuple[tuple[Scheme, ...], list[str] | None]:
+    """What will be trained, and the names it was asked for by."""
+    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    with screen.usage_errors("--codecs", CodecError):
+        return demo.lineup(named), named
+
+
+def _start_again_as_own_root() -> NoReturn:
+    """The same command, where this user may shape links."""
+    again = links.as_own_root([sys.executable, "-m", "thinwire", *sys.argv[1:]])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that the network there has no name service
+    os.execvp(again[0], again)
+
+
+def _measure(
+    schemes: Sequence[Scheme],
+    world: int,
+    named: list[str] | None,
+    steps: int | None,
+    shaped: Link | None,
+    quick: bool,
+) -> tuple[Record, int]:
+    """The record, and the exit status so far."""
+    try:
+        with _watch(schemes) as watch:
+            return demo.run(watch, world, named, steps, shaped, quick), 0
+    except Interrupted as stop:
+        kept = ", ".join(str(row["codec"]) for row in stop.record.rows)
+        typer.echo(f"interrupted; {f'kept: {kept}' if kept else 'no codec was finished, nothing is kept'}", err=True)
+        return stop.record, 130
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _watch(schemes: Sequence[Scheme]) -> Iterator[Watch]:
+    """Bars on standard error; one line a run where that is no terminal."""
+    console = screen.console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    texts = (TextColumn(f"{{task.fields[{name}]}}", justify="right") for name in ("steps", "loss", "sent", "time"))
+    with Bar(TextColumn("{task.description}"), BarColumn(20), *texts, console=console) as bar:
+        yield _Bars(bar, schemes)
+
+
+class _Lines:
+    """A line when the runs of a codec are done."""
+
+    def stage(self, text: str) -> None:
+        """Not worth a line."""
+
+    def tick(self, tick: Tick) -> None:
+        """After every few steps."""
+        if tick.step == tick.steps:
+            shown = _shown(tick)
+            told = f"{tick.scheme}: {tick.steps} steps, {shown['loss']}, {shown['sent']} sent, {shown['time']}"
+            typer.echo(told, err=True)
+
+
+class _Bars:
+    """A bar for the runs of each codec, and before them one for what else takes time."""
+
+    def __init__(self, bar: Bar, schemes: Sequence[Scheme]) -> None:
+        self._bar = bar
+        self._stage = self._add("", None)
+        self._runs = {scheme: self._add(str(scheme), 1.0) for scheme in schemes}
+
+    def stage(self, text: str) -> None:
+        """What is done before the runs."""
+        self._bar.update(self._stage, description=text)
+
+    def tick(self, tick: Tick) -> None:
+        """After every few steps."""
+        self._bar.update(self._stage, visible=False)
+        self._bar.update(self._runs[tick.scheme], completed=tick.step, total=tick.steps, **_shown(tick))
+
+    def _add(self, text: str, total: float | None) -> TaskID:
+        return self._bar.add_task(text, total=total, steps="", loss="", sent="", time="")
+
+
+def _shown(tick: Tick) -> dict[str, Any]:
+    left = tick.seconds / tick.step * (tick.steps - tick.step)
+    return {
+        "steps": f"{tick.step}/{tick.steps}",
+        "loss": f"batch loss {tick.loss:.3f}",
+        "sent": "bytes unknown" if tick.sent is None else f"{tick.sent / 1e6:.1f} MB",
+        "time": f"{math.ceil(left)} s left" if left else f"{tick.seconds:.1f} s",
+    }
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _deliver(record: Record, folder: Path, json: str | None) -> bool:
+    """Print the tables and what they mean, write the record and the report; whether all could be written."""
+    own = machines.recorded("cpu")
+    written = []
+    try:
+        if record.rows and json != "-":
+            show(record, own, screen.console())
+    finally:  # the reader of the tables may go away; what was measured is kept
+        if json is not None:
+            written.append(_wrote(json, lambda: write(record, json)))
+        if record.rows:
+            written.append(_wrote(str(folder), lambda: _write(record, own, folder)))
+    return all(written)
+
+
+def _wrote(where: str, do: Callable[[], None]) -> bool:
+    try:
+        do()
+    except OSError as error:
+        if where == "-":
+            raise
+        typer.echo(f"Error: {where} cannot be written: {error.strerror or error}", err=True)
+        return False
+    return True
+
+
+def show(record: Record, machine: Machine, console: Console) -> None:
+    """Print what was measured, what the machine's kernels would make of other links, and what both mean."""
+    for grid in findings.grids(record.rows, machine):
+        console.print()
+        tables.show_grid(grid, console)
+    console.print()
+    for sentence in findings.sentences(record.rows, machine):
+        console.print(sentence, soft_wrap=not console.is_terminal)
+
+
+def _write(record: Record, machine: Machine, folder: Path) -> None:
+    """The record always, page and plots where they can be drawn."""
+    paths = _paths_written(record, machine, folder)
+    typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
+
+
+def _paths_written(record: Record, machine: Machine, folder: Path) -> list[Path]:
+    _clear(folder)
+    kept = folder / RECORD
+    write(record, str(kept))
+    try:
+        draw.check()
+    except draw.PlotError as error:
+        typer.echo(f"no page, no plots: {error}", err=True)
+        return [kept]
+    laid, told = findings.grids(record.rows, machine), findings.sentences(record.rows, machine)
+    drawn = findings.charts(record.rows, machine)
+    return [*page.write([record], folder, title=TITLE, notes=told, grids=laid, drawings=drawn), kept]
+
+
+def _clear(folder: Path) -> None:
+    """Remove the plots of an earlier demo: this one may draw fewer."""
+    with contextlib.suppress(RecordError):
+        for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(folder / RECORD))))):
+            (folder / f"{name}.png").unlink(missing_ok=True)
+
+
+def _refuse_the_folder_of_somebody_else(path: Path) -> None:
+    if path.is_dir() and any(path.iterdir()) and not (path / RECORD).is_file():
+        _refuse(f"{path} holds files and no earlier demo ({RECORD}): name a new or an empty directory")
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make the directory before anything is trained, or refuse it; afterwards remove what was made and stayed empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        _make(folder)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise typer.BadParameter(why, param_hint="--out")

@@ -1,0 +1,257 @@
+"""`thinwire doctor`: what works on this machine, and what to do about the rest."""
+
+import importlib
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.text import Text
+
+from thinwire.errors import ThinwireError
+from thinwire.kernels import BACKENDS, Backend, cpu
+from thinwire.tools.bench import link as links, selftest
+from thinwire.tools.cli import screen
+
+MARKS = {True: "✓", False: "✗", None: "–"}
+ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
+STYLES = {True: "green", False: "bold red", None: "dim"}
+PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that serve
+SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: works is False where something needed is broken, None where something optional is missing."""
+
+    name: str
+    works: bool | None
+    detail: str
+    todo: str = ""
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Say what works on this machine, and what to do about the rest.
+
+    Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
+    is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
+    load or gives other bytes than the reference, or the environment names a network interface that is not there. A
+    missing optional part, a compiler or a GPU say, leaves it at 0.
+
+    As root, a network namespace with a shaped link is made and removed again.
+
+    \b
+    Example:
+      thinwire doctor
+      thinwire doctor --json
+    """
+    findings = list(examine())
+    if as_json:
+        typer.echo(_as_json(findings))
+    else:
+        _show(findings)
+    raise typer.Exit(int(any(finding.works is False for finding in findings)))
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything thinwire can use here."""
+    yield _python()
+    yield _torch()
+    yield _reference()
+    yield from _native()
+    yield from _other_backends()
+    yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
+    yield _cuda()
+    yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
+    yield _transport("nccl", "collectives on GPU tensors need it: install a CUDA build of torch")
+    yield _interfaces()
+    yield from _chosen_interfaces()
+    yield _host_name()
+    yield _shaping()
+    yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
+    yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
+    yield _installed("lightning", "lightning", "pytorch-lightning")
+    yield _installed("accelerate", "accelerate")
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    """One line each, in marks the stream can show, coloured on a terminal."""
+    marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
+    console = screen.console()
+    for finding in findings:
+        mark = marks[finding.works]
+        line = Text(_line(mark, finding))
+        line.stylize(STYLES[finding.works], 0, len(mark))
+        console.print(line, soft_wrap=True)
+
+
+def _as_json(findings: Sequence[Finding]) -> str:
+    """{"works": whether nothing is broken, "findings": [...]}"""
+    works = all(finding.works is not False for finding in findings)
+    return json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1)
+
+
+def _line(mark: str, finding: Finding) -> str:
+    return f"{mark} {finding.name:<20} {finding.detail}" + (f"; {finding.todo}" if finding.todo else "")
+
+
+def _python() -> Finding:
+    works = sys.version_info[:2] >= PYTHON
+    return Finding("python", works, platform.python_version(), "" if works else "thinwire needs 3.11 or newer")
+
+
+def _torch() -> Finding:
+    numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    works = numbers >= TORCH
+    return Finding("torch", works, torch.__version__, "" if works else "thinwire needs 2.11 or newer")
+
+
+def _reference() -> Finding:
+    broken = selftest.broken_reference()
+    if broken:
+        return Finding("reference", False, f"loses its input in {', '.join(broken)}", "reinstall torch and thinwire")
+    return Finding("reference", True, f"{len(selftest.codecs())} codecs give their input back")
+
+
+def _native() -> Iterator[Finding]:
+    why = cpu.unavailable()
+    if why is None:
+        yield Finding("C kernels", True, f"loaded, {cpu.variant()}")
+        yield _same_bytes("C kernels", cpu, torch.device("cpu"))
+    else:
+        yield Finding("C kernels", False if cpu.LIBRARY.exists() else None, why)
+
+
+def _other_backends() -> Iterator[Finding]:
+    """Backends beside the reference and the C kernels, where they can run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, backend in BACKENDS.items():
+        if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
+            yield _same_bytes(name, backend, device)
+
+
+def _same_bytes(name: str, backend: Backend, device: torch.device) -> Finding:
+    try:
+        compared, wrong = selftest.differences(backend, device)
+    except Exception as error:  # whatever a broken library throws is the finding
+        return Finding(f"{name} self-test", False, f"{type(error).__name__}: {error}", "reinstall thinwire")
+    if wrong:
+        detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
+        return Finding(f"{name} self-test", False, detail, "set THINWIRE_BACKEND=reference, and report it")
+    return Finding(f"{name} self-test", True, f"{compared} results have the bytes of the reference")
+
+
+def _package(name: str, module: str, todo: str) -> Finding:
+    try:
+        version = getattr(importlib.import_module(module), "__version__", "importable")
+    except ImportError:
+        return Finding(name, None, "not installed", todo)
+    except Exception as error:  # a broken install may throw anything, and is the finding
+        return Finding(name, None, f"does not import ({type(error).__name__}: {error})", todo)
+    return Finding(name, True, str(version))
+
+
+def _cuda() -> Finding:
+    if torch.cuda.is_available():
+        return Finding("CUDA", True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    return Finding("CUDA", None, "torch sees no device", "on a machine with a GPU, install a CUDA build of torch")
+
+
+def _transport(name: str, todo: str) -> Finding:
+    distributed = torch.distributed
+    there = distributed.is_available() and getattr(distributed, f"is_{name}_available")()
+    return Finding(name, True, "available") if there else Finding(name, None, "not in this torch", todo)
+
+
+def _interfaces() -> Finding:
+    """Network interfaces other than loopback that are not down, with the rate each reports."""
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and _told(name, "operstate") != "down"]
+    if not names:
+        todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
+        return Finding("interfaces", None, "loopback only", todo)
+    return Finding("interfaces", True, ", ".join(map(_interface, names)))
+
+
+def _interface(name: str) -> str:
+    speed = _told(name, "speed")  # of a virtual interface there is none, or it is -1
+    return f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name
+
+
+def _told(interface: str, what: str) -> str:
+    try:
+        return Path("/sys/class/net", interface, what).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _chosen_interfaces() -> Iterator[Finding]:
+    """The interfaces that the environment names, where it does: gloo's are names, NCCL's may be prefixes."""
+    for variable, absent_among in (("GLOO_SOCKET_IFNAME", _absent_for_gloo), ("NCCL_SOCKET_IFNAME", _absent_for_nccl)):
+        wanted = os.environ.get(variable)
+        if wanted is not None:
+            yield _chosen(variable, wanted, absent_among)
+
+
+def _chosen(variable: str, wanted: str, absent_among: Callable[[str, Sequence[str]], list[str]]) -> Finding:
+    if len(wanted) < SHORTEST:
+        return Finding(variable, None, f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters", "unset it")
+    there = [name for _, name in socket.if_nameindex()]
+    absent = ", ".join(name or "''" for name in absent_among(wanted, there))
+    todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
+    return Finding(variable, not absent, wanted, todo)
+
+
+def _absent_for_gloo(wanted: str, there: Sequence[str]) -> list[str]:
+    """ "eth0,eth1": every one has to be there."""
+    return [name for name in wanted.split(",") if name not in there]
+
+
+def _absent_for_nccl(wanted: str, there: Sequence[str]) -> list[str]:
+    """ "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there."""
+    if wanted.startswith("^"):
+        return []
+    if wanted.startswith("="):
+        return _absent_for_gloo(wanted[1:], there)
+    return [prefix for prefix in wanted.split(",") if not prefix or not any(name.startswith(prefix) for name in there)]
+
+
+def _host_name() -> Finding:
+    """gloo binds to the address that the host's name stands for, unless it is told an interface."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        todo = "gloo looks it up to choose an interface: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", None, f"{name} has no address ({error})", todo)
+    if address.startswith("127."):
+        todo = "fine on one machine; for several, map it to an outside address, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", None, f"{name} is {address}, loopback", todo)
+    return Finding("host name", True, f"{name} is {address}")
+
+
+def _shaping() -> Finding:
+    """Whether `bench --link` can hold ranks to a rate: made and removed for real."""
+    try:
+        with links.hosts(1, links.parse("1gbit")):
+            return Finding("shaped links", True, "network namespaces and tbf work")
+    except ThinwireError as error:
+        return Finding("shaped links", None, "not here", str(error))
+
+
+def _installed(name: str, *distributions: str) -> Finding:
+    """A version by its metadata: importing these takes seconds."""
+    for distribution in distributions:
+        try:
+            version = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        return Finding(name, True, f"{version}, has no hook of its own: give compress_ddp the DDP module it makes")
+    return Finding(name, None, "not installed", "nothing here needs it")

@@ -1,0 +1,64 @@
+"""Flags that hold lists: "int8,int4:block=32,mode=affine" and its kind."""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import typer
+
+from thinwire.codecs import Codec, codec
+from thinwire.errors import CodecError
+from thinwire.tools.cli.screen import usage_errors
+
+_OPTION = re.compile(r"\s*\w+\s*=")  # "mode=affine"; a codec has a ":" or "(" before its first "="
+_COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) and byname(...)
+
+
+def codecs(given: Sequence[str] | None, default: Sequence[str]) -> list[Codec]:
+    """The codecs of a flag that may be repeated and may hold several, or the default ones."""
+    specs = [spec for text in given for spec in split_codecs(text)] if given else list(default)
+    with usage_errors("--codecs", CodecError):
+        return list(dict.fromkeys(codec(spec) for spec in specs))
+
+
+def split_codecs(text: str) -> list[str]:
+    """Split at commas, but leave a piece "option=value" with the codec before it."""
+    specs: list[str] = []
+    for piece in _COMMA.split(text):
+        if specs and _OPTION.match(piece):
+            specs[-1] += f",{piece}"
+        else:
+            specs.append(piece.strip())
+    return specs
+
+
+def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
+    """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
+    if not given:
+        return None
+    found = list(dict.fromkeys(word.strip() for text in given for word in text.split(",")))
+    for word in found:
+        if word not in allowed:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
+    return found
+
+
+def counts(given: Sequence[str] | None, flag: str) -> list[int] | None:
+    """The positive integers of a flag that may be repeated; None where it was not given."""
+    if not given:
+        return None
+    found = [word.strip() for text in given for word in text.split(",")]
+    for word in found:
+        if not re.fullmatch(r"[1-9]\d*", word):
+            raise typer.BadParameter(f"expected integers from 1 on such as 1,2, got {word!r}", param_hint=flag)
+    return list(dict.fromkeys(int(word) for word in found))
+
+
+def writable(path: str | None, flag: str) -> None:
+    """Refuse a file that cannot be written now rather than after minutes of measuring; "-" is standard output."""
+    if path is None or path == "-":
+        return
+    folder = Path(path).parent
+    if not folder.is_dir() or Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint=flag)

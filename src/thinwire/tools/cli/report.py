@@ -1,0 +1,125 @@
+"""`thinwire report`: records as tables, as plots and as a page; two of a kind, compared."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from thinwire.errors import RecordError
+from thinwire.tools.bench import record
+from thinwire.tools.bench.record import Record
+from thinwire.tools.cli import screen
+from thinwire.tools.report import compare, page, tables
+from thinwire.tools.report.cells import text
+from thinwire.tools.report.charts import draw
+
+
+def command(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help='Records; "-" is standard input.')],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
+    png: Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there as a PNG file.")] = None,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Write one page there: to x.html, or to index.html in a directory."),
+    ] = None,
+    fail_on_regression: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-regression",
+            help="Exit with 1 where the second record is worse by more than noise, or lacks rows of the first.",
+        ),
+    ] = False,
+) -> None:
+    """Show records: tables, plots, an HTML page; two of a kind are compared.
+
+    Records are what `thinwire bench ... --json FILE` writes. Two records of one kind are compared after their tables,
+    the second with the first, row by row. A row got worse where its change lies beyond the spread of both runs
+    (docs/report.md says how that is known).
+
+    --png and --html need the extra "report" (matplotlib). The page needs nothing else: no network, no scripts.
+
+    \b
+    Example:
+      thinwire bench codec --quick --json codec.json
+      thinwire report codec.json
+      thinwire report --markdown codec.json >> README.md
+      thinwire report codec.json train.json --html page.html --png plots
+      thinwire report before.json after.json --fail-on-regression
+    """
+    pictures, document = _target(png, "--png"), _target(html, "--html")
+    with screen.usage_errors("FILE", RecordError):
+        records = [record.read(path) for path in files]
+    names = _names(files, compare.comparable(records))
+    if fail_on_regression and not compare.comparable(records):
+        raise typer.BadParameter(_why_not(records), param_hint="--fail-on-regression")
+    with screen.plain_errors():
+        if pictures or document:
+            draw.check()
+        _print(records, names, screen.console(), markdown)
+        with screen.usage_errors("--html or --png", OSError):
+            _write(records, names, pictures, document)
+    worse = fail_on_regression and compare.compare(*records).is_worse
+    raise typer.Exit(int(worse))
+
+
+def _target(path: str | None, flag: str) -> Path | None:
+    """A path to write to, which standard output is not."""
+    if path in ("", "-"):
+        raise typer.BadParameter(f"expected a path, got {path!r}", param_hint=flag)
+    return None if path is None else Path(path)
+
+
+def _names(files: list[str], compared: bool) -> list[str]:
+    """What tells several records apart: their files, and which is the old one. One needs no name."""
+    names = ["standard input" if file == "-" else text(Path(file).name) for file in files]
+    names = names if len(set(names)) == len(names) else list(map(text, files))
+    if compared:
+        return [f"{age}: {name}" for age, name in zip(("old", "new"), names, strict=True)]
+    return names if len(names) > 1 else []
+
+
+def _print(records: list[Record], names: list[str], console: Console, markdown: bool) -> None:
+    for number, found in enumerate(records):
+        if number:
+            typer.echo()
+        if names:
+            typer.echo(f"{names[number]}\n" if markdown else names[number])
+        if markdown:
+            typer.echo(tables.markdown(found))
+        else:
+            tables.show(found, console)
+    if compare.comparable(records):
+        laid = compare.grid(compare.compare(*records))
+        typer.echo()
+        if markdown:
+            typer.echo(tables.markdown_grid(laid))
+        else:
+            tables.show_grid(laid, console)
+    elif len(records) == 2:
+        typer.echo(f"not compared: {_why_not(records)}", err=True)
+
+
+def _why_not(records: list[Record]) -> str:
+    """Why these are no two records to compare."""
+    kinds = list(dict.fromkeys(found.kind for found in records))
+    if len(records) != 2:
+        return f"expected two records to compare, got {len(records)}"
+    if len(kinds) > 1:
+        return f"a {kinds[0]} and a {kinds[1]} record measure different things; two of one kind can be compared"
+    labels = ", ".join(compare.LABELS[kinds[0]])
+    return f"the two {kinds[0]} records share no row: none has the same {labels} in both"
+
+
+def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> None:
+    target = html if html is None or _is_page(html) else html / page.INDEX
+    paths = [] if target is None else [page.write_page(records, target, names=names)]
+    plots = [] if png is None else page.write_pngs(records, png)
+    for path in (*paths, *plots):
+        typer.echo(f"wrote {path}", err=True)
+    if png is not None and not plots:
+        typer.echo("no plots: the records hold nothing to draw", err=True)
+
+
+def _is_page(path: Path) -> bool:
+    return path.suffix.lower() in (".html", ".htm") and not path.is_dir()

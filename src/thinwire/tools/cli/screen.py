@@ -1,0 +1,164 @@
+"""What the commands share on the screen: consoles, the progress bar, errors without tracebacks."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress as Bar,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from typer.core import TyperGroup
+
+from thinwire.errors import ThinwireError
+from thinwire.tools.bench.record import Progress
+
+WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
+
+
+INTERRUPTED, NO_READER = 130, 141  # exit statuses: what a shell gives for SIGINT and SIGPIPE
+
+
+class Group(TyperGroup):
+    """The root command. A flag or a command that does not exist is answered with those that do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Its own flags."""
+        with _say_what_is_allowed(), _say_how_it_ended():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Everything below it."""
+        with _say_what_is_allowed(), _say_how_it_ended():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _say_how_it_ended() -> Iterator[None]:
+    """Ctrl-C at a question, an output whose reader went away or whose disk is full: a status, and no traceback."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except typer.Abort:
+        typer.echo("\ninterrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        _discard_the_output()
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(NO_READER) from None
+        typer.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def _discard_the_output() -> None:
+    """What is left in the buffer would fail again when python ends."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def fill_closed_streams() -> None:
+    """A stream that was closed (`>&-`) is None in python: nothing comes from it, and what goes there is lost."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the process ends
+
+
+@contextlib.contextmanager
+def _say_what_is_allowed() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            _add_what_is_allowed(error, context)
+        raise
+
+
+def _add_what_is_allowed(error: Any, context: Any) -> None:
+    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
+    if not getattr(error, "possibilities", True):
+        error.possibilities = [name for flag in context.command.params for name in flag.opts if name.startswith("--")]
+    elif str(getattr(error, "message", "")).startswith("No such command"):
+        error.message += f" The commands are {', '.join(context.command.commands)}."
+
+
+class _Console(Console):
+    """Tells a reader that went away to the root command, which knows the status."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on standard output or error: no colour unless it is a terminal, none under NO_COLOR."""
+    stream = sys.stderr if stderr else sys.stdout
+    return _Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress]:
+    """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
+    shown = console(stderr=True)
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Bar(*parts, *left, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+        yield lambda cases: _follow(bar, cases)
+
+
+def _follow(bar: Bar, cases: Sequence[Any]) -> Iterable[Any]:
+    task = bar.add_task("", total=len(cases))
+    for case in cases:
+        bar.update(task, description=str(case))
+        yield case
+        bar.advance(task)
+
+
+@contextlib.contextmanager
+def usage_errors(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+    """An error of these kinds is the user's: its text, the flag it came by, and exit status 2."""
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from None
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """An error thinwire raises on purpose, or a lack of memory: its text, and exit status 1."""
+    try:
+        yield
+    except ThinwireError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """torch has a type for that on a GPU; on the CPU it is known by its text."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(text in str(error) for text in _NO_MEMORY)
+
+
+_NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")

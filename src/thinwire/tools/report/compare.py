@@ -1,0 +1,309 @@
+"""Two records of one kind, row by row: what changed, and whether by more than noise.
+
+[Note: Noise]
+A change is new over old. With it goes the range that the rows' own spread leaves open; only a range that lies wholly on
+one side of 1 is called a change.
+- Times have a p20 and a p80: the range is from new p20 / old p80 to new p80 / old p20. What happened meanwhile to
+  something that did not change (a plain copy, torch's own collective) is taken off first: where the machine got slower,
+  the range has to lie above what that alone explains.
+- Means over seeds have a standard error: the range is three standard errors of the difference either way.
+- Bits, errors and bytes are computed, not timed: they vary by rounding alone, bytes on a link by packet headers.
+"""
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.report.cells import ABSENT, Grid, Tone, counted, fixed, number, significant, text
+from thinwire.tools.report.qat import SPEED_LABELS
+
+SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
+ROUNDING = 1e-6  # relative; sums in another order differ by less
+FP32 = 2.0**-23  # relative error of one fp32 rounding
+MOST_LOG = math.log(sys.float_info.max)
+HEADERS = 66 / 1448  # bytes of headers a packet of payload: what a count at an interface may differ by
+
+REGRESSION, BETTER, SAME, UNKNOWN = "REGRESSION", "better", "within noise", "no spread"
+_TONES: dict[str, Tone] = {REGRESSION: "bad", BETTER: "good"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """New over old, and between what its noise leaves it; None where the rows tell no spread."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Metric(ABC):
+    """A column to compare."""
+
+    column: str
+
+    @abstractmethod
+    def range(self, old: Row, new: Row) -> Range | None:
+        """What became of it, upwards being worse; None where it is in neither row."""
+
+
+@dataclass(frozen=True)
+class Timed(Metric):
+    """A median with the columns of its 20th and 80th percentile, and of a time that should not have changed."""
+
+    p20: str
+    p80: str
+    control: str
+
+    def range(self, old: Row, new: Row) -> Range | None:
+        """[Note: Noise]"""
+        ratio = _ratio(new.get(self.column), old.get(self.column))
+        low, high = _ratio(new.get(self.p20), old.get(self.p80)), _ratio(new.get(self.p80), old.get(self.p20))
+        if ratio is None or low is None or high is None:
+            return None if ratio is None else Range(ratio)
+        drift = _ratio(new.get(self.control), old.get(self.control)) or 1.0
+        return Range(ratio, low / max(1.0, drift), high / min(1.0, drift))
+
+
+@dataclass(frozen=True)
+class Mean(Metric):
+    """A mean over seeds, with the column of its standard error."""
+
+    error: str
+    log: bool = False  # the column is a logarithm already: new over old is the exponential of its change
+    more_is_better: bool = False
+
+    def range(self, old: Row, new: Row) -> Range | None:
+        """[Note: Noise]"""
+        before, after = number(old.get(self.column)), number(new.get(self.column))
+        if before is None or after is None:
+            return None
+        errors = number(old.get(self.error)), number(new.get(self.error))
+        ratio = self._over(after, before)
+        if errors[0] is None or errors[1] is None:
+            return Range(ratio)
+        slack = SIGMAS * math.hypot(errors[0], errors[1])
+        ends = [after - slack, after + slack] if self.log else _either_way(after, slack)
+        return Range(ratio, *sorted(self._over(end, before) for end in ends))
+
+    def _over(self, after: float, before: float) -> float:
+        if self.log:
+            return _exp(after - before)
+        return _quotient(before, after) if self.more_is_better else _quotient(after, before)
+
+
+@dataclass(frozen=True)
+class Computed(Metric):
+    """A number that a run computes rather than times."""
+
+    relative: float = ROUNDING
+    absolute: float = 0.0
+
+    def range(self, old: Row, new: Row) -> Range | None:
+        """[Note: Noise]"""
+        before, after = number(old.get(self.column)), number(new.get(self.column))
+        if before is None or after is None:
+            return None
+        slack = self.relative * abs(before) + self.absolute
+        return Range(_quotient(after, before), *(_quotient(end, before) for end in _either_way(after, slack)))
+
+
+@dataclass(frozen=True)
+class Promise(Metric):
+    """Something that has to hold; that it no longer does is always a regression."""
+
+    kept: bool
+
+    def range(self, old: Row, new: Row) -> Range | None:
+        """Infinitely worse when broken."""
+        before, after = old.get(self.column), new.get(self.column)
+        if before is None or after is None or before == after:
+            return None
+        change = 0.0 if after is self.kept else math.inf
+        return Range(change, change, change)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One column of one pair of rows."""
+
+    labels: tuple[str, ...]
+    column: str
+    old: str
+    new: str
+    range: Range
+
+    @property
+    def verdict(self) -> str:
+        """One of REGRESSION, BETTER, SAME, UNKNOWN."""
+        if self.range.low is None or self.range.high is None:
+            return UNKNOWN
+        return REGRESSION if self.range.low > 1 else BETTER if self.range.high < 1 else SAME
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of the rows that two records share."""
+
+    old: Record
+    new: Record
+    changes: list[Change]
+    only_old: int
+    only_new: int
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether something got worse, or is no longer there."""
+        return bool(self.regressions) or self.only_old > 0
+
+    @property
+    def regressions(self) -> list[Change]:
+        """What got worse by more than noise."""
+        return [change for change in self.changes if change.verdict == REGRESSION]
+
+
+def comparable(records: Sequence[Record]) -> bool:
+    """Whether these are two records of one kind that share a row."""
+    return len(records) == 2 and records[0].kind == records[1].kind and bool(_pairs(*records))
+
+
+def compare(old: Record, new: Record) -> Comparison:
+    """Row by row: rows are the same where their labels are."""
+    pairs = _pairs(old, new)
+    changes = [
+        change for key, (before, after) in pairs.items() for change in _changes(old.kind, key[:-1], before, after)
+    ]
+    return Comparison(old, new, changes, len(old.rows) - len(pairs), len(new.rows) - len(pairs))
+
+
+def summary(found: Comparison) -> str:
+    """2 regressions, 1 better, 27 within noise."""
+    counts = Counter(change.verdict for change in found.changes)
+    parts = [counted(counts[REGRESSION], "regression")]
+    parts += [f"{counts[verdict]} {verdict}" for verdict in (BETTER, SAME, UNKNOWN) if counts[verdict]]
+    parts += [f"{counted(found.only_old, 'row')} only in the old record"] if found.only_old else []
+    parts += [f"{counted(found.only_new, 'row')} only in the new one"] if found.only_new else []
+    return ", ".join(parts)
+
+
+def grid(found: Comparison) -> Grid:
+    """The table: a line for each column of each pair of rows, labels that are the same everywhere left out."""
+    names = LABELS[found.old.kind]
+    kept = [at for at in range(len(names)) if len({change.labels[at] for change in found.changes}) > 1] or [0]
+    header = [*(names[at] for at in kept), "column", "old", "new", "new/old", "noise", "verdict"]
+    rows = [[*(change.labels[at] for at in kept), *_cells(change)] for change in found.changes]
+    tones = [_TONES.get(change.verdict, "") for change in found.changes]
+    title = f"New over old: {summary(found)}. noise: what the spread of the rows leaves open{_moved(found)}"
+    return Grid(title, header, rows, labels=len(kept) + 1, tones=tones)
+
+
+def _cells(change: Change) -> list[str]:
+    between = change.range
+    noise = ABSENT if between.low is None else f"{_times(between.low)} to {_times(between.high)}"
+    return [change.column, change.old, change.new, _times(between.ratio), noise, change.verdict]
+
+
+def _times(ratio: float | None) -> str:
+    return "∞" if ratio == math.inf else fixed(ratio, 3)
+
+
+def _moved(found: Comparison) -> str:
+    """The conditions under which the two differ; when and by which command they were made goes without saying."""
+    names = [name for name in ("device", "cpu", "threads", "torch", "triton", "thinwire", "commit")
+             if found.old.conditions.get(name) != found.new.conditions.get(name)]  # fmt: skip
+    told = [f"{name} {_told(found.old, name)} → {_told(found.new, name)}" for name in names]
+    return f". The records differ in {'; '.join(told)}" if told else ""
+
+
+def _told(record: Record, name: str) -> str:
+    told = text(record.conditions.get(name))
+    return told[:12] if name == "commit" else told
+
+
+def _pairs(old: Record, new: Record) -> dict[tuple[str, ...], tuple[Row, Row]]:
+    """Rows with the same labels; of several with the same ones, the first and the first, the second and the second."""
+    before = dict(_keyed(old))
+    return {key: (before[key], row) for key, row in _keyed(new) if key in before}
+
+
+def _keyed(record: Record) -> Iterator[tuple[tuple[str, ...], Row]]:
+    seen: Counter[tuple[str, ...]] = Counter()
+    for row in record.rows:
+        labels = tuple(text(row.get(name)) for name in LABELS[record.kind])
+        seen[labels] += 1
+        yield (*labels, str(seen[labels])), row
+
+
+def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator[Change]:
+    for metric in METRICS[kind]:
+        found = _GONE if _is_gone(metric.column, old, new) else metric.range(old, new)
+        if found is not None:
+            yield Change(labels, metric.column, _shown(old, metric), _shown(new, metric), found)
+
+
+def _is_gone(column: str, old: Row, new: Row) -> bool:
+    """A number was there and now is not: the run diverged, or a kernel failed."""
+    return number(old.get(column)) is not None and column in new and new[column] is None
+
+
+_GONE = Range(math.inf, math.inf, math.inf)
+
+
+def _shown(row: Row, metric: Metric) -> str:
+    value = row.get(metric.column)
+    return text(value) if isinstance(value, bool) else significant(value)
+
+
+def _ratio(new: object, old: object) -> float | None:
+    ours, theirs = (number(value) if isinstance(value, float | int) else None for value in (new, old))
+    return _quotient(ours, theirs) if ours is not None and theirs is not None else None
+
+
+def _quotient(new: float, old: float) -> float:
+    return 1.0 if new == old else new / old if old else math.inf
+
+
+def _exp(change: float) -> float:
+    return math.exp(change) if change < MOST_LOG else math.inf
+
+
+def _either_way(value: float, slack: float) -> list[float]:
+    """Of a value that is never negative, so that nothing over nothing stays in the range."""
+    return [max(0.0, value - slack), value + slack]
+
+
+LABELS: dict[str, tuple[str, ...]] = {
+    "codec": ("distribution", "codec", "numel"),
+    "kernels": ("part", "op", "codec", "backend", "device", "dtype", "numel", "world", "threads"),
+    "collectives": ("verb", "codec", "world", "nodes", "link", "numel"),
+    "train": ("task", "parallel", "optimizer", "codec", "feedback", "world", "link", "steps"),
+    "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
+}
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "codec": (Computed("wire_bits"), Computed("nmse")),
+    "kernels": (Timed("ms_p50", "ms_p20", "ms_p80", control="copy_ms"),),
+    "collectives": (
+        Timed("ms_p50", "ms_p20", "ms_p80", control="plain_ms"),
+        Computed("bytes_formula"),
+        Computed("rel_error", absolute=FP32),
+        Promise("identical", kept=True),
+    ),
+    "train": (
+        Mean("loss_log_ratio", "loss_log_ratio_error", log=True),
+        Mean("val_gap_nats", "val_gap_error", log=True),
+        Timed("step_ms", "step_ms_p20", "step_ms_p80", control="compute_ms"),
+        Computed("bytes_per_step", relative=HEADERS),
+        Promise("diverged", kept=False),
+        Promise("identical", kept=True),
+    ),
+    "qat": (
+        Mean("train_loss", "train_loss_error"),
+        Mean("accuracy", "accuracy_error", more_is_better=True),
+        Timed("ms_p50", "ms_p20", "ms_p80", control="floor_ms"),
+        Computed("peak_bytes_per_element"),
+    ),
+}
