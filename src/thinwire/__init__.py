@@ -19,6 +19,7 @@ from thinwire.collectives import (
     all_to_all_single,
     broadcast,
     explain,
+    measure,
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "explain",
     "functional",
     "hooks",
+    "measure",
     "optim",
     "qat",
     "reduce_scatter_single",

@@ -3,12 +3,12 @@
 Numbers are kept in units of the mean over ranks: the sum over ranks of what they remember is what the mean still owes.
 So it may be dealt anew to another number of ranks (see `deal`), and moved between them.
 
-| kind | travels | remembered by a rank | the result |
+| kind | travels | remembered per rank | the result |
 |---|---|---|---|
 | classic | x + W * error | error = what was lost | the mean of what was read |
 | ef21 | x - W * sent | sent = the sum of what was read | mean = the sum of all means read so far |
 
-Both follow [Note: Feedback] in collectives/reducers.py, whose `Carry` they are. To add a kind: a class with those
+Both follow [Note: Feedback] in collectives/lane.py, whose `Carry` they are. To add a kind: a class with those
 methods, an entry in `KINDS`, and its formula here.
 """
 
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 class Memory:
-    """One number an element of a lane, in fp32 or bf16."""
+    """One number per element of a lane, in fp32 or bf16."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.zeros(numel, dtype=dtype, device=device)
@@ -41,6 +41,10 @@ class Memory:
         """out = x + factor * memory, in the precision of out."""
         kept = self._values[span[0] : span[1]]
         torch.add(x, kept if out.dtype in (x.dtype, kept.dtype) else kept.to(out.dtype), alpha=factor, out=out)
+
+    def times(self, span: Span, factor: float) -> Tensor:
+        """factor * memory, in fp32."""
+        return self._values[span[0] : span[1]].to(torch.float32) * factor
 
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory = values, if fine."""
@@ -68,12 +72,13 @@ class Memory:
 
 
 class CodedMemory(Memory):
-    """One number an element in 8 bits, one wire a span. A span that was not written is zero."""
+    """One number per element in 8 bits, one wire per span. A span that was not written is zero."""
 
     _codec = BlockInt(8)
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self._numel, self._device = numel, device
+        self._numel = numel
+        self._device = device
         self._wires: dict[Span, Tensor] = {}
         self._loose: Tensor | None = None  # values whose spans are not known yet
 
@@ -87,10 +92,15 @@ class CodedMemory(Memory):
         """out = x + factor * memory."""
         torch.add(x, self._of(span), alpha=factor, out=out)
 
+    def times(self, span: Span, factor: float) -> Tensor:
+        """factor * memory."""
+        return self._of(span) * factor
+
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory = values, if fine."""
         if isinstance(fine, Tensor):
-            values, fine = torch.where(fine, values, self._of(span)), True
+            values = torch.where(fine, values, self._of(span))
+            fine = True
         if not fine or not values.numel():
             return
         self._settle(span)
@@ -153,7 +163,8 @@ class Gaps:
     """Elements of a lane that belong to no parameter of it: nothing is to be remembered of them."""
 
     def __init__(self, pieces: "Iterable[Piece]") -> None:
-        self._spans, at = [], 0
+        self._spans = []
+        at = 0
         for piece in pieces:
             if piece.name is None and piece.numel:
                 self._spans.append((at, at + piece.numel))
@@ -170,12 +181,20 @@ class Classic:
     """Adds to the next message what the last one lost."""
 
     def __init__(self, error: Memory, world: int, gaps: Gaps) -> None:
-        self._error, self._world, self._gaps = error, world, gaps
+        self._error = error
+        self._world = world
+        self._gaps = gaps
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x + W * error."""
         self._error.add_to(span, x, self._world, out)
         self._gaps.clear(span, out)
+
+    def owed(self, span: Span) -> Tensor:
+        """W * error: `keep` needs what is lost of x + W * error, and nothing else."""
+        owed = self._error.times(span, self._world)
+        self._gaps.clear(span, owed)
+        return owed
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what was lost of it."""
@@ -206,12 +225,18 @@ class EF21:
     """
 
     def __init__(self, sent: Memory, mean: Memory, world: int, gaps: Gaps) -> None:
-        self._sent, self._mean, self._world, self._gaps = sent, mean, world, gaps
+        self._sent = sent
+        self._mean = mean
+        self._world = world
+        self._gaps = gaps
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x - W * sent."""
         self._sent.add_to(span, x, -self._world, out)
         self._gaps.clear(span, out)
+
+    def owed(self, span: Span) -> None:
+        """`keep` needs what the others read."""
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what the others read."""

@@ -4,7 +4,7 @@
 
 Each is a custom op of torch (thinwire::all_reduce and so on) with a fake and a gradient, so that
 torch.compile(fullgraph=True) traces it in both directions. An op's schema holds plain values: a group travels as its
-name, a codec as its string, and `step` is an int that becomes symbolic once it changes from call to call.
+name, a codec as its string, and `step` is an int that becomes symbolic once it changes from call to call, or None.
 
 | forward                | backward                                             |
 |------------------------|------------------------------------------------------|
@@ -30,8 +30,9 @@ from torch.library import custom_op
 
 from thinwire import collectives
 from thinwire.codecs import Codec
-from thinwire.collectives import primitives
-from thinwire.collectives.calls import codec_named
+from thinwire.collectives import transport
+from thinwire.collectives.checks import codec_named
+from thinwire.collectives.plan import SumAlgorithm, VerbAlgorithm
 from thinwire.errors import CollectiveError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
@@ -42,34 +43,37 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 def all_reduce(
     x: Tensor,
     op: str | dist.ReduceOp = "sum",
-    group: primitives.Group = None,
+    group: transport.Group = None,
     *,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: SumAlgorithm = "auto",
+    step: int | None = None,
 ) -> Tensor:
     """The sum ("sum") or mean ("avg") of every rank's x, the same bits on every rank.
 
-    `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call.
+    `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call; None
+    counts the calls of the group.
     """
-    forth, back = _spell(codec), _spell(codec if backward_codec is None else backward_codec)
+    forth = _spell(codec)
+    back = forth if backward_codec is None else _spell(backward_codec)
     out: Tensor = _all_reduce(x, _op_name(op), _group_name(group), forth, back, algorithm, step)
     return out
 
 
 def all_gather(
     x: Tensor,
-    group: primitives.Group = None,
+    group: transport.Group = None,
     *,
     dim: int = 0,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Tensor:
     """Every rank's x, one after the other along `dim`. All ranks bring the same shape."""
-    forth, back = _spell(codec), _spell(codec if backward_codec is None else backward_codec)
+    forth = _spell(codec)
+    back = forth if backward_codec is None else _spell(backward_codec)
     out: Tensor = _all_gather(x, dim, _group_name(group), forth, back, algorithm, step)
     return out
 
@@ -77,16 +81,17 @@ def all_gather(
 def reduce_scatter(
     x: Tensor,
     op: str | dist.ReduceOp = "sum",
-    group: primitives.Group = None,
+    group: transport.Group = None,
     *,
     dim: int = 0,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Tensor:
     """This rank's part, of the world's equal parts along `dim`, of the sum or mean of every rank's x."""
-    forth, back = _spell(codec), _spell(codec if backward_codec is None else backward_codec)
+    forth = _spell(codec)
+    back = forth if backward_codec is None else _spell(backward_codec)
     out: Tensor = _reduce_scatter(x, _op_name(op), dim, _group_name(group), forth, back, algorithm, step)
     return out
 
@@ -95,19 +100,20 @@ def all_to_all_single(
     x: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: primitives.Group = None,
+    group: transport.Group = None,
     *,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Tensor:
     """Rows of x for each rank against rows from each rank, in rank order.
 
     The lists say how many rows come from (`output_split_sizes`) and go to (`input_split_sizes`) each rank; zeros are
     fine, and None is equal parts.
     """
-    forth, back = _spell(codec), _spell(codec if backward_codec is None else backward_codec)
+    forth = _spell(codec)
+    back = forth if backward_codec is None else _spell(backward_codec)
     out_rows = None if output_split_sizes is None else list(output_split_sizes)
     in_rows = None if input_split_sizes is None else list(input_split_sizes)
     out: Tensor = _all_to_all_single(x, out_rows, in_rows, _group_name(group), forth, back, algorithm, step)
@@ -139,8 +145,8 @@ def _op_name(op: object) -> str:
     return _text(op)
 
 
-def _group_name(group: primitives.Group) -> str:
-    name: str = primitives.resolve(group).group_name
+def _group_name(group: transport.Group) -> str:
+    name: str = transport.resolve(group).group_name
     return name
 
 
@@ -203,19 +209,27 @@ def _known(truth: bool | torch.SymBool) -> bool:
     return statically_known_true(truth)
 
 
+def _settings(codec: str, algorithm: str, step: int | None) -> dict[str, Any]:
+    """What the ops pass on to the verbs."""
+    return {"codec": codec_named(codec), "algorithm": algorithm, "step": step}
+
+
 # The ops. Their settings, all that follows the tensor, are kept for the backward.
 
 
 @custom_op("thinwire::all_reduce", mutates_args=())
-def _all_reduce(x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
+def _all_reduce(
+    x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
+) -> Tensor:
     _check(op, codec, backward_codec)
     out = x.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(out, _OPS[op], _group(group), codec=codec_named(codec), algorithm=algorithm, step=step)
+    settings = _settings(codec, algorithm, step)
+    collectives.all_reduce(out, _OPS[op], _group(group), **settings)
     return out
 
 
 @_all_reduce.register_fake
-def _(x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
+def _(x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None) -> Tensor:
     _check(op, codec, backward_codec)
     return x.new_empty(x.shape)
 
@@ -226,16 +240,19 @@ def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @custom_op("thinwire::all_gather", mutates_args=())
-def _all_gather(x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
+def _all_gather(
+    x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
+) -> Tensor:
     _check("sum", codec, backward_codec)
-    dim, ranks = _check_dim(x, dim), _group(group)
-    out, row = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:])), x.contiguous()
-    collectives.all_gather_into_tensor(out, row, ranks, codec=codec_named(codec), algorithm=algorithm, step=step)
+    dim = _check_dim(x, dim)
+    ranks = _group(group)
+    out = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:]))
+    collectives.all_gather_into_tensor(out, x.contiguous(), ranks, **_settings(codec, algorithm, step))
     return out if dim == 0 else torch.cat(out.view(ranks.size(), *x.shape).unbind(), dim).contiguous()
 
 
 @_all_gather.register_fake
-def _(x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
+def _(x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None) -> Tensor:
     _check("sum", codec, backward_codec)
     shape = list(x.shape)
     shape[_check_dim(x, dim)] *= _group(group).size()
@@ -252,16 +269,18 @@ def _reduce_scatter(
     x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int
 ) -> Tensor:
     _check(op, codec, backward_codec)
-    dim, ranks = _check_dim(x, dim), _group(group)
+    dim = _check_dim(x, dim)
+    ranks = _group(group)
     out = x.new_empty(_part(x, dim, ranks))
     parts = x.contiguous() if dim == 0 or x.numel() == 0 else torch.cat(x.split(out.shape[dim], dim))
-    chosen = codec_named(codec)
-    collectives.reduce_scatter_tensor(out, parts, _OPS[op], ranks, codec=chosen, algorithm=algorithm, step=step)
+    collectives.reduce_scatter_tensor(out, parts, _OPS[op], ranks, **_settings(codec, algorithm, step))
     return out
 
 
 @_reduce_scatter.register_fake
-def _(x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int) -> Tensor:
+def _(
+    x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
+) -> Tensor:
     _check(op, codec, backward_codec)
     return x.new_empty(_part(x, _check_dim(x, dim), _group(group)))
 
@@ -288,13 +307,13 @@ def _all_to_all_single(
     codec: str,
     backward_codec: str,
     algorithm: str,
-    step: int,
+    step: int | None,
 ) -> Tensor:
     _check("sum", codec, backward_codec)
     ranks = _group(group)
     out = x.new_empty((_rows(x, out_rows, in_rows, ranks.size()), *x.shape[1:]))
-    source, chosen = x.contiguous(), codec_named(codec)
-    collectives.all_to_all_single(out, source, out_rows, in_rows, ranks, codec=chosen, algorithm=algorithm, step=step)
+    settings = _settings(codec, algorithm, step)
+    collectives.all_to_all_single(out, x.contiguous(), out_rows, in_rows, ranks, **settings)
     return out
 
 
@@ -307,7 +326,7 @@ def _(
     codec: str,
     backward_codec: str,
     algorithm: str,
-    step: int,
+    step: int | None,
 ) -> Tensor:
     _check("sum", codec, backward_codec)
     return x.new_empty((_rows(x, out_rows, in_rows, _group(group).size()), *x.shape[1:]))

@@ -33,6 +33,11 @@ class Codec(ABC):
     inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
     seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
 
+    @property
+    def unit(self) -> int:
+        """Elements that collectives keep together when they cut a message."""
+        return 1
+
     @abstractmethod
     def encoding(self, dtype: torch.dtype) -> Encoding:
         """How tensors of `dtype` are encoded: the wire format and the encoder's choices."""

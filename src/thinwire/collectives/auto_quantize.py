@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import exchange, gather, primitives, reduce
-from thinwire.collectives.schedule import Work
+from thinwire.collectives import exchange, gather, reduce, transport
+from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
 
 
@@ -95,7 +95,7 @@ _REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
 
 def _gather(arguments: Arguments) -> _Call:
     tensor, listed = arguments["tensor"], arguments.get("gather_list")
-    group = primitives.resolve(arguments.get("group"))
+    group = transport.resolve(arguments.get("group"))
     root = _root(group, arguments.get("dst"), arguments.get("group_dst"))
     outputs = _list_of_root(group, root, listed, "gather_list")
     sends = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
@@ -105,7 +105,7 @@ def _gather(arguments: Arguments) -> _Call:
 
 def _scatter(arguments: Arguments) -> _Call:
     tensor, listed = arguments["tensor"], arguments.get("scatter_list")
-    group = primitives.resolve(arguments.get("group"))
+    group = transport.resolve(arguments.get("group"))
     root = _root(group, arguments.get("src"), arguments.get("group_src"))
     receives = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
     sends = _list_of_root(group, root, listed, "scatter_list") or [tensor.new_empty(0) for _ in receives]
@@ -120,7 +120,7 @@ def _exchange(
 
 
 def _reduce(arguments: Arguments) -> _Call:
-    group = primitives.resolve(arguments.get("group"))
+    group = transport.resolve(arguments.get("group"))
     is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
     tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
     return _Call(reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor])
@@ -242,7 +242,7 @@ def _algorithm(call: _Call) -> str:
         return asked
     if call.verb not in _REDUCES:
         return "compressed"
-    return "one_shot" if primitives.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
+    return "one_shot" if transport.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
 
 
 def _divide(outputs: Sequence[Tensor], by: float) -> None:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import calls, chunks, plain, steps
-from thinwire.collectives.calls import Call, Plan
+from thinwire.collectives import checks, measuring, operations, torch_verbs, transport
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.primitives import Group
-from thinwire.collectives.schedule import Channel, Work, settle
+from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
+from thinwire.collectives.transport import Group
+from thinwire.collectives.work import Work, settle
 from thinwire.errors import CollectiveError, DisagreementError
-
-_MESSAGE_BYTES = 1 << 19  # of wire, to one rank; ranks know only their own lengths, so it cannot depend on them
 
 
 def all_to_all_single(
@@ -26,8 +26,8 @@ def all_to_all_single(
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Work | None:
     """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
 
@@ -35,11 +35,11 @@ def all_to_all_single(
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
     """
     even = output_split_sizes is None and input_split_sizes is None
-    if even and not async_op and plain.quick("all_to_all", (output, input), group, codec, algorithm):
+    if even and not async_op and torch_verbs.quick("all_to_all", (output, input), group, codec, algorithm):
         return None
-    target, source = calls.check_tensors((output, input), "all_to_all_single")
-    calls.check_outputs((target,), "all_to_all_single")
-    channel = calls.channel_of(group, target.device)
+    target, source = checks.check_tensors((output, input), "all_to_all_single")
+    checks.check_outputs((target,), "all_to_all_single")
+    channel = channel_of(transport.resolve(group), target.device)
     splits = [
         _splits(sizes, tensor, channel.transport.world, name)
         for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
@@ -48,14 +48,16 @@ def all_to_all_single(
         target.detach().copy_(source.detach().reshape(target.shape))
         return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
-    parts_out, parts_in = whole.split(splits[0]), source.detach().contiguous().split(splits[1])
-    text = f"all_to_all_single(rows of {tuple(source.shape[1:])}, {calls.named(source, codec, algorithm)})"
-    call, plan = _agree(channel, text, parts_out, parts_in, source, codec, algorithm)
+    parts_out = whole.split(splits[0])
+    parts_in = source.detach().contiguous().split(splits[1])
+    codecs = checks.codecs_for(codec, source.shape)
+    key = PlanKey("all_to_all_single", (), source.dtype, codecs, algorithm, row=tuple(source.shape[1:]))
+    call, plan = _planned(channel, key, parts_out, parts_in)
     if plan.codec is None:
         if even and target.numel() == source.numel():
-            plain.remember(call, "all_to_all", (output, input), codec, algorithm)
+            torch_verbs.remember(call, plan, "all_to_all", (output, input), codec, algorithm)
         lengths = [part.numel() for part in parts_out], [part.numel() for part in parts_in]
-        return plain.all_to_all_single(call, target, source, lengths, [output], async_op)
+        return torch_verbs.all_to_all_single(call, target, source, lengths, [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
 
@@ -67,8 +69,8 @@ def all_to_all(
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Work | None:
     """output_tensor_list[r] = what rank r's input_tensor_list holds for this rank. Lengths may differ and be zero.
 
@@ -76,22 +78,23 @@ def all_to_all(
     sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
     """
     world = len(output_tensor_list)
-    tensors = calls.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
-    outputs, inputs = tensors[:world], tensors[world:]
-    calls.check_outputs(outputs, "all_to_all")
-    channel = calls.channel_of(group, tensors[0].device)
+    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
+    outputs = tensors[:world]
+    inputs = tensors[world:]
+    checks.check_outputs(outputs, "all_to_all")
+    channel = channel_of(transport.resolve(group), tensors[0].device)
     if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
         raise CollectiveError(
-            f"all_to_all: expected one tensor a rank in both lists, {channel.transport.world} in all, "
+            f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
             f"got {len(outputs)} outputs and {len(inputs)} inputs"
         )
     if world == 1:
         outputs[0].detach().copy_(inputs[0].detach().reshape(outputs[0].shape))
         return settle(Work(list(output_tensor_list)).finished(), async_op)
-    text = f"all_to_all({calls.named(tensors[0], codec, algorithm)})"
-    call, plan = _agree(channel, text, outputs, inputs, inputs[0], codec, algorithm)
+    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec, inputs[0].shape), algorithm)
+    call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
-        return plain.all_to_all(call, outputs, inputs, list(output_tensor_list), async_op)
+        return torch_verbs.all_to_all(call, outputs, inputs, list(output_tensor_list), async_op)
     return _run(call, plan, outputs, inputs, step, list(output_tensor_list), (), async_op)
 
 
@@ -113,29 +116,21 @@ def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) 
     return listed
 
 
-def _agree(
-    channel: Channel,
-    text: str,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    sample: Tensor,
-    codec: str | Codec,
-    algorithm: str,
-) -> tuple[Call, Plan]:
-    """The call and its plan. Sizes are compared when ranks shake hands; they change from call to call, texts do not."""
+def _planned(
+    channel: Channel, key: PlanKey, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Call, CallPlan]:
+    """The call and its plan. Lengths are compared when ranks shake hands; they change from call to call."""
     lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
-    plan: Plan | None = channel.settled.get(text)
-    call = Call(channel, text, known=plan is not None, details=lengths)
+    plan = channel.plans.get(key)
+    call = Call(channel, str(key) if plan is None else plan.text, known=plan is not None, details=lengths)
     if call.answers:
         numel = _compare(call.number, call.answers)
     else:
         _check_own(channel.transport.rank, inputs, outputs)
     if plan is None:
-        likely = sample.new_empty(numel, device="meta")
-        chosen = calls.choose(
-            channel, "all_to_all", likely, codec, algorithm, functools.partial(_trial, channel, sample.dtype)
-        )
-        plan = channel.settled[text] = Plan(chosen)
+        trial = functools.partial(_trial, channel, key.dtype)
+        plan = plan_exchange(key, numel, measuring.fastest(channel, "all_to_all", key.dtype, numel, trial))
+        channel.remember(key, plan)
     return call, plan
 
 
@@ -164,32 +159,29 @@ def _compare(number: int, answers: Sequence[str]) -> int:
 
 def _run(
     call: Call,
-    plan: Plan,
+    plan: CallPlan,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    step: int,
+    step: int | None,
     results: list[Tensor],
     copies: Sequence[tuple[Tensor, Tensor]],
     async_op: bool,
 ) -> Work | None:
-    channel, codec, dtype = call.channel, plan.codec, inputs[0].dtype
-    assert codec is not None
-    per_element = codec.wire_bytes(1 << 16, dtype) / (1 << 16)
-    chunk = max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024)
-    flats = [Flat([part]) for part in (*outputs, *inputs)]
-    foreign = [f.numel for i, f in enumerate(flats) if i % channel.transport.world != channel.transport.rank]
-    wire = sum(codec.wire_bytes(numel, dtype) for numel in foreign)
-    chunk_bytes = sum(codec.wire_bytes(min(numel, chunk), dtype) for numel in foreign)
-    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, -(-max(foreign, default=1) // chunk))
-    sized = Plan(codec, chunks.Cut(0, chunk), chunk_bytes, limit)
-    world = channel.transport.world
-    operation = steps.Exchange(sized.setting(channel, step), flats[:world], flats[world:], chunk)
+    link = call.channel.transport
+    flats_out = [Flat([part]) for part in outputs]
+    flats_in = [Flat([part]) for part in inputs]
+    others = [rank for rank in range(link.world) if rank != link.rank]
+    lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
+    setting = call.setting(plan, step, exchange_scratch(plan, lengths, inputs[0].dtype))
+    operation = operations.Exchange(setting, flats_out, flats_in, plan.cut.chunk)
     operation.copies_back(results, copies)
     return settle(call.run(operation), async_op)
 
 
-def _trial(channel: Channel, dtype: torch.dtype, codec: Codec, algorithm: str, numel: int) -> Callable[[], object]:
+def _trial(
+    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
+) -> Callable[[], object]:
     link = channel.transport
     rows = -(-numel // link.world) * link.world
     output, input = (torch.linspace(-1, 1, rows, device=channel.device).to(dtype) for _ in range(2))
-    return lambda: all_to_all_single(output, input, group=link.group, codec=codec, algorithm=algorithm)
+    return lambda: all_to_all_single(output, input, group=link.group, codec=codecs[0], algorithm=algorithm, step=0)

@@ -8,10 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import calls, plain, steps
+from thinwire.collectives import checks, measuring, operations, torch_verbs, transport
+from thinwire.collectives.call import planned
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.primitives import Group
-from thinwire.collectives.schedule import Channel, Work, settle
+from thinwire.collectives.plan import PlanKey, VerbAlgorithm, plan_verb
+from thinwire.collectives.transport import Group
+from thinwire.collectives.work import Work, settle
 from thinwire.errors import CollectiveError
 
 
@@ -22,20 +25,19 @@ def all_gather_into_tensor(
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Work | None:
     """output_tensor = every rank's input_tensor, one after the other, as decoded from its wire on every rank.
 
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
     """
-    kind = codec, algorithm
-    if not async_op and plain.quick("all_gather", (output_tensor, input_tensor), group, *kind):
+    if not async_op and torch_verbs.quick("all_gather", (output_tensor, input_tensor), group, codec, algorithm):
         return None
-    output, input = calls.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
-    calls.check_outputs((output,), "all_gather_into_tensor")
-    channel = calls.channel_of(group, output.device)
-    world = channel.transport.world
+    output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
+    checks.check_outputs((output,), "all_gather_into_tensor")
+    channel = channel_of(transport.resolve(group), output.device)
+    world = channel.world
     if output.numel() != world * input.numel():
         raise CollectiveError(
             f"all_gather_into_tensor: output must have {world} times the elements of input, "
@@ -46,13 +48,18 @@ def all_gather_into_tensor(
         return settle(Work([output_tensor]).finished(), async_op)
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
-    text = f"all_gather_into_tensor(numel={input.numel()}, {calls.named(input, codec, algorithm)})"
-    trial = functools.partial(_trial, "all_gather", channel, input.dtype)
-    call, plan = calls.agree(channel, "all_gather", text, output, input.numel(), codec, algorithm, trial)
+    codecs = checks.codecs_for(codec, output.shape)
+    key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
+    choose = measuring.fastest(
+        channel, "all_gather", input.dtype, output.numel(), functools.partial(_gather_trial, channel, input.dtype)
+    )
+    call, plan = planned(
+        channel, key, lambda: plan_verb(key, "all_gather", input.numel(), output.numel(), world, choose)
+    )
     if plan.codec is None:
-        plain.remember(call, "all_gather", (output_tensor, input_tensor), *kind)
-        return plain.all_gather(call, output, input, [output_tensor], async_op)
-    operation = steps.Gather(plan.setting(channel, step), parts, Flat([input]), plan.cut)
+        torch_verbs.remember(call, plan, "all_gather", (output_tensor, input_tensor), codec, algorithm)
+        return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
+    operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
     operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
     return settle(call.run(operation), async_op)
 
@@ -67,30 +74,33 @@ def all_gather(
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Work | None:
     """tensor_list[r] = rank r's tensor, as decoded from its wire on every rank. Lengths may differ between ranks."""
-    *outputs, input = calls.check_tensors((*tensor_list, tensor), "all_gather")
-    calls.check_outputs(outputs, "all_gather")
-    channel = calls.channel_of(group, input.device)
+    *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather")
+    checks.check_outputs(outputs, "all_gather")
+    channel = channel_of(transport.resolve(group), input.device)
     sizes = [output.numel() for output in outputs]
     if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
         raise CollectiveError(
-            f"all_gather: tensor_list must hold one tensor a rank, {channel.transport.world} in all, the one of this "
+            f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of this "
             f"rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     if len(sizes) == 1:
         outputs[0].detach().copy_(input.detach().reshape(outputs[0].shape))
         return settle(Work(list(tensor_list)).finished(), async_op)
-    text = f"all_gather(lengths={sizes}, {calls.named(input, codec, algorithm)})"
-    whole = torch.empty(sum(sizes), dtype=input.dtype, device="meta")
-    trial = functools.partial(_trial, "all_gather", channel, input.dtype)
-    call, plan = calls.agree(channel, "all_gather", text, whole, max(sizes), codec, algorithm, trial)
+    key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
+    choose = measuring.fastest(
+        channel, "all_gather", input.dtype, sum(sizes), functools.partial(_gather_trial, channel, input.dtype)
+    )
+    call, plan = planned(
+        channel, key, lambda: plan_verb(key, "all_gather", max(sizes), sum(sizes), channel.world, choose)
+    )
     if plan.codec is None:
-        return plain.all_gather_list(call, outputs, input, list(tensor_list), async_op)
-    operation = steps.Gather(
-        plan.setting(channel, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
+        return torch_verbs.all_gather_list(call, outputs, input, list(tensor_list), async_op)
+    operation = operations.Gather(
+        call.setting(plan, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
     )
     operation.outputs = list(tensor_list)
     return settle(call.run(operation), async_op)
@@ -104,29 +114,30 @@ def broadcast(
     group_src: int | None = None,
     *,
     codec: str | Codec = "int8",
-    algorithm: str = "auto",
-    step: int = 0,
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
 ) -> Work | None:
     """tensor = the source's, as decoded from its wire on every rank, the source's own too, so that all agree bitwise.
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
-    extra = src, group_src
-    if not async_op and plain.quick("broadcast", (tensor,), group, codec, algorithm, extra=extra):
+    if not async_op and torch_verbs.quick("broadcast", (tensor,), group, codec, algorithm, src, group_src):
         return None
-    (part,) = calls.check_tensors((tensor,), "broadcast")
-    calls.check_outputs((part,), "broadcast")
-    channel = calls.channel_of(group, part.device)
+    (part,) = checks.check_tensors((tensor,), "broadcast")
+    checks.check_outputs((part,), "broadcast")
+    channel = channel_of(transport.resolve(group), part.device)
     source = _source(channel, src, group_src)
     if channel.transport.world == 1:
         return settle(Work([tensor]).finished(), async_op)
-    text = f"broadcast(numel={part.numel()}, from rank {source}, {calls.named(part, codec, algorithm)})"
-    trial = functools.partial(_trial, "broadcast", channel, part.dtype)
-    call, plan = calls.agree(channel, "broadcast", text, part, part.numel(), codec, algorithm, trial)
+    numel = part.numel()
+    key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
+    trial = functools.partial(_broadcast_trial, channel, part.dtype)
+    choose = measuring.fastest(channel, "broadcast", part.dtype, numel, trial)
+    call, plan = planned(channel, key, lambda: plan_verb(key, "broadcast", numel, numel, channel.world, choose))
     if plan.codec is None:
-        plain.remember(call, "broadcast", (tensor,), codec, algorithm, extra=extra)
-        return plain.broadcast(call, part, source, [tensor], async_op)
-    operation = steps.Broadcast(plan.setting(channel, step), Flat([part]), source, plan.cut)
+        torch_verbs.remember(call, plan, "broadcast", (tensor,), codec, algorithm, src, group_src)
+        return torch_verbs.broadcast(call, part, source, [tensor], async_op)
+    operation = operations.Broadcast(call.setting(plan, step), Flat([part]), source, plan.cut)
     operation.outputs = [tensor]
     return settle(call.run(operation), async_op)
 
@@ -142,13 +153,18 @@ def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
     return source
 
 
-def _trial(
-    verb: str, channel: Channel, dtype: torch.dtype, codec: Codec, algorithm: str, numel: int
+def _gather_trial(
+    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
 ) -> Callable[[], object]:
-    link, device = channel.transport, channel.device
-    if verb == "broadcast":
-        tensor = torch.linspace(-1, 1, numel, device=device).to(dtype)
-        return lambda: broadcast(tensor, group=link.group, group_src=0, codec=codec, algorithm=algorithm)
+    link = channel.transport
     part = -(-numel // link.world)
-    output, input = (torch.linspace(-1, 1, size, device=device).to(dtype) for size in (part * link.world, part))
-    return lambda: all_gather_into_tensor(output, input, link.group, codec=codec, algorithm=algorithm)
+    output, input = (torch.linspace(-1, 1, size, device=channel.device).to(dtype) for size in (part * link.world, part))
+    return lambda: all_gather_into_tensor(output, input, link.group, codec=codecs[0], algorithm=algorithm, step=0)
+
+
+def _broadcast_trial(
+    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
+) -> Callable[[], object]:
+    tensor = torch.linspace(-1, 1, numel, device=channel.device).to(dtype)
+    group = channel.transport.group
+    return lambda: broadcast(tensor, group=group, group_src=0, codec=codecs[0], algorithm=algorithm, step=0)

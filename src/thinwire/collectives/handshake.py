@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from thinwire.collectives import primitives
+from thinwire.collectives import transport
 from thinwire.errors import CollectiveError, DisagreementError
 
 _LOOK_S = 1.0
@@ -29,10 +29,12 @@ class Handshake:
     """Comparisons of calls in one group."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.rank, self.world = group.rank(), group.size()
+        self.rank = group.rank()
+        self.world = group.size()
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
-        self._store, self._name = primitives.store(group), f"thinwire/{name}"
-        self._patience_s = primitives.timeout_s(group)
+        self._store = transport.store(group)
+        self._name = f"thinwire/{name}"
+        self._patience_s = transport.timeout_s(group)
 
     def compare(self, number: int, call: str) -> list[str]:
         """The calls of all ranks at operation `number` of the group; raises where one waits in another call."""
@@ -54,8 +56,9 @@ class Handshake:
 
     def _await(self, key: str, number: int, rank: int, call: str) -> str:
         """What a rank wrote, polled for: the store's own wait would log a warning at every look."""
-        start, pause = time.monotonic(), 1e-4
+        start = time.monotonic()
         looked = start
+        pause = 1e-4
         while (now := time.monotonic()) - start < self._patience_s:
             answer = self._read(f"{key}/{rank}")
             if answer is not None:

@@ -11,31 +11,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import collectives, functional
-from thinwire.collectives import calls, primitives
-from thinwire.collectives.reducers import fewest_roundings
+from thinwire.collectives import checks, transport
+from thinwire.collectives.hierarchical import fewest_roundings
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
 def mean(
-    state: primitives.Group, bucket: Any, codec: str, *, algorithm: str | None = None
+    state: transport.Group, bucket: Any, codec: str, *, algorithm: str | None = None
 ) -> torch.futures.Future[Tensor]:
     """The mean through a codec whose blocks have scales: however large the numbers, their sum does not overflow.
 
     The algorithm of the fewest roundings is taken where none is named.
     """
-    group, numbers = primitives.resolve(state), numbers_of(bucket)
+    group, numbers = transport.resolve(state), numbers_of(bucket)
     alone = group.size() == 1  # nothing travels, nothing is rounded
     carried = numbers.float() if numbers.dtype == torch.float64 and not alone else numbers  # codecs take no doubles
     return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()))
 
 
-def sum_of_shares(state: primitives.Group, bucket: Any, codec: str) -> torch.futures.Future[Tensor]:
+def sum_of_shares(state: transport.Group, bucket: Any, codec: str) -> torch.futures.Future[Tensor]:
     """The sum of every rank's numbers times 1 / world, which is what DDP does without a hook, to the last bit.
 
     Codecs without scales hold plain floats: their sum could overflow where the mean does not.
     """
-    group, numbers = primitives.resolve(state), numbers_of(bucket)
+    group, numbers = transport.resolve(state), numbers_of(bucket)
     numbers.mul_(1 / group.size())
     algorithm = "plain" if codec == "none" else fewest_roundings(group.size())
     return _reduce(group, bucket, numbers, numbers, "sum", codec, algorithm)
@@ -49,7 +49,7 @@ def is_pair(bucket: object) -> bool:
 def numbers_of(bucket: Any) -> Tensor:
     """What DDP hands over, as real numbers that can be changed in place."""
     grad: Tensor = bucket[0] if is_pair(bucket) else bucket.buffer()
-    calls.check_gradient(grad)
+    checks.check_gradient(grad)
     if grad.is_complex():
         return torch.view_as_real(grad.conj() if grad.is_conj() else grad)  # a mean of conjugates is one of the numbers
     return grad
@@ -70,7 +70,7 @@ def _reduce(
             numbers.copy_(carried)
         return buffer
 
-    work = collectives.all_reduce(carried, _OPS[op], group, True, codec=codec, algorithm=algorithm)
+    work = collectives.all_reduce(carried, _OPS[op], group, True, codec=codec, algorithm=algorithm)  # type: ignore[arg-type]
     assert work is not None
     return work.get_future().then(finish)
 
@@ -82,4 +82,4 @@ def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm:
 
         out: Tensor = _functional_collectives.all_reduce(x, op, group)
         return out
-    return functional.all_reduce(x, op, group, codec=codec, algorithm=algorithm)
+    return functional.all_reduce(x, op, group, codec=codec, algorithm=algorithm)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from thinwire.codecs import registry
-from thinwire.collectives.primitives import Group
+from thinwire.collectives.transport import Group
 from thinwire.errors import CodecError
 from thinwire.hooks import engine
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire import feedback as feedbacks
 from thinwire.codecs import Cast, registry
-from thinwire.collectives import calls, plain, primitives
-from thinwire.collectives.reduce import MESSAGE_ALGORITHMS, Nodes
+from thinwire.collectives import checks, torch_verbs, transport
+from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.decisions import CodecChoice, Decisions, Optimizers, Size
@@ -73,8 +74,8 @@ class DDPState:
             replan_every=replan_every,
             measure_every=measure_every,
         )
-        if algorithm not in MESSAGE_ALGORITHMS:
-            raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {algorithm!r}")
+        if algorithm not in ALGORITHMS:
+            raise CollectiveError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
         self._engine = Engine(self._decisions, residual_dtype, algorithm, nodes)
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._named = False  # by a model
@@ -105,8 +106,8 @@ class DDPState:
                 "use the hooks of thinwire.hooks there, or another optimize_ddp mode"
             )
         buffer = bucket.buffer()
-        calls.check_gradient(buffer)
-        group = primitives.resolve(self.process_group)
+        checks.check_gradient(buffer)
+        group = transport.resolve(self.process_group)
         if self._ended:
             self._begin_step(group, buffer.device)
         try:
@@ -121,7 +122,7 @@ class DDPState:
             future.set_result(buffer)
             return future
         if self.closed:
-            return plain.average(buffer, group)
+            return torch_verbs.average(buffer, group)
         parameters, onebit = bucket.parameters(), self._decisions.onebit
         if onebit is not None and onebit.frozen:
             onebit.put_momentum(parameters, _gradients(parameters, buffer))
@@ -194,12 +195,12 @@ class DDPState:
     @property
     def world(self) -> int:
         """Ranks of the group."""
-        return primitives.resolve(self.process_group).size()
+        return transport.resolve(self.process_group).size()
 
     @property
     def rank(self) -> int:
         """This one's place among them."""
-        return primitives.resolve(self.process_group).rank()
+        return transport.resolve(self.process_group).rank()
 
     def stats(self) -> Stats:
         """What compression did so far on this rank."""
@@ -462,8 +463,8 @@ def _nodes(mesh: Any, inside: CodecLike, algorithm: str, feedback: str) -> Nodes
                 f"inside={str(chosen)!r} goes with a mesh of nodes and the ranks inside them: pass mesh="
             )
         return None
-    if not primitives.is_mesh(mesh) or mesh.ndim != 2:
-        what = f"a mesh of {mesh.ndim}" if primitives.is_mesh(mesh) else type(mesh).__name__
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        what = f"a mesh of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise CollectiveError(f"mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got {what}")
     if algorithm != "auto":
         raise CollectiveError(f"with a mesh the algorithm is 'hierarchical': leave out algorithm={algorithm!r}")

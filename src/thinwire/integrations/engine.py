@@ -20,8 +20,9 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.codecs import Identity
-from thinwire.collectives import plain
-from thinwire.collectives.reduce import LaneKind, LaneLoad, Message, Nodes
+from thinwire.collectives import torch_verbs
+from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.message import Message, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations.decisions import Decisions, Size
@@ -182,7 +183,10 @@ class Engine:
             watches = found = bucket.watches(output.device)
             self._watches += found
         checks = [self.tally.checked, *[None] * (len(lanes) - 1)]
-        loads = [LaneLoad(*load) for load in zip(lanes, bucket.carries, watches, checks, strict=True)]
+        loads = [
+            bucket.message.lane(i, *load)
+            for i, load in enumerate(zip(lanes, bucket.carries, watches, checks, strict=True))
+        ]
         meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
         work = bucket.message.run(loads, [output], step=step, copies=copies, meter=meter)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
@@ -194,7 +198,7 @@ class Engine:
             self.buckets[key] = _Bucket(self, gradients)
         return self.buckets[key]
 
-    def message(self, names: Names, kinds: Sequence[LaneKind], like: Tensor, scattered: bool) -> Message:
+    def message(self, names: Names, kinds: Sequence[LaneSpec], like: Tensor, scattered: bool) -> Message:
         """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
         key = names, tuple(kinds), like.dtype, like.device, scattered
         if key not in self._messages:
@@ -341,9 +345,11 @@ def _plainly(gradients: Gradients, output: Tensor, group: dist.ProcessGroup) -> 
     """As DDP does it without a hook."""
     buffer, views = gradients.buffer, gradients.views
     if buffer is output:
-        return plain.average(buffer, group)
+        return torch_verbs.average(buffer, group)
     whole = torch.cat(list(views)) if buffer is None else buffer
-    return plain.average(whole, group).then(lambda done: _spread(done.value(), views if buffer is None else (), output))
+    return torch_verbs.average(whole, group).then(
+        lambda done: _spread(done.value(), views if buffer is None else (), output)
+    )
 
 
 def _spread(whole: Tensor, views: Sequence[Tensor], output: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.reduce import LaneKind
+from thinwire.collectives.lane import LaneSpec
 from thinwire.feedback import Piece
 
 _BRIDGE = 16  # the largest lane bridges lanes that are so many times smaller
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 class _Group:
     """A lane: which slots are in it, and which of others' it bridges."""
 
-    kind: LaneKind
+    kind: LaneSpec
     slots: tuple[int, ...]
     bridged: frozenset[int] = frozenset()
     aside: bool = False
@@ -115,5 +115,5 @@ def _group(
     slots: Sequence[Slot], members: Sequence[int], bridged: frozenset[int] = frozenset(), aside: bool = False
 ) -> _Group:
     slot = slots[next(i for i in members if i not in bridged)]
-    kind = LaneKind(_numel(slots, members), slot.codec, slot.first, slot.feedback)
+    kind = LaneSpec(_numel(slots, members), slot.codec, slot.first, slot.feedback)
     return _Group(kind, tuple(members), bridged, aside)

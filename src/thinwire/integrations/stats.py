@@ -66,7 +66,7 @@ class Tally:
 
 
 class BucketMeter:
-    """Takes the times of one bucket's chunks (collectives.steps.Meter)."""
+    """Takes the times of one bucket's chunks (collectives.operations.Meter)."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -88,7 +88,7 @@ class BucketMeter:
 
 
 class ErrorWatch:
-    """Sums, by parameter, of the squares of what was sent and of what was lost (collectives.reducers.Watch)."""
+    """Sums, by parameter, of the squares of what was sent and of what was lost (collectives.lane.Watch)."""
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self.names = [piece.name for piece in pieces]

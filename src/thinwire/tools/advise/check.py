@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import Cast, Codec, codec
-from thinwire.collectives.reducers import fewest_roundings
+from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.errors import CodecError, RecordError
 from thinwire.integrations import policy
 from thinwire.tools.advise import model, units

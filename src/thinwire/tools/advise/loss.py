@@ -9,7 +9,7 @@ import functools
 import torch
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.reducers import fewest_roundings
+from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.tools.advise.links import Cluster
 
 _NUMEL = 1 << 16  # of the numbers that are encoded: the error is known to about 1 %

@@ -4,7 +4,6 @@ All ranks call `links` and `kernels` together, as torchrun starts them; all get 
 """
 
 import contextlib
-import functools
 import math
 import os
 import time
@@ -15,9 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.codecs import Codec, Identity
-from thinwire.collectives import calls, cost, primitives
-from thinwire.collectives.primitives import Group
+from thinwire.codecs import Codec
+from thinwire.collectives import measuring, transport as transports
+from thinwire.collectives.channel import channel_of
+from thinwire.collectives.cost import MeasuredLink
+from thinwire.collectives.transport import Group
 from thinwire.errors import ThinwireError
 from thinwire.tools.advise.links import Cluster, Link
 from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine
@@ -98,20 +99,12 @@ def links(device: torch.device, per_node: int) -> Cluster:
 
 def _link(group: Group, device: torch.device) -> Link:
     """The slowest rank's, from messages that all ranks of the group send at once."""
-    channel = calls.channel_of(group, device)
-    plain = {"plain": functools.partial(_plain, channel.transport.group, device)}
-    # The identity is never chosen by its cost, so what is settled here misleads no later call of this group.
-    found = cost.choose(channel, "all_reduce", 1, torch.float32, Identity(), plain).link
+    found = measuring.link(channel_of(group, device))
     rate, latency = _agreed([-_bytes_per_s(found), found.latency_s], device)
     return Link(-rate, latency)
 
 
-def _plain(group: dist.ProcessGroup, device: torch.device, numel: int) -> Callable[[], object]:
-    x = torch.zeros(numel, device=device)
-    return lambda: dist.all_reduce(x, group=group)
-
-
-def _bytes_per_s(link: cost.Link) -> float:
+def _bytes_per_s(link: MeasuredLink) -> float:
     """Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones."""
     (n0, s0), (n1, s1) = link.points[-2:] if len(link.points) > 1 else ((0, 0.0), link.points[0])
     return (n1 - n0) / (s1 - s0) if s1 > s0 else link.bytes_per_s
@@ -174,7 +167,7 @@ def _timed(work: Mapping[str, Callable[[], object]], device: torch.device) -> di
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(_ROUNDS + 1):
         for name, call in work.items():
-            primitives.barrier(primitives.resolve(None), device)
+            transports.barrier(transports.resolve(None), device)
             start = time.perf_counter()
             call()
             if device.type == "cuda":

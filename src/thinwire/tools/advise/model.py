@@ -23,7 +23,7 @@ import torch
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks
-from thinwire.collectives.reducers import fewest_roundings
+from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.integrations import policy
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import CodecSpeed, Machine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import BlockInt, Cast, Codec, Identity
-from thinwire.collectives.reducers import fewest_roundings
+from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.integrations import policy
 from thinwire.tools.advise import loss
 from thinwire.tools.advise.links import Cluster

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from thinwire import collectives
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import calls, cost, primitives
+from thinwire.collectives import cost, transport
+from thinwire.collectives.channel import channel_of
 from thinwire.tools.bench import launch, link as links, timing
 from thinwire.tools.bench.codec import nmse
 from thinwire.tools.bench.link import Link, Sent
@@ -442,8 +443,8 @@ def _mesh(case: Case) -> Any:
 
 TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda out, source: dist.all_reduce(out),
-    "reduce_scatter_tensor": lambda out, source: primitives.reduce_scatter_single(out, source),
-    "all_gather_into_tensor": lambda out, source: primitives.all_gather_single(out, source),
+    "reduce_scatter_tensor": lambda out, source: transport.reduce_scatter_single(out, source),
+    "all_gather_into_tensor": lambda out, source: transport.all_gather_single(out, source),
     "all_to_all_single": lambda out, source: dist.all_to_all_single(out, source),
     "broadcast": lambda out, source: dist.broadcast(out, 0),
 }
@@ -480,10 +481,9 @@ def _algorithm(case: Case, name: str, out: Tensor) -> str:
     asked = next((entry for entry in case.entries if entry.name == name), None)
     if asked is None or asked.algorithm != "auto":
         return asked.algorithm if asked else "plain"
-    channel, chosen = calls.channel_of(None, out.device), asked.codec.pick(shape=out.shape)
-    choice = cost.recall(channel, COST_NAMES[case.verb], case.numel, out.dtype, chosen)
-    assert choice is not None
-    return choice.algorithm
+    channel = channel_of(None, out.device)
+    key = cost.CurveKey(COST_NAMES[case.verb], out.dtype, (asked.codec.pick(shape=out.shape),))
+    return cost.choice(channel.measured, key, case.numel, channel.world).algorithm
 
 
 def _agreed(mine: bool) -> bool:

@@ -1,24 +1,25 @@
-"""Every call into torch.distributed: groups, the two ways bytes travel, torch's own verbs.
+"""Groups of ranks, and the ways bytes travel between them.
 
 [Note: Pairs, not collectives] On gloo bytes travel as tagged messages between pairs of ranks. A tagged message has no
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
-12.5 MB a rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
+12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
 On NCCL, messages are collectives on the group's own stream, issued inline.
 """
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import CollectiveError
 
-Group = Any  # None (the world), a ProcessGroup, or a DeviceMesh
+Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
 
 _TAGS_FROM = 1 << 30  # below are the user's own tags
@@ -30,6 +31,9 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Return when it is done (on a stream: make the current stream wait)."""
+
+
+Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between its stages, what it waits for
 
 
 class Tags:
@@ -48,12 +52,17 @@ class Tags:
 
 
 class Transport:
-    """Moves bytes between the ranks of one group. Ranks are those of the group."""
+    """Moves bytes between the ranks of one group. Ranks are numbered as in the group."""
 
-    def __init__(self, group: dist.ProcessGroup, tags: "Tags") -> None:
+    on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
+    has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
+
+    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
-        self.rank, self.world = group.rank(), group.size()
-        self.sent = self.received = 0  # bytes of payload since the group was first used
+        self.rank = group.rank()
+        self.world = group.size()
+        self.sent = 0  # bytes of payload since the group was first used
+        self.received = 0
         self.draw_tags = tags.draw
 
     @property
@@ -66,9 +75,7 @@ class Transport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
         """Start sending and receiving. Buffers belong to the transport until what is returned was waited for."""
-        self.sent += sum(part.numel() for _, part in sends)
-        self.received += sum(part.numel() for _, part in receives)
-        return self._exchange(sends, receives, tag)
+        raise NotImplementedError
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
         """Start sending this rank's row to all others and receiving theirs; empty rows do not travel."""
@@ -76,14 +83,20 @@ class Transport:
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
         return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
-        raise NotImplementedError
+    def synchronize(self) -> None:
+        """Make the host wait for what the transport was given, where waiting for a message does not."""
+
+    def _count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.sent += sum(part.numel() for _, part in sends)
+        self.received += sum(part.numel() for _, part in receives)
 
 
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+        """Receives come first in what is returned."""
+        self._count(sends, receives)
         group = self.group
         works: list[Waitable] = [group.recv([part], rank, tag) for rank, part in receives]
         works += [group.send([part], rank, tag) for rank, part in sends]
@@ -93,9 +106,10 @@ class PairTransport(Transport):
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+        """As between pairs, of copies on the host."""
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
-        works = super()._exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
+        works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
         arrivals = [_Arrival(work, host, part) for work, (_, host), (_, part) in zip(works, landing, receives)]  # noqa: B905
         return [*arrivals, *works[len(receives) :]]
 
@@ -104,7 +118,9 @@ class _Arrival:
     """A message that goes on to the device once it has come."""
 
     def __init__(self, work: Waitable, host: Tensor, target: Tensor) -> None:
-        self._work, self._host, self._target = work, host, target
+        self._work = work
+        self._host = host
+        self._target = target
 
     def wait(self) -> None:
         self._work.wait()
@@ -114,7 +130,12 @@ class _Arrival:
 class StreamTransport(Transport):
     """NCCL: grouped messages, ordered by streams; waiting makes the current stream wait, never the host."""
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    on_stream = True
+    has_all_ops = True
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+        """One group of sends and receives; NCCL has no tags."""
+        self._count(sends, receives)
         group = self.group
         ops = [dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, part in sends]
         ops += [dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part in receives]
@@ -122,7 +143,8 @@ class StreamTransport(Transport):
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
         """A ring or tree of NCCL's own where all rows have one length and lie side by side."""
-        nbytes, start = rows[0].numel(), rows[0].data_ptr()
+        nbytes = rows[0].numel()
+        start = rows[0].data_ptr()
         if any(row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)):
             return super().gather(rows, tag)
         self.sent += nbytes * (self.world - 1)
@@ -130,6 +152,10 @@ class StreamTransport(Transport):
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
         work = all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)
         return [work]
+
+    def synchronize(self) -> None:
+        """Wait for the current stream alone: other streams may be busy with the user's own work."""
+        torch.cuda.current_stream().synchronize()
 
 
 # torch 2.13 warns on the older names.
@@ -147,12 +173,15 @@ def timeout_s(group: dist.ProcessGroup) -> float:
     return min(limits, default=dist.default_pg_timeout.total_seconds())
 
 
-def is_mesh(group: Group) -> bool:
-    """Whether `group` is a DeviceMesh, told without importing the module that defines it."""
-    return hasattr(group, "get_group") and hasattr(group, "mesh_dim_names")
+def mesh_of_nodes(group: Group) -> DeviceMesh | None:
+    """`group` itself if it is a mesh of two dimensions: nodes, and the ranks inside each."""
+    # The compiler lets nobody ask a ProcessGroup whether it is a mesh, so that is ruled out first.
+    if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
+        return None
+    return group if group.ndim == 2 else None
 
 
-def resolve(group: Group) -> dist.ProcessGroup:
+def resolve(group: object) -> dist.ProcessGroup:
     """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension."""
     if group is None:
         if not dist.is_initialized():
@@ -160,16 +189,15 @@ def resolve(group: Group) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
-    if isinstance(group, dist.ProcessGroup):  # first: the compiler lets nobody ask one whether it is a mesh
+    if isinstance(group, dist.ProcessGroup):
         return group
-    if is_mesh(group):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise CollectiveError(
                 f"expected a DeviceMesh of one dimension, got {group.ndim}: "
                 "slice it (mesh['dp']), or all_reduce with algorithm='hierarchical' on a mesh of two"
             )
-        resolved: dist.ProcessGroup = group.get_group()
-        return resolved
+        return group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise CollectiveError("this rank is not a member of the group; only its members may call")
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
@@ -179,9 +207,8 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Tra
     """A new transport for tensors on `device`."""
     name = backend(group, device)
     if name == "nccl":
-        dist.all_reduce(
-            torch.zeros(1, device=device), group=group
-        )  # NCCL connects in a group's first call, by all ranks
+        # NCCL connects in a group's first call, which all ranks have to make.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamTransport(group, tags)
     if name == "gloo":
         return PairTransport(group, tags) if device.type == "cpu" else StagedTransport(group, tags)

@@ -15,23 +15,17 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards
-from thinwire.collectives.primitives import Transport, Waitable
-from thinwire.collectives.reducers import Hierarchical, Key, Lane, Part, Reducer, known
-from thinwire.collectives.schedule import Operation, Steps
+from thinwire.collectives.hierarchical import Hierarchical
+from thinwire.collectives.lane import Key, Lane, LaneChunk, known_step
+from thinwire.collectives.pipeline import Operation
+from thinwire.collectives.plan import Reducer
+from thinwire.collectives.transport import Stages, Transport, Waitable
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 
 
 def _sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[int]:
     return [codec.wire_bytes(part.numel, dtype) if part.numel else 0 for part in parts]
-
-
-def _decode(
-    codec: Codec, wires: Sequence[Tensor], parts: Sequence[Span], out: Tensor, key: Key, scale: float = 1.0
-) -> None:
-    for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
-        if part.numel:
-            codec.decode(wire, out[part.begin : part.end], scale=scale, step=known(key.of(shard), out.device))
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,22 @@ class Setting:
 
 class _Base(Operation):
     def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
-        self._link, self._codec, self._step, self._tags = setting.link, setting.codec, setting.step, setting.tags
-        self.num_chunks, self.chunk_bytes, self.scratch_bytes = num_chunks, setting.chunk_bytes, setting.scratch_bytes
-        self._outputs, self._inputs = outputs, inputs
+        self._link = setting.link
+        self._codec = setting.codec
+        self._step = setting.step
+        self._tags = setting.tags
+        self.num_chunks = num_chunks
+        self.chunk_bytes = setting.chunk_bytes
+        self.scratch_bytes = setting.scratch_bytes
+        self._outputs = outputs
+        self._inputs = inputs
         self.outputs = [tensor for flat in outputs for tensor in flat.tensors]
         self._copies: Sequence[tuple[Tensor, Tensor]] = ()
 
     def copies_back(self, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """The caller's outputs, and (tensor, numbers) of those that were worked on elsewhere."""
-        self.outputs, self._copies = list(outputs), copies
+        self.outputs = list(outputs)
+        self._copies = copies
 
     def memory(self) -> Sequence[Tensor]:
         """Outputs, inputs, and the copies made of either."""
@@ -85,30 +86,42 @@ class AllReduce(_Base):
         self, setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
     ) -> None:
         super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), [lane.flat for lane in lanes])
-        self._lanes, self._reducer, self._scale, self._meter = lanes, reducer, scale, meter
+        self._lanes = lanes
+        self._reducer = reducer
+        self._scale = scale
+        self._meter = meter
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
-        """The reducer's steps on one span of every lane."""
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
+        """The reducer's stages on one span of every lane."""
         desk = Desk(scratch)
-        parts = [part for at, lane in enumerate(self._lanes) if (part := self._part(at, lane, index, desk)) is not None]
-        steps = self._reducer.steps(parts, self._scale, self._tags, desk)
-        yield from steps if self._meter is None else _timed(steps, self._meter)
-        for part in parts:
-            part.lane.flat.write(Span(part.begin, part.begin + part.source.numel()), part.source)
+        found = [self._lane_chunk(at, lane, index, desk) for at, lane in enumerate(self._lanes)]
+        chunks = [chunk for chunk in found if chunk is not None]
+        stages = self._reducer.stages(chunks, self._scale, self._tags, desk)
+        if self._meter is None:
+            yield from stages
+        else:
+            began = time.perf_counter()
+            for place, awaited in enumerate(stages):
+                self._meter.stage(place, began, time.perf_counter())
+                yield awaited
+                began = time.perf_counter()
+            self._meter.stage(-1, began, time.perf_counter())
+        for chunk in chunks:
+            chunk.lane.flat.write(chunk.span(chunk.whole), chunk.source)
 
-    def _part(self, at: int, lane: Lane, index: int, desk: Desk) -> Part | None:
+    def _lane_chunk(self, at: int, lane: Lane, index: int, desk: Desk) -> LaneChunk | None:
         span = lane.cut.span(index)
         if not span.numel and index:
             return None
         source = lane.flat.read(span, desk)
         x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
-        return Part(lane, source, x, Key(self._step, index, at), span.begin)
+        return LaneChunk(lane, source, x, Key(self._step, index, at), span.begin)
 
 
 class AllReduceInStep(AllReduce):
     """The same of chunks that wait more than twice: for the line all of them are one. [Note: In step]
 
-    [Note: In step] Each chunk is a step behind the one before it. In a round one is started, and then all that are
+    [Note: In step] Each chunk is a stage behind the one before it. In a round one is started, and then all that are
     under way are waited for once, the youngest first: so its next message is on its way while older ones are waited
     for. All ranks do this in the same order whatever their delays, so that each has started what others wait for.
     """
@@ -119,41 +132,42 @@ class AllReduceInStep(AllReduce):
         self, setting: Setting, lanes: Sequence[Lane], reducer: Hierarchical, scale: float, meter: Meter | None = None
     ) -> None:
         super().__init__(setting, lanes, reducer, scale, meter)
-        self._count, self.num_chunks = self.num_chunks, 1
+        self._count = self.num_chunks
+        self.num_chunks = 1
         self._room = aligned(setting.chunk_bytes)  # of one
         self._slots = min(self._count, reducer.messages + 1)
         self.chunk_bytes = self._slots * self._room
         self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
         """All chunks."""
-        under_way: list[tuple[Steps, Sequence[Waitable]]] = []  # the youngest first
+        under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
         for place in itertools.count():
             begun = []
             if place < self._count:
-                steps = self._slot(place, scratch)
-                begun = [(steps, next(steps))]
+                stages = self._slot(place, scratch)
+                begun = [(stages, next(stages))]
             elif not under_way:
                 return
             left = []
-            for steps, awaited in under_way:
+            for stages, awaited in under_way:
                 yield awaited
                 with contextlib.suppress(StopIteration):
-                    left.append((steps, next(steps)))
+                    left.append((stages, next(stages)))
             under_way = begun + left
 
-    def _slot(self, place: int, scratch: Tensor) -> Steps:
+    def _slot(self, place: int, scratch: Tensor) -> Stages:
         begin = place % self._slots * self._room
         return super().chunk(place, scratch[begin : begin + self._room])
 
 
-def _timed(steps: Steps, meter: Meter) -> Steps:
-    began, stage = time.perf_counter(), 0
-    for awaited in steps:
-        meter.stage(stage, began, time.perf_counter())
-        yield awaited
-        began, stage = time.perf_counter(), stage + 1
-    meter.stage(-1, began, time.perf_counter())
+def all_reduce(
+    setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
+) -> AllReduce:
+    """The operation that sums lanes by `reducer`."""
+    if isinstance(reducer, Hierarchical):
+        return AllReduceInStep(setting, lanes, reducer, scale, meter)
+    return AllReduce(setting, lanes, reducer, scale, meter)
 
 
 class ReduceScatter(_Base):
@@ -161,14 +175,22 @@ class ReduceScatter(_Base):
 
     def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
         super().__init__(setting, cut.num_chunks, [output], [input])
-        self._output, self._input, self._cut, self._scale = output, input, cut, scale
+        self._output = output
+        self._input = input
+        self._cut = cut
+        self._scale = scale
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
         """Encode every rank's part, send it there, add what came."""
-        codec, link, span = self._codec, self._link, self._cut.span(index)
-        desk, key, shard = Desk(scratch), Key(self._step, index), self._cut.numel
+        codec = self._codec
+        link = self._link
+        span = self._cut.span(index)
+        desk = Desk(scratch)
+        key = Key(self._step, index)
+        shard = self._cut.numel
         nbytes = codec.wire_bytes(span.numel, self._input.dtype)
-        sent_WN, own_WN = desk.matrix(link.world, nbytes), desk.matrix(link.world, nbytes)
+        sent_WN = desk.matrix(link.world, nbytes)
+        own_WN = desk.matrix(link.world, nbytes)
         for rank in others_first(link.rank, link.world):
             part = Span(rank * shard + span.begin, rank * shard + span.end)
             wire = (own_WN if rank == link.rank else sent_WN)[rank]
@@ -176,7 +198,7 @@ class ReduceScatter(_Base):
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, own_WN[p]) for p in peers], self._tags[0])
         out = self._output.read(span, desk)
-        codec.decode_sum(own_WN, out, scale=self._scale, step=known(key.of(link.rank), out.device))
+        codec.decode_sum(own_WN, out, scale=self._scale, step=known_step(key.of(link.rank), out.device))
 
 
 class Gather(_Base):
@@ -184,11 +206,15 @@ class Gather(_Base):
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, outputs, [input])
-        self._input, self._cuts = input, [Cut(flat.numel, cut.chunk, cut.edge) for flat in outputs]
+        self._input = input
+        self._cuts = [Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in outputs]
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
         """Encode the own part, send it to all, decode all."""
-        codec, link, desk, key = self._codec, self._link, Desk(scratch), Key(self._step, index)
+        codec = self._codec
+        link = self._link
+        desk = Desk(scratch)
+        key = Key(self._step, index)
         parts = [cut.span(index) for cut in self._cuts]
         wires = desk.rows(_sizes(codec, parts, self._input.dtype))
         if parts[link.rank].numel:
@@ -197,7 +223,7 @@ class Gather(_Base):
         for rank, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
                 out = self._outputs[rank].read(part, desk)
-                codec.decode(wire, out, step=known(key.of(rank), out.device))
+                codec.decode(wire, out, step=known_step(key.of(rank), out.device))
 
 
 class Exchange(_Base):
@@ -208,9 +234,12 @@ class Exchange(_Base):
         super().__init__(setting, chunks, outputs, inputs)
         self._chunk = chunk
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
         """Encode what goes to each rank, send, decode what came from each."""
-        codec, link, desk, key = self._codec, self._link, Desk(scratch), Key(self._step, index)
+        codec = self._codec
+        link = self._link
+        desk = Desk(scratch)
+        key = Key(self._step, index)
         sends = self._messages(self._inputs, index, desk)
         receives = self._messages(self._outputs, index, desk)
         for peer, wire, part in sends:
@@ -221,7 +250,7 @@ class Exchange(_Base):
         yield moving
         for peer, wire, part in receives:
             out = self._outputs[peer].read(part, desk)
-            codec.decode(wire, out, step=known(key.of(peer), out.device))
+            codec.decode(wire, out, step=known_step(key.of(peer), out.device))
 
     def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
         """(other rank, wire, span) of every message of a chunk."""
@@ -239,15 +268,20 @@ class Broadcast(_Base):
 
     def __init__(self, setting: Setting, flat: Flat, source: int, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, [flat])
-        self._flat, self._source, self._cut = flat, source, cut
+        self._flat = flat
+        self._source = source
+        self._cut = cut
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
         """From the source to each, from each to the others, decode all."""
-        codec, link, span = self._codec, self._link, self._cut.span(index)
-        desk, key = Desk(scratch), Key(self._step, index)
+        codec = self._codec
+        link = self._link
+        span = self._cut.span(index)
+        desk = Desk(scratch)
+        key = Key(self._step, index)
         x = self._flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]
-        parts = shards(Span(0, span.numel), len(others))
+        parts = shards(Span(0, span.numel), len(others), codec.unit)
         wires = desk.rows(_sizes(codec, parts, self._flat.dtype))
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
@@ -260,5 +294,7 @@ class Broadcast(_Base):
             yield link.exchange([], [] if own is None else [(self._source, own)], self._tags[0])
             sends = [] if own is None else [(rank, own) for rank in others if rank != link.rank]
             yield link.exchange(sends, list(shares.items()), self._tags[0] + 1)
-        _decode(codec, wires, parts, x, key)
+        for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):
+            if part.numel:
+                codec.decode(wire, x[part.begin : part.end], step=known_step(key.of(shard), x.device))
         self._flat.write(span, x)

@@ -1,29 +1,24 @@
-"""torch's own verbs behind the same signatures: what `plain` runs. Exact, any dtype torch takes.
+"""torch's own verbs behind the same signatures: what algorithm="plain" runs. Exact, any dtype torch takes.
 
 gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
 """
 
-import threading
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import calls, primitives, schedule
-from thinwire.collectives.calls import Call, Reduction
-from thinwire.collectives.schedule import Channel, Work
-from thinwire.errors import CollectiveError
+from thinwire.collectives import call as calls, transport
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import Channel, known_channel
+from thinwire.collectives.checks import Reduction
+from thinwire.collectives.plan import CallPlan, QuickKey
+from thinwire.collectives.transport import Group
+from thinwire.collectives.work import Work, of_torch, wait_looking
 
 Finish = Callable[[], None]
-
-
-def native(channel: Channel) -> bool:
-    """Whether the group's backend knows every op and verb (NCCL), or only the common ones (gloo)."""
-    return isinstance(channel.transport, primitives.StreamTransport)
 
 
 def all_reduce(
@@ -33,15 +28,14 @@ def all_reduce(
 
     Where the backend has no AVG or PREMUL_SUM, and on a mesh, it is a sum multiplied afterwards.
     """
-    channel = call.channel
+    world = call.channel.world
     row = _row(parts[0]) if len(parts) == 1 else torch.cat([_row(part) for part in parts])
-    transports = [link for link in reversed(channel.transports) if link.world > 1]
-    whole = native(channel) and len(transports) == 1
+    links = [link for link in reversed(call.channel.transports) if link.world > 1]
+    whole = links[0].has_all_ops and len(links) == 1
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
-    for transport in transports[:-1]:
-        dist.all_reduce(row, op, group=transport.group)
-    work = dist.all_reduce(row, op, group=transports[-1].group, async_op=True)
-    world = calls.world_of(channel)
+    for link in links[:-1]:
+        dist.all_reduce(row, op, group=link.group)
+    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True)
 
     def finish() -> None:
         if not whole:
@@ -65,14 +59,15 @@ def reduce_scatter(
     call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's reduce_scatter into one tensor."""
-    channel = call.channel
-    whole, sent, group = _row(output), _row(input), channel.transport.group
-    op = reduction.torch_op if native(channel) else dist.ReduceOp.SUM
-    work = primitives.reduce_scatter_single(whole, sent, op, group=group, async_op=True)
+    link = call.channel.transport
+    whole = _row(output)
+    sent = _row(input)
+    op = reduction.torch_op if link.has_all_ops else dist.ReduceOp.SUM
+    work = transport.reduce_scatter_single(whole, sent, op, group=link.group, async_op=True)
 
     def finish() -> None:
-        if not native(channel):
-            _multiply(whole, reduction, channel.transport.world)
+        if not link.has_all_ops:
+            _multiply(whole, reduction, link.world)
         _put_parts([output], whole)
 
     return _end(call, work, outputs, finish, async_op, whole, sent)
@@ -80,8 +75,9 @@ def reduce_scatter(
 
 def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's all_gather into one tensor."""
-    whole, sent, group = _row(output), _row(input), call.channel.transport.group
-    work = primitives.all_gather_single(whole, sent, group=group, async_op=True)
+    whole = _row(output)
+    sent = _row(input)
+    work = transport.all_gather_single(whole, sent, group=call.channel.transport.group, async_op=True)
     return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
 
 
@@ -89,11 +85,14 @@ def all_gather_list(
     call: Call, parts: Sequence[Tensor], input: Tensor, outputs: list[Tensor], async_op: bool
 ) -> Work | None:
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
-    sizes, sent, group = [part.numel() for part in parts], _row(input), call.channel.transport.group
+    sizes = [part.numel() for part in parts]
+    sent = _row(input)
+    group = call.channel.transport.group
     if len(set(sizes)) == 1 and all(part.is_contiguous() for part in parts):
         rows = [_row(part) for part in parts]
         return _end(call, dist.all_gather(rows, sent, group=group, async_op=True), outputs, None, async_op, sent)
-    whole, copies = sent.new_empty(sum(sizes)), sent.repeat(len(sizes))
+    whole = sent.new_empty(sum(sizes))
+    copies = sent.repeat(len(sizes))
     own = [sent.numel()] * len(sizes)
     work = dist.all_to_all_single(whole, copies, sizes, own, group=group, async_op=True)
     return _end(call, work, outputs, _putting(parts, whole), async_op, whole, copies)
@@ -108,8 +107,9 @@ def all_to_all_single(
     async_op: bool,
 ) -> Work | None:
     """torch's all_to_all_single; splits are of outputs and inputs, in elements."""
-    whole, sent, group = _row(output), _row(input), call.channel.transport.group
-    work = dist.all_to_all_single(whole, sent, *splits, group=group, async_op=True)
+    whole = _row(output)
+    sent = _row(input)
+    work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
     return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
 
 
@@ -134,31 +134,36 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
 # [Note: Quick calls] Small messages end here, and there some tens of microseconds of Python can be seen. A blocking
 # call of a kind that was decided to be torch's own is looked up first thing and handed on with nothing around it.
 _NOW: dict[str, Callable[..., Any]] = {
-    "all_reduce": primitives.start_sum,
-    "reduce_scatter": lambda g, out, x: primitives.reduce_scatter_single(
+    "all_reduce": transport.start_sum,
+    "reduce_scatter": lambda g, out, x: transport.reduce_scatter_single(
         out.view(-1), x.view(-1), group=g, async_op=True
     ),
-    "all_gather": lambda g, out, x: primitives.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "all_gather": lambda g, out, x: transport.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
     "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
     "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
 }
 
 
-def remember(call: Call, verb: str, tensors: Sequence[Tensor], *kind: object, extra: tuple[object, ...] = ()) -> None:
+def remember(
+    call: Call, plan: CallPlan, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *source: int | None
+) -> None:
     """From now on `quick` serves blocking calls like this one, unless every call has to be compared."""
     if call.free_next_time and not tensors[0].is_complex() and len(call.channel.transports) == 1:
-        key = ("quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra)
-        call.channel.settled[key] = call.text
+        shapes = tuple(tensor.shape for tensor in tensors)
+        call.channel.quick[QuickKey(verb, shapes, tensors[0].dtype, codec, algorithm, source)] = plan
 
 
 def quick(
-    verb: str, tensors: Sequence[Tensor], group: primitives.Group, *kind: object, extra: tuple[object, ...] = ()
+    verb: str, tensors: Sequence[Tensor], group: Group, codec: object, algorithm: str, *source: int | None
 ) -> bool:
     """Run torch's own verb where that was decided on before; False where it was not. See [Note: Quick calls]."""
     try:
-        members = dist.group.WORLD if group is None else group
-        channel = schedule.known(members, tensors[0].device)
-        text = channel.settled["quick", verb, *(tensor.shape for tensor in tensors), tensors[0].dtype, *kind, *extra]
+        members: Any = dist.group.WORLD if group is None else group
+        channel = known_channel(members, tensors[0].device)
+        if channel is None:
+            return False
+        shapes = tuple(tensor.shape for tensor in tensors)
+        plan = channel.quick[QuickKey(verb, shapes, tensors[0].dtype, codec, algorithm, source)]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return False
     if channel.failure or not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
@@ -166,27 +171,16 @@ def quick(
     with channel.lock:
         channel.calls += 1
         number = channel.calls
-    _wait(_NOW[verb](members, *tensors, *extra), channel, number, text)
+    _wait(_NOW[verb](members, *tensors, *source), channel, number, plan.text)
     return True
 
 
 def _wait(work: Any, channel: Channel, number: int, text: str) -> None:
     """Wait for a work of torch's; one that takes long looks whether the ranks disagree."""
-    if native(channel):
+    if channel.transport.on_stream:
         work.wait()
-        return
-    while True:
-        try:
-            work.wait(_LOOK)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # raises what went wrong
-                return
-        calls.look(channel, number, text)
-
-
-_LOOK = timedelta(seconds=1)
+    else:
+        wait_looking(work, lambda: calls.look(channel, number, text))
 
 
 def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:
@@ -225,23 +219,9 @@ def _end(
         if finish is not None:
             finish()
         return None
-    if native(call.channel):
+    if call.channel.transport.on_stream:
         return _on_stream(call.channel, work, outputs, finish, temporaries)
-    if finish is None and _has_future(work):
-        return _Direct(call, work, outputs)
-    return (_Torch if _has_future(work) else _Waited)(call, work, outputs, finish or _nothing)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _has_future(work: Any) -> bool:
-    """gloo's reduce_scatter has none."""
-    try:
-        return work.get_future() is not None
-    except RuntimeError:
-        return False
+    return of_torch(work, outputs, finish, call.look)
 
 
 def _on_stream(
@@ -257,96 +237,3 @@ def _on_stream(
             tensor.record_stream(channel.stream)
     with torch.cuda.stream(channel.stream):
         return Work(outputs).finished()
-
-
-class _Direct(Work):
-    """A work of torch's that leaves nothing to do."""
-
-    def __init__(self, call: Call, work: Any, outputs: list[Tensor]) -> None:  # the base's makes what is not needed
-        self._call, self._work, self._outputs = call, work, outputs
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read, or raise."""
-        if timeout is not None:
-            _poll(self._work.is_completed, timeout)
-        _wait(self._work, self._call.channel, self._call.number, self._call.text)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
-        return bool(self._work.is_completed())
-
-    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future of the list of outputs."""
-        outputs = self._outputs
-
-        def value(future: "torch.futures.Future[object]") -> list[Tensor]:
-            future.value()
-            return outputs
-
-        future: torch.futures.Future[list[Tensor]] = self._work.get_future().then(value)
-        return future
-
-
-class _Torch(Work):
-    """A work of torch's as one of ours; what remains to be done is done once, in its future's callback."""
-
-    def __init__(self, call: Call, work: Any, outputs: list[Tensor], finish: Finish) -> None:
-        super().__init__(outputs)
-        self.look = call.look
-
-        def end(future: "torch.futures.Future[object]") -> list[Tensor]:
-            try:
-                future.value()
-                with torch.inference_mode():  # outputs may be inference tensors, and this is gloo's thread
-                    finish()
-            except BaseException as error:
-                self._error = error
-                raise
-            finally:
-                self._done.set()
-            return outputs
-
-        self._future = work.get_future().then(end)
-
-
-class _Waited(Work):
-    """A work of torch's that has no future: whoever waits first finishes it."""
-
-    def __init__(self, call: Call, work: Any, outputs: list[Tensor], finish: Finish) -> None:
-        super().__init__(outputs)
-        self._call, self._work, self._finish = call, work, finish
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read, or raise."""
-        if timeout is not None:
-            _poll(lambda: self._done.is_set() or self._work.is_completed(), timeout)
-        with self._lock:
-            if not self._done.is_set():
-                try:
-                    _wait(self._work, self._call.channel, self._call.number, self._call.text)
-                    with torch.inference_mode():
-                        self._finish()
-                except (RuntimeError, CollectiveError) as error:
-                    self.failed(error)
-                else:
-                    self.finished()
-        return super().wait()
-
-    def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
-        return self._done.is_set() or (self._work.is_completed() and self.wait())
-
-    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future of the outputs; a thread of its own waits for them."""
-        threading.Thread(target=self.wait, daemon=True).start()
-        return super().get_future()
-
-
-def _poll(done: Callable[[], bool], timeout: timedelta) -> None:
-    end = time.monotonic() + timeout.total_seconds()
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"the collective did not end within {timeout}")
-        time.sleep(1e-3)

@@ -1,0 +1,192 @@
+"""What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
+
+import atexit
+import math
+import threading
+import weakref
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire import kernels
+from thinwire.collectives import transport as transports
+from thinwire.collectives.cost import Measured
+from thinwire.collectives.handshake import Handshake
+from thinwire.collectives.pipeline import Entry, Line, Operation, Scratch, broken, serve
+from thinwire.collectives.plan import CallPlan, PlanKey, QuickKey
+from thinwire.collectives.transport import Group, Tags, Transport
+from thinwire.collectives.work import Work
+
+_GRACE_S = 0.5  # how long the end of the process waits for a line
+_MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
+
+
+class Channel:
+    """Everything about one group, or one mesh of nodes, and one device."""
+
+    def __init__(self, links: tuple[Transport, ...], device: torch.device) -> None:
+        kernels.select(device)  # a slow backend is announced in the caller's thread, not in the line's
+        self.transports = links  # one; two for a mesh: across nodes, inside a node
+        self.transport = links[0]
+        self.device = device
+        self.world = math.prod(link.world for link in links)
+        self.plans: dict[PlanKey, CallPlan] = {}
+        self.quick: dict[QuickKey, CallPlan] = {}
+        self.measured = Measured()
+        self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
+        self.calls = 0
+        self.disagreed: str | None = None  # what made the group unusable
+        self.lock = threading.RLock()
+        self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
+        self.stream = torch.cuda.Stream(device) if self.transport.on_stream else None
+        self.scratch = Scratch(device, exact=self.transport.on_stream)
+        self._steps = 0
+        self._line = Line(self.scratch)
+        self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """What made the group unusable, if anything did."""
+        return self.disagreed or self._line.failure
+
+    def check_usable(self) -> None:
+        """Raise if an earlier operation of this channel failed half-way."""
+        if self.failure is not None:
+            raise broken(self.failure)
+
+    def next_step(self) -> int:
+        """The step of a call that names none: such calls are counted, alike on all ranks."""
+        with self.lock:
+            self._steps += 1
+            return self._steps - 1
+
+    def remember(self, key: PlanKey, plan: CallPlan) -> None:
+        """Keep the plan of calls of one kind; with very many kinds the oldest are forgotten, and agreed on again."""
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.clear()
+            self.quick.clear()
+        self.plans[key] = plan
+
+    def run(self, operation: Operation) -> Work:
+        """Enter an operation into the line. Every tensor it holds lives until it is done."""
+        work = Work(operation.outputs)
+        entry = Entry(operation, work, tuple(link.group for link in self.transports))
+        if self.stream is not None:
+            with self.lock:
+                self._run_on_stream(entry, self.stream)
+        else:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
+                _record(operation, torch.cuda.default_stream(self.device))
+            if self._thread is None:
+                self._start_thread()
+            self._inbox.put(entry)
+        return work
+
+    def close(self) -> None:
+        """End the thread once it has nothing more to do."""
+        self._inbox.put(None)
+
+    def _run_on_stream(self, entry: Entry, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._line.enter(entry)
+            while not self._line.idle:
+                self._line.advance()
+        _record(entry.operation, stream)
+
+    def _start_thread(self) -> None:
+        with self.lock:
+            if self._thread is None:
+                name = f"thinwire-{self.transport.group.group_name}"
+                thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+                _threads[thread] = self._inbox
+
+
+def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
+    """Memory that is freed by its owner meanwhile is not given to others before `stream` is done with it."""
+    for tensor in operation.memory():
+        tensor.record_stream(stream)
+
+
+@dataclass
+class _GroupState:
+    """What is kept about one group."""
+
+    tags: Tags = field(default_factory=Tags)
+    transports: dict[torch.device, Transport] = field(default_factory=dict)
+    channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group
+
+
+# What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Entry | None]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A daemon thread that comes back from C++ after the interpreter has gone would abort the process."""
+    for inbox in list(_threads.values()):
+        inbox.put(None)
+    for thread in list(_threads):
+        thread.join(_GRACE_S)
+
+
+def channel_of(group: Group, device: torch.device) -> Channel:
+    """The channel of a group, or of a mesh of two dimensions, for tensors on `device`."""
+    mesh = transports.mesh_of_nodes(group)
+    return _channel(transports.resolve(group), device) if mesh is None else mesh_channel(mesh, device)
+
+
+def mesh_channel(mesh: DeviceMesh, device: torch.device) -> Channel:
+    """The channel of a 2-D mesh: nodes along dimension 0, the ranks of a node along dimension 1."""
+    return _channel(mesh.get_group(0), device, inside=mesh.get_group(1))
+
+
+def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
+    """The channel of a group that was used before."""
+    state = _groups.get(group)
+    return None if state is None else state.channels.get((device, None))
+
+
+def group_transports(group: dist.ProcessGroup) -> list[Transport]:
+    """The transports that were used in this group, one per device."""
+    state = _groups.get(group)
+    return [] if state is None else list(state.transports.values())
+
+
+def _channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None = None) -> Channel:
+    key = device, None if inside is None else str(inside.group_name)
+    state = _groups.get(group)
+    found = None if state is None else state.channels.get(key)
+    return found or _new_channel(group, device, inside, key)
+
+
+def _new_channel(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    inside: dist.ProcessGroup | None,
+    key: tuple[torch.device, str | None],
+) -> Channel:
+    with _lock:
+        state = _groups.setdefault(group, _GroupState())
+        if key not in state.channels:
+            members = (group,) if inside is None else (group, inside)
+            made = Channel(tuple(_transport(member, device) for member in members), device)
+            weakref.finalize(group, made.close)
+            state.channels[key] = made
+        return state.channels[key]
+
+
+def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    state = _groups.setdefault(group, _GroupState())
+    if device not in state.transports:
+        state.transports[device] = transports.transport(group, device, state.tags)
+    return state.transports[device]

@@ -1,0 +1,148 @@
+"""What verbs are given, checked and brought to one form: tensors, codecs, ops, steps."""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec, registry
+from thinwire.errors import CodecError, CollectiveError
+
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+SUM: Op = dist.ReduceOp.SUM
+Codecs = str | Codec | tuple[str | Codec, str | Codec]  # two: inside a node, across nodes
+
+
+class Reduction(NamedTuple):
+    """A sum times a factor; AVG's factor depends on the world."""
+
+    name: str
+    factor: float = 1.0
+
+    def scale(self, world: int) -> float:
+        """What the sum is multiplied by."""
+        return 1.0 / world if self.name == "avg" else self.factor
+
+    @property
+    def torch_op(self) -> Any:
+        """torch's own op."""
+        if self.name == "premul_sum":
+            return dist._make_nccl_premul_sum(self.factor)  # type: ignore[attr-defined]
+        return dist.ReduceOp.AVG if self.name == "avg" else dist.ReduceOp.SUM
+
+    def __str__(self) -> str:
+        return f"premul_sum*{self.factor!r}" if self.name == "premul_sum" else self.name
+
+
+_SUM = Reduction("sum")
+_AVG = Reduction("avg")
+
+
+def reduction(op: Any) -> Reduction:
+    """The reduction that torch's `op` names."""
+    if op == dist.ReduceOp.SUM:
+        return _SUM
+    if op == dist.ReduceOp.AVG:
+        return _AVG
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return _premul(op)
+    raise CollectiveError(f"op must be ReduceOp.SUM, AVG or PREMUL_SUM, got {op!r}: use torch.distributed for others")
+
+
+def _premul(op: Any) -> Reduction:
+    factor = op.__getstate__()[1] if hasattr(op, "__getstate__") else None
+    if isinstance(factor, Tensor) and factor.numel() == 1:
+        factor = factor.item()
+    if not isinstance(factor, float | int) or not math.isfinite(factor):
+        raise CollectiveError(f"PREMUL_SUM needs a finite factor, got {factor!r}")
+    return Reduction("premul_sum", float(factor))
+
+
+@functools.lru_cache(maxsize=1024)
+def codec_named(spec: str) -> Codec:
+    """The codec a string names, parsed once."""
+    return registry.codec(spec)
+
+
+def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
+    """The codec that serves a tensor of `shape`."""
+    codec = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
+    return codec.pick(shape=shape)
+
+
+def codecs_for(specs: Codecs, shape: Sequence[int]) -> tuple[Codec | str, ...]:
+    """The codecs that a call names, one or two.
+
+    A string that names none is kept as it is: whoever plans the call says what is wrong, after the ranks compared it.
+    """
+    found: list[Codec | str] = []
+    for spec in specs if isinstance(specs, tuple) else (specs,):
+        if not isinstance(spec, str | Codec):
+            raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
+        try:
+            found.append(codec_for(spec, shape))
+        except CodecError:
+            found.append(str(spec))
+    return tuple(found)
+
+
+def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
+    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals."""
+    listed = list(tensors)
+    if not listed:
+        raise CollectiveError(f"{what}: expected at least one tensor, got none")
+    for tensor in listed:
+        if not isinstance(tensor, Tensor):
+            raise CollectiveError(f"{what}: expected tensors, got {type(tensor).__name__}")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise CollectiveError(
+                f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local()"
+            )
+        if tensor.layout != torch.strided:
+            raise CollectiveError(f"{what}: expected dense tensors, got {tensor.layout}: convert with to_dense()")
+    first = listed[0]
+    for tensor in listed[1:]:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise CollectiveError(
+                f"{what}: expected one dtype and device, got {first.dtype} on {first.device} "
+                f"and {tensor.dtype} on {tensor.device}"
+            )
+    if first.is_complex():
+        if any(tensor.is_conj() for tensor in listed):
+            raise CollectiveError(f"{what}: a conjugated view shares its memory: call resolve_conj() on it first")
+        return [torch.view_as_real(tensor) for tensor in listed]
+    return listed
+
+
+def check_gradient(grad: Tensor) -> None:
+    """Raise unless DDP's gradients are dense."""
+    if grad.layout != torch.strided:
+        raise CollectiveError(
+            f"thinwire's hooks take dense gradients, got {grad.layout}: "
+            "make the layer's gradients dense (Embedding(sparse=False)), or leave this model without a hook"
+        )
+
+
+def check_outputs(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise if an output cannot be written element by element."""
+    for tensor in tensors:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
+
+
+def check_step(step: int) -> int:
+    """`step` as an int that codecs take."""
+    if not 0 <= (number := operator.index(step)) < 1 << 64:
+        raise CollectiveError(f"step must be 0 .. 2**64 - 1, got {step}")
+    return number
+
+
+def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
+    """Raise unless `algorithm` is one of `known`."""
+    if algorithm not in known:
+        raise CollectiveError(f"algorithm must be one of {', '.join(known)}, got {algorithm!r}")

@@ -1,0 +1,215 @@
+"""Lanes: the numbers of a message that share a codec, from what fixes them to what one chunk of them holds.
+
+[Note: Lanes] A message may hold several lanes. The wires of all lanes for one rank lie side by side, so that they
+travel as one message whatever the number of lanes. A lane is described once (`LaneSpec`), gets its tensors at every
+call (`Lane`), and goes through the pipeline in chunks (`LaneChunk`).
+
+[Note: Feedback] A lane may carry feedback (thinwire.feedback). What a rank sends of it is then not x but a message made
+of x and of what was remembered; a rank's own part of its own shard does not travel, so it is added exactly, and what
+the second rounding loses is remembered by the shard's rank, as if its own part had lost it. So one residual serves both
+phases. It is updated at the end, and only if all wires of the chunk were finite; until then the candidate waits in the
+memory of x, which nobody needs while the wires travel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives.chunks import Cut, Flat, Span, aligned, shards
+from thinwire.kernels import hashing
+
+_SHARD = 4  # stream of the hash
+_NO_WIRES = torch.empty(0, dtype=torch.uint8)
+Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
+
+
+class Key(NamedTuple):
+    """Which wires share rotation and dither: one key per call, lane and chunk, one step per shard of it."""
+
+    step: int
+    chunk: int
+    lane: int = 0
+
+    def of(self, shard: int) -> int:
+        """The codec's `step` for a shard."""
+        return hashing.key(self.step, self.lane << 48 | self.chunk << 16 | shard, _SHARD)
+
+
+class Carry(Protocol):
+    """Feedback of a lane. Spans count the lane's elements; every shard is a span of its own, the same at every call."""
+
+    def message(self, span: Span, x: Tensor, out: Tensor) -> None:
+        """out = what travels instead of x. They may be the same memory."""
+
+    def owed(self, span: Span) -> Tensor | None:
+        """What the message adds to x, if `keep` needs nothing but what is lost of their sum; else None."""
+
+    def sent(self, message: Tensor, decoded: Tensor) -> None:
+        """message = what `keep` needs, where `decoded` is what the other ranks read."""
+
+    def reduced(self, own: Tensor, total: Tensor, scale: float) -> None:
+        """total += scale * own, the rank's own message; own = what `keep_own` needs."""
+
+    def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
+        """Remember what `sent` left, if `fine`; where something was `owed`, what was lost."""
+
+    def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
+        """Remember what `reduced` left, where `result` is what everybody read, if `fine`."""
+
+    def result(self, span: Span, x: Tensor, fine: Fine) -> None:
+        """x, the mean of what was sent, becomes the mean of what was meant."""
+
+
+class Watch(Protocol):
+    """Looks at what the wires of a lane lose."""
+
+    def lost(self, span: Span, message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
+        """`message` was encoded as `wire`, which says `decoded`."""
+
+
+def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
+    """In which numbers of `dtype` are encoded: with feedback, and where the codec takes nothing wider, fp32."""
+    return torch.float32 if fed_back or dtype not in codec.inputs else dtype
+
+
+def known_step(step: int, device: torch.device) -> int | None:
+    """The step that a decoder is told. Headers are checked where that is free: on the CPU."""
+    return None if device.type == "cpu" else step
+
+
+class LaneSpec(NamedTuple):
+    """What is the same of a lane at every call."""
+
+    numel: int
+    codec: Codec
+    first: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
+    feedback: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane in one call."""
+
+    flat: Flat
+    cut: Cut
+    codec: Codec
+    first: Codec  # of the first of two phases
+    carry: Carry | None = None
+    watch: Watch | None = None
+    checked: Callable[[Fine], None] | None = None  # is told for every chunk whether all of it was finite
+    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+
+    @property
+    def outer(self) -> tuple[Codec, Codec]:
+        """Codec and first of the sums of nodes."""
+        return self.across or (self.codec, self.codec)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the numbers that are encoded."""
+        return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether a rank's part of its own shard stays as it is."""
+        return self.exact_own or self.carry is not None
+
+    def room_bytes(self, numel: int) -> int:
+        """Scratch of `numel` numbers that cannot be worked on where they are."""
+        copied = aligned(numel * self.flat.dtype.itemsize) if self.flat.scattered else 0
+        return copied + (aligned(numel * self.dtype.itemsize) if self.dtype != self.flat.dtype else 0)
+
+
+@dataclass
+class LaneChunk:
+    """A lane's numbers in one chunk: `source` as the caller has them, `x` as they are encoded."""
+
+    lane: Lane
+    source: Tensor
+    x: Tensor
+    key: Key
+    begin: int  # of the chunk in the lane
+    shards: Sequence[Span] = ()  # of x: one per rank, or all of it
+    wires: Sequence[Tensor] = ()  # one per shard
+    own_WN: Tensor = _NO_WIRES  # every rank's wire of the shard that this rank sums
+
+    @property
+    def whole(self) -> Span:
+        """All of x."""
+        return Span(0, self.x.numel())
+
+    def split(self, world: int) -> list[Span]:
+        """x in shards, one per rank, the first being the longest."""
+        self.shards = shards(self.whole, world, self.lane.codec.unit)
+        return self.shards
+
+    def span(self, part: Span) -> Span:
+        """A span of x as one of the lane."""
+        return Span(self.begin + part.begin, self.begin + part.end)
+
+    def numbers(self, part: Span) -> Tensor:
+        """The elements of a span of x."""
+        return self.x[part.begin : part.end]
+
+    def load(self) -> None:
+        """x = source, unless feedback makes it."""
+        if self.x is not self.source and self.lane.carry is None:
+            self.x.copy_(self.source)
+
+    def write(self) -> None:
+        """source = x, the result."""
+        if self.x is not self.source:
+            self.source.copy_(self.x)
+
+    def message(self, part: Span) -> Tensor:
+        """A span of x as it would travel."""
+        x = self.numbers(part)
+        if self.lane.carry is not None:
+            self.lane.carry.message(self.span(part), self.source[part.begin : part.end], x)
+        return x
+
+    def encode(self, part: Span, codec: Codec, wire: Tensor, step: int) -> None:
+        """Write the wire of a span of x; with feedback, x then holds what it has to remember."""
+        carry = self.lane.carry
+        watch = self.lane.watch
+        owed = carry.owed(self.span(part)) if carry is not None and watch is None else None
+        if owed is not None:  # one pass encodes the sum and leaves in x what was lost of it
+            x = self.numbers(part)
+            if self.x is not self.source:
+                x.copy_(self.source[part.begin : part.end])
+            codec.encode(owed, wire, step=step, residual=x)
+            return
+        x = self.message(part)
+        codec.encode(x, wire, step=step)
+        if carry is None and watch is None:
+            return
+        read = decoded(codec, wire, x.numel(), step, x.dtype)
+        if watch is not None:
+            watch.lost(self.span(part), x, read, codec, wire)
+        if carry is not None:
+            carry.sent(x, read)
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a wire says, in fp32; one that holds the numbers themselves, in their `dtype`."""
+    out = torch.empty(numel, dtype=dtype if isinstance(codec, Identity) else torch.float32, device=wire.device)
+    codec.decode(wire, out, step=known_step(step, wire.device))
+    return out
+
+
+def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
+    """Whether all lanes of a chunk are finite, where somebody wants to know; their watchers are told."""
+    lanes = [chunk.lane for chunk in chunks]
+    if not any(lane.carry or lane.checked for lane in lanes):
+        return True
+    whole = torch.stack([is_finite(chunk) for chunk in chunks]).all()
+    fine = bool(whole) if whole.device.type == "cpu" else whole
+    for lane in lanes:
+        if lane.checked is not None:
+            lane.checked(fine)
+    return fine

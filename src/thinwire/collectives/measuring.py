@@ -1,0 +1,135 @@
+"""Measures what each algorithm takes in a group, at a few sizes, for `auto`.
+
+[Note: Measured, not assumed] A time put together from link speed and kernel speed is wrong where it matters: messages
+and kernels compete for the same cores and caches, and wake-ups cost more than either says. So the algorithms themselves
+are timed, plain and compressed by turns, all ranks together, at sizes that rise up to the one asked for, or until a
+call takes long enough. All ranks take the slowest rank's times, so they choose alike.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire import log
+from thinwire.codecs import Codec
+from thinwire.collectives import cost, transport
+from thinwire.collectives.channel import Channel
+from thinwire.collectives.cost import Choice, CurveKey, Curves, MeasuredLink, Points
+from thinwire.collectives.plan import Choose
+
+_ROUNDS = 7
+_ENOUGH_S = 0.02  # sizes rise until a call takes as long
+_SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements, or bytes of a message
+Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
+Trial = Callable[[tuple[Codec, ...], Any, int], Callable[[], object]]  # the same of codecs and an algorithm
+
+
+def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial) -> Choose:
+    """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet."""
+
+    def algorithm(codecs: tuple[Codec, ...], names: Sequence[str]) -> str:
+        calls = {name: functools.partial(trial, codecs, name) for name in names}
+        return choose(channel, CurveKey(verb, dtype, codecs), numel, calls).algorithm
+
+    return algorithm
+
+
+def choose(channel: Channel, key: CurveKey, numel: int, calls: Mapping[str, Prepare]) -> Choice:
+    """What `auto` does with a message of `numel` elements; measures what was not yet, with all ranks of the group."""
+    with channel.measuring:
+        link(channel, numel * key.dtype.itemsize)
+        known = channel.measured.curves.get(key, dict.fromkeys(calls, ()))
+        channel.measured.curves[key] = _extended(channel, known, numel, calls)
+    return cost.choice(channel.measured, key, numel, channel.transport.world)
+
+
+def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
+    """Measure messages themselves, up to `nbytes` to every other rank, as far as that was not done yet."""
+    measured = channel.measured
+    if not measured.exchange and all(member.rank == 0 for member in channel.transports):
+        log.announce("measuring the link of this group, about a second")
+    calls = {"exchange": lambda size: _exchange(channel, size)}
+    measured.exchange = _extended(channel, {"exchange": measured.exchange}, nbytes, calls)["exchange"]
+    found = measured.link(channel.transport.world)
+    assert found is not None
+    return found
+
+
+def _exchange(channel: Channel, size: int) -> Callable[[], object]:
+    """Send `size` bytes to each other rank and take as many from each."""
+    link = channel.transport
+    tag = link.draw_tags(1)
+    sent, came = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
+    others = [rank for rank in range(link.world) if rank != link.rank]
+
+    def call() -> None:
+        for work in link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag):
+            work.wait()
+
+    return call
+
+
+def _missing(points: Points, wanted: int) -> list[int]:
+    """Sizes to measure so that `wanted` is at most twice as large as one of them; none once calls take long enough."""
+    largest, seconds = points[-1] if points else (0, 0.0)
+    if largest and (seconds > _ENOUGH_S or wanted <= 2 * largest):
+        return []
+    sizes = [size for size in _SIZES if size <= wanted] or [_SIZES[0]]
+    top = min(wanted, _SIZES[-1])
+    if top > 2 * sizes[-1]:
+        sizes.append(top)
+    return [size for size in sizes if size > largest]
+
+
+def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str, Prepare]) -> Curves:
+    """Curves that reach `wanted`: the calls timed by turns at rising sizes.
+
+    As many rounds and sizes on every rank: both depend on agreed times.
+    """
+    points = {name: list(row) for name, row in curves.items()}
+    slowest = max((row[-1][1] for row in points.values() if row), default=0.0)
+    for size in _missing(max(curves.values(), key=lambda row: row[-1][1] if row else 0.0), wanted):
+        ready = {name: prepare(size) for name, prepare in calls.items()}
+        rounds = 2 if slowest > _ENOUGH_S / 8 else _ROUNDS
+        for name, seconds in _timed(channel, ready, rounds).items():
+            points[name].append((size, seconds))
+        slowest = max(row[-1][1] for row in points.values())
+        if slowest > _ENOUGH_S and size > _SIZES[0]:
+            break
+    return {name: _levelled(row) for name, row in points.items()}
+
+
+def _levelled(row: Sequence[tuple[int, float]]) -> Points:
+    """Noise only adds time, so a message takes no longer than a larger one did."""
+    level = float("inf")
+    found = []
+    for size, seconds in reversed(row):
+        level = min(level, seconds)
+        found.append((size, level))
+    return tuple(reversed(found))
+
+
+def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Lower quartiles of calls that all ranks start together, in the slowest rank."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            for member in channel.transports:
+                transport.barrier(member.group, channel.device)
+            start = time.perf_counter()
+            call()
+            channel.transport.synchronize()
+            taken[name].append(time.perf_counter() - start)
+    return _agreed(channel, {name: sorted(times[1:])[rounds // 4] for name, times in taken.items()})
+
+
+def _agreed(channel: Channel, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The slowest rank's times, on every rank."""
+    shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=channel.device)
+    for member in channel.transports:
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=member.group)
+    return dict(zip(seconds, shared.tolist(), strict=True))

@@ -1,0 +1,167 @@
+"""Lanes that are averaged over ranks again and again, all in one message: decided once, run at every step."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives import chunks, operations
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of, mesh_channel
+from thinwire.collectives.checks import check_algorithm, codec_for
+from thinwire.collectives.chunks import Cut, Flat, Span
+from thinwire.collectives.hierarchical import Hierarchical, check_order, fewest_roundings, flat_reducer, total_dtype
+from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
+from thinwire.collectives.plan import CallPlan, Reducer, lanes_scratch
+from thinwire.collectives.transport import Group, Transport
+from thinwire.collectives.work import Work
+
+ALGORITHMS = ("auto", "one_shot", "two_phase")
+_MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
+
+
+class Nodes(NamedTuple):
+    """Ranks in nodes, for sums inside each node and then across them."""
+
+    mesh: DeviceMesh  # of nodes and the ranks inside them
+    inside: Codec  # inside a node, where a lane's own has not more bits
+
+
+class Message:
+    """Lanes that travel together, in codecs that do not change.
+
+    Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
+    depend on it, and a run must be repeatable. With `nodes` it is "hierarchical": a lane's codec travels across them.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LaneSpec],
+        like: Tensor,
+        *,
+        group: Group = None,
+        algorithm: str = "auto",
+        nodes: Nodes | None = None,
+    ) -> None:
+        check_algorithm(algorithm, ALGORITHMS)
+        self.specs = tuple(specs)
+        self._dtype = like.dtype
+        self._nodes = nodes
+        self._reducer: Reducer
+        if nodes is None:
+            self.channel = channel_of(group, like.device)
+            self.algorithm = fewest_roundings(self.channel.world) if algorithm == "auto" else algorithm
+            self._reducer = flat_reducer(self.channel.transport, self.algorithm)
+        else:
+            check_order(nodes.mesh)
+            self.channel = mesh_channel(nodes.mesh, like.device)
+            self.algorithm = "hierarchical"
+            self._reducer = Hierarchical(*self.channel.transports)
+        self._codecs = [self._first_codec(spec) for spec in self.specs]
+        self._cuts = [self._cut(spec, codec) for spec, codec in zip(self.specs, self._codecs, strict=True)]
+        self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
+        self._text = self._describe()
+
+    def _describe(self) -> str:
+        named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
+        where = "" if self._nodes is None else f" in {self._nodes.inside}"
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"gradients({named}; {dtype}, algorithm={self.algorithm}{where})"
+
+    def _first_codec(self, spec: LaneSpec) -> Codec:
+        """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
+        if self._nodes is None:
+            return spec.codec
+        assert not spec.feedback  # a hierarchy has none
+        inside = codec_for(self._nodes.inside, (spec.numel,))
+        return max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
+
+    def _cut(self, spec: LaneSpec, codec: Codec) -> Cut:
+        wire = codec.wire_bytes(spec.numel, self._encoded(spec, codec))
+        shards = self.channel.transports[-1].world
+        return chunks.cut(spec.numel, wire, self.channel.world, shards, codec.unit)
+
+    def lane(
+        self,
+        index: int,
+        tensors: Sequence[Tensor],
+        carry: Carry | None = None,
+        watch: Watch | None = None,
+        checked: Callable[[Fine], None] | None = None,
+    ) -> Lane:
+        """Lane `index` of this message with the tensors of one step; `checked` is told whether a chunk is finite."""
+        spec = self.specs[index]
+        codec = self._codecs[index]
+        flat = Flat(tensors)
+        cut = self._cuts[index]
+        if self._nodes is not None:
+            return Lane(flat, cut, codec, codec, carry, watch, checked, across=(spec.codec, spec.first))
+        exact_own = not isinstance(codec, Identity)
+        return Lane(flat, cut, codec, spec.first, carry, watch, checked, exact_own)
+
+    def run(
+        self,
+        lanes: Sequence[Lane],
+        outputs: Sequence[Tensor],
+        *,
+        step: int,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        meter: operations.Meter | None = None,
+    ) -> Work:
+        """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
+        call = Call(self.channel, self._text, known=bool(self._plans))
+        scattered = tuple(lane.flat.scattered for lane in lanes)
+        plan = self._plans.get(scattered)
+        if plan is None:
+            chunk_bytes, scratch_bytes = lanes_scratch(lanes, self._reducer)
+            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, chunk_bytes, scratch_bytes, self._reducer)
+            self._plans[scattered] = plan
+        scale = 1.0 / self.channel.world
+        operation = operations.all_reduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
+        operation.copies_back(outputs, copies)
+        return call.run(operation)
+
+    @functools.cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of wires that this rank hands to the transport at one step."""
+        return sum(
+            self._sent(spec, codec, cut.span(index).numel)
+            for spec, codec, cut in zip(self.specs, self._codecs, self._cuts, strict=True)
+            for index in range(cut.num_chunks)
+        )
+
+    def _sent(self, spec: LaneSpec, codec: Codec, numel: int) -> int:
+        """Bytes sent for one chunk of a lane."""
+        *across, link = self.channel.transports
+        dtype = self._encoded(spec, codec)
+        sent = _sent(link, "one_shot" if self.algorithm == "one_shot" else "two_phase", codec, numel, dtype)
+        for outer in across:
+            own = chunks.shards(Span(0, numel), link.world, codec.unit)[link.rank]
+            rounding = fewest_roundings(outer.world)
+            sent += _sent(outer, rounding, spec.codec, own.numel, total_dtype(spec.codec, dtype))
+        return sent
+
+    @functools.cached_property
+    def wire_bytes(self) -> int:
+        """Bytes of the wires of all lanes, uncut; of several nodes those that cross between them."""
+        alone = self.channel.transports[0].world == 1
+        codecs = self._codecs if alone else [spec.codec for spec in self.specs]
+        pairs = zip(self.specs, codecs, strict=True)
+        return sum(codec.wire_bytes(spec.numel, self._encoded(spec, codec)) for spec, codec in pairs)
+
+    def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
+        """The dtype that a lane's numbers have when they are encoded."""
+        return encoded_dtype(codec, self._dtype, fed_back=bool(spec.feedback))
+
+
+def _sent(link: Transport, algorithm: str, codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """Bytes that this rank sends for a sum of `numel` numbers."""
+    if algorithm == "one_shot":
+        return (link.world - 1) * chunks.wires_bytes(codec, [Span(0, numel)], dtype)
+    parts = chunks.shards(Span(0, numel), link.world, codec.unit)
+    sizes = [chunks.wires_bytes(codec, [shard], dtype) for shard in parts]
+    return sum(sizes) - sizes[link.rank] + (link.world - 1) * sizes[link.rank]

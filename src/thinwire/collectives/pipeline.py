@@ -1,0 +1,255 @@
+"""How the operations of a group run: one line of them, cut into chunks that overlap, in one scratch buffer.
+
+[Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
+that encodes, starts messages, yields what it waits for, and goes on when that is done. The line keeps as many chunks
+under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
+reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
+last one's end leaves. On gloo the line is one thread; messages carry tags drawn when the operation was called, so
+delays change no result. On NCCL the line runs in the calling thread and everything is ordered by one stream.
+
+[Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
+of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
+started the second message of all earlier ones, so everything that another rank needs for those is on its way. With
+more messages per chunk this does not hold: such operations are one chunk to the line, which is waited for until it is
+done, and overlap their parts in an order of their own (operations.py, [Note: In step]).
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.transport import Stages, Waitable
+from thinwire.collectives.work import Work
+from thinwire.errors import CollectiveError
+
+_ALIGN = 64
+
+
+class Operation:
+    """One call of a verb: what its chunks do, and how much scratch each of them needs."""
+
+    num_chunks: int
+    chunk_bytes: int  # scratch of one chunk
+    scratch_bytes: int  # scratch the operation may hold at most; at least chunk_bytes
+    in_order: bool = False  # see [Note: No deadlock]
+    outputs: list[Tensor]
+
+    def memory(self) -> Sequence[Tensor]:
+        """Every tensor that is read or written, apart from scratch."""
+        return self.outputs
+
+    def chunk(self, index: int, scratch: Tensor) -> Stages:
+        """The coroutine of one chunk; `scratch` is its own until it ends."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Called once when all chunks are done."""
+
+
+class Scratch:
+    """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
+
+    It grows to the largest need it has met and is then never allocated again. With `exact` an operation gets no more
+    than its own limit, whatever the buffer has grown to: all ranks then start the same chunks in the same order, which
+    NCCL needs.
+    """
+
+    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
+        self.device = device
+        self._exact = exact
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._lent: deque[tuple[int, int]] = deque()  # (from, to) of what is out, in the order it was taken
+        self._back: set[int] = set()  # starts of those that came back out of turn
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._buffer.numel()
+
+    def take(self, nbytes: int, limit: int) -> Tensor | None:
+        """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
+        wanted = _aligned(max(limit, nbytes, _ALIGN))
+        if wanted > self.nbytes and not self._lent:
+            self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
+        size = _aligned(max(nbytes, 1))  # no two regions start at one place
+        at = self._place(size, min(self.nbytes, wanted) if self._exact else self.nbytes)
+        if at is None:
+            return None
+        self._lent.append((at, at + size))
+        return self._buffer[at : at + nbytes]
+
+    def give(self, part: Tensor) -> None:
+        """Take back what was lent."""
+        self._back.add(int(part.storage_offset()))
+        while self._lent and self._lent[0][0] in self._back:
+            self._back.remove(self._lent.popleft()[0])
+
+    def _place(self, nbytes: int, capacity: int) -> int | None:
+        if not self._lent:
+            return 0 if nbytes <= capacity else None
+        first = self._lent[0][0]
+        last, end = self._lent[-1]
+        wrapped = last < first
+        if not wrapped and end + nbytes <= capacity:
+            return end
+        start = end if wrapped else 0
+        return start if start + nbytes <= first else None
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+@dataclass
+class Entry:
+    """An operation in the line."""
+
+    operation: Operation
+    work: Work
+    groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
+    started: int = 0  # chunks
+    ended: int = 0
+
+    @property
+    def all_started(self) -> bool:
+        """Whether no chunk is left to start."""
+        return self.started >= self.operation.num_chunks
+
+    def end_if_done(self) -> None:
+        """Finish the operation once its last chunk has ended."""
+        if self.all_started and self.ended == self.operation.num_chunks and not self.work.is_ended:
+            with torch.inference_mode():
+                self.operation.finish()
+            self.groups = ()
+            self.work.finished()
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the operation gets the error."""
+        self.groups = ()  # the error's traceback holds the entry, which would hold the group
+        if not self.work.is_ended:
+            self.work.failed(error)
+
+
+@dataclass
+class _Running:
+    """A chunk under way."""
+
+    entry: Entry
+    scratch: Tensor
+    stages: Stages
+    awaited: Sequence[Waitable] = ()
+    waited: int = 0  # how often
+
+
+class Line:
+    """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
+        self._under_way: deque[_Running] = deque()
+        self._entry: Entry | None = None  # the one whose chunks are being started
+        self._current: _Running | None = None  # the one that is being taken on
+        self.failure: str | None = None  # not the error: its traceback would hold the group
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under_way and self._entry is None
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether another operation can be entered."""
+        return self._entry is None
+
+    def enter(self, entry: Entry) -> None:
+        """Make `entry` the next whose chunks are started."""
+        if self.failure is not None:
+            entry.work.failed(broken(self.failure))
+        else:
+            self._entry = entry
+
+    def advance(self) -> None:
+        """Start a chunk if there is room, else take the chunk that has waited longest one stage on."""
+        try:
+            running = self._new_chunk()
+            if running is None:
+                if not self._under_way:
+                    return
+                self._current = running = self._under_way.popleft()
+                for waitable in running.awaited:
+                    waitable.wait()
+            self._resume(running)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._current = None
+
+    def _new_chunk(self) -> _Running | None:
+        """The next chunk of the operation whose turn it is, if there is one and scratch for it."""
+        entry = self._entry
+        if entry is None:
+            return None
+        operation = entry.operation
+        scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
+        if scratch is None:
+            return None
+        self._current = _Running(entry, scratch, operation.chunk(entry.started, scratch))
+        entry.started += 1
+        if entry.all_started:
+            self._entry = None
+        return self._current
+
+    def _resume(self, running: _Running) -> None:
+        try:
+            with torch.inference_mode():  # outputs may be inference tensors; the line's thread knows no mode of its own
+                running.awaited = next(running.stages)
+        except StopIteration:
+            self.scratch.give(running.scratch)
+            running.entry.ended += 1
+            running.entry.end_if_done()
+        else:
+            first = running.waited == 0
+            running.waited += 1
+            if running.entry.operation.in_order and not first:
+                self._under_way.appendleft(running)
+            else:
+                self._under_way.append(running)
+
+    def _fail(self, error: BaseException) -> None:
+        """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
+        self.failure = f"{type(error).__name__}: {error}"
+        running = [*self._under_way, *([] if self._current is None else [self._current])]
+        entries = {id(chunk.entry): chunk.entry for chunk in running}
+        if self._entry is not None:
+            entries[id(self._entry)] = self._entry
+        self._entry = None
+        self._under_way.clear()
+        for entry in entries.values():
+            entry.fail(error)
+
+
+def broken(cause: str) -> CollectiveError:
+    """What every call gets after one has failed half-way."""
+    return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
+
+
+def serve(inbox: "SimpleQueue[Entry | None]", line: Line) -> None:
+    """The thread of a line, until None comes. It holds no group while it sleeps, so that a group can end."""
+    if line.scratch.device.type == "cuda":
+        torch.cuda.set_device(line.scratch.device)
+    closing = False
+    while not (closing and line.idle):
+        if line.takes_more and not closing:
+            with contextlib.suppress(Empty):
+                entry = inbox.get(block=line.idle)
+                closing = entry is None
+                if entry is not None:
+                    line.enter(entry)
+                del entry
+        line.advance()

@@ -1,0 +1,206 @@
+"""How a call is carried out: decided once for calls of one kind, here, and looked up afterwards.
+
+All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorithm, world and measured times.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives import chunks
+from thinwire.collectives.checks import Reduction, check_algorithm, codec_for
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span
+from thinwire.collectives.hierarchical import Hierarchical, flat_reducer
+from thinwire.collectives.lane import Lane, LaneChunk
+from thinwire.collectives.transport import Stages, Transport
+from thinwire.errors import CollectiveError
+
+SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
+VerbAlgorithm = Literal["auto", "compressed", "plain"]
+SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
+VERB_ALGORITHMS = ("auto", "compressed", "plain")
+PLAIN_OR_SUM = ("plain", "one_shot", "two_phase")  # what "auto" chooses from in a group
+_UNCUT = Cut(0, 1)
+_MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
+
+
+class PlanKey(NamedTuple):
+    """Calls of one kind: what ranks have to agree on. str() is the line of text that they compare."""
+
+    verb: str
+    lengths: tuple[int, ...]  # elements of the tensors; () where they may differ between ranks
+    dtype: torch.dtype
+    codecs: tuple[Codec | str, ...]  # two of a hierarchy; a string that names no codec is kept until all have seen it
+    algorithm: str
+    reduction: Reduction | None = None
+    source: int | None = None  # of a broadcast
+    row: tuple[int, ...] | None = None  # the shape of what an exchange does not cut
+
+    def __str__(self) -> str:
+        lengths = list(self.lengths) if self.verb == "all_gather" else "+".join(map(str, self.lengths))
+        parts = [
+            "" if not self.lengths else f"{'lengths' if self.verb == 'all_gather' else 'numel'}={lengths}",
+            "" if self.reduction is None else f"op={self.reduction}",
+            "" if self.source is None else f"from rank {self.source}",
+            "" if self.row is None else f"rows of {self.row}",
+            str(self.dtype).removeprefix("torch."),
+            f"codec={'/'.join(map(str, self.codecs))}",
+            f"algorithm={self.algorithm}",
+        ]
+        return f"{self.verb}({', '.join(part for part in parts if part)})"
+
+
+class QuickKey(NamedTuple):
+    """A call that torch's own verb serves, by its arguments as they came: see [Note: Quick calls] in torch_verbs.py."""
+
+    verb: str
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    codec: object
+    algorithm: str
+    source: tuple[int | None, ...] = ()  # of a broadcast: as a rank of the world, and of the group
+
+
+class Reducer(Protocol):
+    """Sums a chunk over ranks."""
+
+    def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """Scratch of a lane's part of a chunk."""
+
+    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
+        """x = scale * sum of x over the ranks, for every lane of a chunk."""
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What was decided for calls of one kind."""
+
+    text: str
+    codec: Codec | None = None  # None: torch's own verb
+    cut: Cut = _UNCUT
+    chunk_bytes: int = 0  # scratch of one chunk
+    scratch_bytes: int = 0  # scratch of the operation
+    reducer: Reducer | None = None  # of a sum
+    across: tuple[Codec, Codec] | None = None  # of a hierarchy: codec and first of the sums of nodes
+
+
+Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
+
+
+def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
+    """Decide how an all_reduce runs on a group (one transport) or on a mesh of nodes (two: across, inside)."""
+    check_algorithm(key.algorithm, SUM_ALGORITHMS)
+    on_mesh = len(links) == 2
+    if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
+        raise CollectiveError(
+            "algorithm='hierarchical' goes with a DeviceMesh of two dimensions, 'two_phase' and 'one_shot' with a group"
+        )
+    if len(key.codecs) == 2 and not on_mesh:
+        pair = tuple(map(str, key.codecs))
+        raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
+    codecs = _usable(key, flat.numel)
+    algorithm = key.algorithm
+    if algorithm == "auto" and _is_exact(codecs, flat.numel):
+        algorithm = "plain"
+    elif algorithm == "auto":
+        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else PLAIN_OR_SUM)
+    if algorithm == "plain":
+        return CallPlan(str(key))
+    inside, across = codecs[0], codecs[-1]
+    if on_mesh:
+        return _plan_lane(key, flat, Hierarchical(*links), inside, links, (across, across))
+    return _plan_lane(key, flat, flat_reducer(links[0], algorithm), inside, links, None)
+
+
+def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose: Choose) -> CallPlan:
+    """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
+    codec = _chosen(key, numel, choose)
+    if codec is None:
+        return CallPlan(str(key))
+    wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
+    cut = chunks.cut(part, wire, world, world - 1 if verb == "broadcast" else 1, codec.unit)
+    span = Span(0, min(cut.chunk, part))
+    if verb == "broadcast":
+        chunk_wire = chunks.wires_bytes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype)
+    else:
+        chunk_wire = world * codec.wire_bytes(span.numel, key.dtype)
+    chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
+    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks)
+    return CallPlan(str(key), codec, cut, chunk_bytes, limit)
+
+
+def plan_exchange(key: PlanKey, numel: int, choose: Choose) -> CallPlan:
+    """Decide how ranks exchange; what it takes depends on the lengths of a call, which others do not know."""
+    codec = _chosen(key, numel, choose)
+    if codec is None:
+        return CallPlan(str(key))
+    per_element = codec.wire_bytes(1 << 16, key.dtype) / (1 << 16)
+    chunk = max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024)
+    return CallPlan(str(key), codec, Cut(0, chunk))
+
+
+def exchange_scratch(plan: CallPlan, lengths: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    """Scratch of one chunk, and of all, of an exchange of messages of these lengths."""
+    assert plan.codec is not None
+    chunk = plan.cut.chunk
+    wire = sum(plan.codec.wire_bytes(numel, dtype) for numel in lengths)
+    chunk_bytes = sum(plan.codec.wire_bytes(min(numel, chunk), dtype) for numel in lengths)
+    num_chunks = -(-max(lengths, default=1) // chunk)
+    return chunk_bytes, chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
+
+
+def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
+    """Scratch of one chunk, and of all, of a sum of these lanes."""
+    chunk_bytes = 0
+    chunk_wire = 0
+    for lane in lanes:
+        numel = min(lane.cut.chunk, lane.cut.numel)
+        across = None if lane.across is None else lane.across[0]
+        chunk_bytes += reducer.scratch_bytes(lane.codec, numel, lane.dtype, across) + lane.room_bytes(numel)
+        chunk_wire += lane.codec.wire_bytes(numel, lane.dtype)
+    wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
+    most = max(lane.cut.num_chunks for lane in lanes)
+    return chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
+
+
+def _plan_lane(
+    key: PlanKey,
+    flat: Flat,
+    reducer: Reducer,
+    codec: Codec,
+    links: tuple[Transport, ...],
+    across: tuple[Codec, Codec] | None,
+) -> CallPlan:
+    """The plan of a sum of one lane: cut for all ranks, into shards for those of a node."""
+    ranks = links[0].world * (links[1].world if across else 1)
+    wire = codec.wire_bytes(flat.numel, flat.dtype)
+    cut = chunks.cut(flat.numel, wire, ranks, links[-1].world, codec.unit)
+    lane = Lane(flat, cut, codec, codec, across=across)
+    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across)
+
+
+def _chosen(key: PlanKey, numel: int, choose: Choose) -> Codec | None:
+    """The codec that a verb uses, or None for an exact call."""
+    check_algorithm(key.algorithm, VERB_ALGORITHMS)
+    if key.algorithm == "plain":
+        return None
+    codecs = _usable(key, numel)
+    if key.algorithm == "auto" and (_is_exact(codecs, numel) or choose(codecs, ("plain", "compressed")) == "plain"):
+        return None
+    return codecs[0]
+
+
+def _usable(key: PlanKey, numel: int) -> tuple[Codec, ...]:
+    """The codecs of a call; raises where a string names none, or one does not take this dtype."""
+    codecs = tuple(codec_for(codec, (numel,)) if isinstance(codec, str) else codec for codec in key.codecs)
+    if key.algorithm != "plain":
+        for codec in codecs:
+            codec.wire_bytes(numel, key.dtype)
+    return codecs
+
+
+def _is_exact(codecs: tuple[Codec, ...], numel: int) -> bool:
+    return numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))

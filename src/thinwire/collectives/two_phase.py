@@ -1,0 +1,148 @@
+"""Sums in two phases: every rank sums its shard. Two messages, two roundings, 2 (W - 1) / W wires sent per rank.
+
+Legend: W ranks, N bytes of one wire. Every rank decodes the same wires, its own too, so all end with the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives.chunks import Desk, Span, others_first, shards, wires_bytes
+from thinwire.collectives.lane import Fine, LaneChunk, check_finite, decoded, known_step
+from thinwire.collectives.one_shot import columns
+from thinwire.collectives.transport import Stages, Transport, Waitable
+
+
+@dataclass(frozen=True)
+class TwoPhase:
+    """A reduce-scatter of wires, and an all-gather of wires."""
+
+    transport: Transport
+
+    def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """Wires of all shards to send, and W wires of the own shard; the reduced wires take the place of the first."""
+        cut = shards(Span(0, numel), self.transport.world, codec.unit)  # the first is the longest
+        return wires_bytes(codec, cut, dtype) + self.transport.world * wires_bytes(codec, cut[:1], dtype)
+
+    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
+        """Encode the shards, send each to its rank, recode the own one's sum, send it to all, decode all."""
+        link = self.transport
+        wires, moving = send_shards(link, chunks, tags[0], desk)
+        yield moving
+        for chunk in chunks:
+            _reduce_own(chunk, link, scale)
+        yield link.gather(wires, tags[0] + 1)
+        fine = check_finite(chunks, sums_are_finite)
+        for chunk in chunks:
+            finish(chunk, link, scale, fine)
+
+
+def send_shards(
+    link: Transport, chunks: Sequence[LaneChunk], tag: int, desk: Desk
+) -> tuple[list[Tensor], Sequence[Waitable]]:
+    """The first phase of a sum: every rank gets its shard from all ranks.
+
+    Gives the wires of every rank's shards, of all lanes (the own ones are still to be written), and what moves.
+    """
+    cuts = [chunk.split(link.world) for chunk in chunks]
+    sizes_WL = [
+        [wires_bytes(chunk.lane.codec, [cut[shard]], chunk.x.dtype) for chunk, cut in zip(chunks, cuts, strict=True)]
+        for shard in range(link.world)
+    ]
+    wires = desk.rows([sum(sizes) for sizes in sizes_WL])
+    own_WN = desk.matrix(link.world, wires[link.rank].numel())
+    wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
+    for lane, (chunk, own) in enumerate(zip(chunks, columns(own_WN, sizes_WL[link.rank]), strict=True)):
+        chunk.wires = [wires_L[lane] for wires_L in wires_WL]
+        chunk.own_WN = own
+        _encode(chunk, link)
+    peers = others_first(link.rank, link.world)[:-1]
+    sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
+    receives = [(peer, own_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
+    return wires, link.exchange(sends, receives, tag)
+
+
+def _filled(chunk: LaneChunk, link: Transport) -> list[tuple[int, Span]]:
+    """Shards that hold anything, this rank's own last."""
+    order = others_first(link.rank, link.world)
+    return [(shard, chunk.shards[shard]) for shard in order if chunk.shards[shard].numel]
+
+
+def _encode(chunk: LaneChunk, link: Transport) -> None:
+    """Write the wires of all shards; the own one may stay as it is."""
+    chunk.load()
+    for shard, part in _filled(chunk, link):
+        if shard == link.rank and chunk.lane.keeps_own:
+            chunk.message(part)
+            continue
+        wire = chunk.own_WN[shard] if shard == link.rank else chunk.wires[shard]
+        chunk.encode(part, chunk.lane.first, wire, chunk.key.of(shard))
+
+
+def _reduce_own(chunk: LaneChunk, link: Transport, scale: float) -> None:
+    """Write the wire of the own shard's sum."""
+    part = chunk.shards[link.rank]
+    if not part.numel:
+        return
+    lane = chunk.lane
+    step = chunk.key.of(link.rank)
+    wire = chunk.wires[link.rank]
+    if not lane.keeps_own:
+        trusted = chunk.x.device.type != "cpu"
+        dtype = chunk.x.dtype
+        lane.codec.recode(chunk.own_WN, wire, part.numel, scale=abs(scale), step=step, dtype=dtype, trusted=trusted)
+        return
+    total = _sum_of_others(chunk, link, scale)
+    own = chunk.numbers(part)
+    if lane.carry is None:
+        total.add_(own, alpha=scale)
+    else:
+        lane.carry.reduced(own, total, scale)
+    lane.codec.encode(total, wire, step=step)
+
+
+def _sum_of_others(chunk: LaneChunk, link: Transport, scale: float) -> Tensor:
+    """Of the own shard. In place of the own wire, which was not written, goes the last one."""
+    last = link.world - 1
+    if link.rank != last:
+        chunk.own_WN[link.rank].copy_(chunk.own_WN[last])
+    total = torch.empty(chunk.shards[link.rank].numel, dtype=torch.float32, device=chunk.x.device)
+    step = known_step(chunk.key.of(link.rank), total.device)
+    chunk.lane.codec.decode_sum(chunk.own_WN[:last], total, scale=scale, step=step)
+    return total
+
+
+def sums_are_finite(chunk: LaneChunk) -> Tensor:
+    """Whether all ranks' numbers of all shards are: the sums hold what was not."""
+    checks = [
+        chunk.lane.codec.all_finite(wire[None], part.numel, chunk.x.dtype)
+        for wire, part in zip(chunk.wires, chunk.shards, strict=True)
+        if part.numel
+    ]
+    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=chunk.x.device)
+
+
+def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
+    """Remember, decode, write."""
+    codec = chunk.lane.codec
+    carry = chunk.lane.carry
+    sign = -1.0 if scale < 0 else 1.0
+    for shard, part in _filled(chunk, link):
+        x = chunk.numbers(part)
+        step = chunk.key.of(shard)
+        if carry is None:
+            codec.decode(chunk.wires[shard], x, scale=sign, step=known_step(step, x.device))
+            continue
+        span = chunk.span(part)
+        if shard == link.rank:
+            result = decoded(codec, chunk.wires[shard], part.numel, step)
+            carry.keep_own(span, x, result, fine)
+            x.copy_(result)
+        else:
+            carry.keep(span, x, scale, fine)
+            codec.decode(chunk.wires[shard], x, step=known_step(step, x.device))
+        carry.result(span, x, fine)
+    chunk.write()

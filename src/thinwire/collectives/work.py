@@ -1,0 +1,239 @@
+"""What a verb returns: collectives under way, as torch.distributed.Work."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import CollectiveError
+
+Futures = torch.futures.Future
+_LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
+
+
+class Work(dist.Work):
+    """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._done = threading.Event()
+        devices: list[Any] = list({tensor.device for tensor in outputs if tensor.device.type == "cuda"})
+        self._device = devices[0] if devices else None
+        self._future: Futures[list[Tensor]] = Futures(devices=devices)
+        self._error: BaseException | None = None
+        self._ready: torch.cuda.Event | None = None
+        self.look: Callable[[], None] | None = None  # raises when the ranks turn out to disagree
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
+        left = float("inf") if timeout is None else timeout.total_seconds()
+        while not self._done.wait(min(left, _LOOK_S)):
+            left -= _LOOK_S
+            if left <= 0:
+                raise TimeoutError(f"the collective did not end within {timeout}")
+            if self.look is not None:
+                self.look()
+        if self._error is not None:
+            raise self._error
+        if self._ready is not None:
+            self._ready.wait(torch.cuda.current_stream(self._device))
+        return True
+
+    def synchronize(self) -> None:
+        """The same as `wait` without a limit: what the current stream runs next may read the outputs."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        if self._ready is not None:
+            return bool(self._ready.query())
+        return self._done.is_set()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether `finished` or `failed` was called: on a GPU the outputs may still be on their way."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is completed and did not fail."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once it is completed; None if nothing did."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The outputs; waits for them."""
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Futures[list[Tensor]]:
+        """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
+        return self._future
+
+    def finished(self) -> "Work":
+        """Mark as done; on a GPU as done when what the current stream has so far is."""
+        if self._device is not None:
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(self._device))
+        self._done.set()
+        self._future.set_result(self._outputs)
+        return self
+
+    def failed(self, error: BaseException) -> "Work":
+        """Mark as failed: waiting raises `error`."""
+        self._error = error
+        self._done.set()
+        self._future.set_exception(error)  # type: ignore[arg-type]
+        return self
+
+
+def settle(work: Work, async_op: bool) -> Work | None:
+    """What a verb returns: the work itself, or None once it is done."""
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+# --- works of torch's own verbs ---------------------------------------------------------------------------------------
+
+
+def wait_looking(work: Any, look: Callable[[], None]) -> None:
+    """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises what went wrong
+                return
+        look()
+
+
+def of_torch(work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, look: Callable[[], None]) -> Work:
+    """A work of torch's on gloo as one of ours; `finish` brings its result to the outputs."""
+    if not _has_future(work):
+        return _Waited(work, outputs, finish, look)
+    return _Direct(work, outputs, look) if finish is None else _Finishing(work, outputs, finish, look)
+
+
+def _has_future(work: Any) -> bool:
+    """gloo's reduce_scatter has none."""
+    try:
+        return work.get_future() is not None
+    except RuntimeError:
+        return False
+
+
+class _Direct(Work):
+    """A work of torch's that leaves nothing to do."""
+
+    def __init__(self, work: Any, outputs: list[Tensor], look: Callable[[], None]) -> None:
+        dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
+        self._work = work
+        self._outputs = outputs
+        self._error = None
+        self._looks = look
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read, or raise."""
+        if timeout is not None:
+            _poll(self._work.is_completed, timeout)
+        try:
+            wait_looking(self._work, self._looks)
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Futures[list[Tensor]]:
+        """A future of the list of outputs."""
+        outputs = self._outputs
+
+        def value(future: Futures[object]) -> list[Tensor]:
+            future.value()
+            return outputs
+
+        found: Futures[list[Tensor]] = self._work.get_future().then(value)
+        return found
+
+
+class _Finishing(Work):
+    """A work of torch's whose result is brought to the outputs once, in its future's callback."""
+
+    def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], None], look: Callable[[], None]) -> None:
+        super().__init__(outputs)
+        self.look = look
+
+        def end(future: Futures[object]) -> list[Tensor]:
+            try:
+                future.value()
+                with torch.inference_mode():  # outputs may be inference tensors, and this is gloo's thread
+                    finish()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._done.set()
+            return outputs
+
+        self._future = work.get_future().then(end)
+
+
+class _Waited(Work):
+    """A work of torch's that has no future: whoever waits first finishes it."""
+
+    def __init__(
+        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, look: Callable[[], None]
+    ) -> None:
+        super().__init__(outputs)
+        self._work = work
+        self._finish = finish
+        self._looks = look
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the outputs may be read, or raise."""
+        if timeout is not None:
+            _poll(lambda: self._done.is_set() or self._work.is_completed(), timeout)
+        with self._lock:
+            if not self._done.is_set():
+                try:
+                    wait_looking(self._work, self._looks)
+                    if self._finish is not None:
+                        with torch.inference_mode():
+                            self._finish()
+                except (RuntimeError, CollectiveError) as error:
+                    self.failed(error)
+                else:
+                    self.finished()
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are final, without waiting."""
+        return self._done.is_set() or (self._work.is_completed() and self.wait())
+
+    def get_future(self) -> Futures[list[Tensor]]:
+        """A future of the outputs; a thread of its own waits for them."""
+        threading.Thread(target=self.wait, daemon=True).start()
+        return super().get_future()
+
+
+def _poll(done: Callable[[], bool], timeout: timedelta) -> None:
+    end = time.monotonic() + timeout.total_seconds()
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the collective did not end within {timeout}")
+        time.sleep(1e-3)
