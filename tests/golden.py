@@ -226,14 +226,12 @@ def _hooked(group: dist.ProcessGroup, hook: Callable[..., Any]) -> str:
 # --- all --------------------------------------------------------------------------------------------------------------
 
 
-def _everything(group: dist.ProcessGroup) -> Hashes:
-    return {**verbs(group), **{f"ddp {name}": value for name, value in trainings(group).items()}}
+PARTS = {"verbs": verbs, "ddp": trainings}
 
 
-def collect(ranks: RankPool) -> dict[str, Any]:
-    """All hashes, by world and name."""
-    worlds = {str(world): _joined(ranks(world).run(_everything)) for world in WORLDS}
-    return {"machine": platform.machine(), "wires": dict(wires()), "worlds": worlds}
+def collect(ranks: RankPool, world: int, part: str) -> Hashes:
+    """The hashes of one part in one world."""
+    return _joined(ranks(world).run(PARTS[part]))
 
 
 def _joined(ranks: list[Hashes]) -> Hashes:
@@ -248,7 +246,9 @@ def _joined(ranks: list[Hashes]) -> Hashes:
 def write() -> None:
     """Write the file anew."""
     pool = RankPool()
-    FILE.write_text(json.dumps(collect(pool), indent=0, sort_keys=True) + "\n")
+    worlds = {str(world): {part: collect(pool, world, part) for part in PARTS} for world in WORLDS}
+    kept = {"machine": platform.machine(), "wires": dict(wires()), "worlds": worlds}
+    FILE.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
     pool.close()
 
 

@@ -3,22 +3,25 @@
 import json
 import platform
 
+import pytest
+
 import golden
 from ranks import RankPool
 
+KEPT = json.loads(golden.FILE.read_text())
+
 
 def test_codecs_write_what_they_wrote() -> None:
-    kept = json.loads(golden.FILE.read_text())["wires"]
-    assert dict(golden.wires()) == kept
+    assert dict(golden.wires()) == KEPT["wires"]
 
 
-def test_verbs_and_ddp_give_what_they_gave(ranks: RankPool) -> None:
-    kept = json.loads(golden.FILE.read_text())
-    found = golden.collect(ranks)
-    same_machine = kept["machine"] == platform.machine()
-    for world, hashes in kept["worlds"].items():
-        portable = {name for name in hashes if same_machine or world != "3" or not name.startswith("ddp ")}
-        now = found["worlds"][world]
-        differ = [name for name in sorted(portable) if now.get(name) != hashes[name]]
-        assert not differ, f"world {world}: {len(differ)} of {len(portable)} differ: {differ[:20]}"
-        assert set(now) == set(hashes), f"world {world} has other cases than the file: write it anew"
+@pytest.mark.parametrize("world", golden.WORLDS)
+@pytest.mark.parametrize("part", golden.PARTS)
+def test_verbs_and_ddp_give_what_they_gave(ranks: RankPool, world: int, part: str) -> None:
+    kept = KEPT["worlds"][str(world)][part]
+    if part == "ddp" and world == 3 and KEPT["machine"] != platform.machine():
+        pytest.skip("means of three ranks may round differently on another kind of machine")
+    found = golden.collect(ranks, world, part)
+    differ = [name for name in kept if found.get(name) != kept[name]]
+    assert not differ, f"{len(differ)} of {len(kept)} differ: {differ[:20]}"
+    assert set(found) == set(kept), "there are other cases than in the file: write it anew"

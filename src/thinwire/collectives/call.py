@@ -8,9 +8,10 @@ from thinwire.collectives import handshake, transport
 from thinwire.collectives.channel import Channel, group_transports
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.handshake import BrokenError
+from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import TAGS, Setting
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import CallPlan, PlanKey
+from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 
@@ -88,3 +89,11 @@ def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> t
         plan = decide()
         channel.remember(key, plan)
     return call, plan
+
+
+def planned_verb(
+    channel: Channel, key: PlanKey, verb: str, part: int, numel: int, trial: Trial
+) -> tuple[Call, CallPlan]:
+    """The same for a verb of one phase that moves `numel` elements, of which the largest part of a rank has `part`."""
+    choose = fastest(channel, verb, key.dtype, numel, trial)
+    return planned(channel, key, lambda: plan_verb(key, verb, part, numel, channel.world, choose))

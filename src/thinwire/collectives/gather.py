@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, measuring, operations, torch_verbs, transport
-from thinwire.collectives.call import planned
+from thinwire.collectives import checks, operations, torch_verbs, transport
+from thinwire.collectives.call import planned_verb
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.plan import PlanKey, VerbAlgorithm, plan_verb
+from thinwire.collectives.plan import PlanKey, VerbAlgorithm
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work, settle
 from thinwire.errors import CollectiveError
@@ -50,12 +50,8 @@ def all_gather_into_tensor(
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     codecs = checks.codecs_for(codec, output.shape)
     key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
-    choose = measuring.fastest(
-        channel, "all_gather", input.dtype, output.numel(), functools.partial(_gather_trial, channel, input.dtype)
-    )
-    call, plan = planned(
-        channel, key, lambda: plan_verb(key, "all_gather", input.numel(), output.numel(), world, choose)
-    )
+    trial = functools.partial(_gather_trial, channel, input.dtype)
+    call, plan = planned_verb(channel, key, "all_gather", input.numel(), output.numel(), trial)
     if plan.codec is None:
         torch_verbs.remember(call, plan, "all_gather", (output_tensor, input_tensor), codec, algorithm)
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
@@ -91,12 +87,8 @@ def all_gather(
         outputs[0].detach().copy_(input.detach().reshape(outputs[0].shape))
         return settle(Work(list(tensor_list)).finished(), async_op)
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
-    choose = measuring.fastest(
-        channel, "all_gather", input.dtype, sum(sizes), functools.partial(_gather_trial, channel, input.dtype)
-    )
-    call, plan = planned(
-        channel, key, lambda: plan_verb(key, "all_gather", max(sizes), sum(sizes), channel.world, choose)
-    )
+    trial = functools.partial(_gather_trial, channel, input.dtype)
+    call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial)
     if plan.codec is None:
         return torch_verbs.all_gather_list(call, outputs, input, list(tensor_list), async_op)
     operation = operations.Gather(
@@ -132,8 +124,7 @@ def broadcast(
     numel = part.numel()
     key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
     trial = functools.partial(_broadcast_trial, channel, part.dtype)
-    choose = measuring.fastest(channel, "broadcast", part.dtype, numel, trial)
-    call, plan = planned(channel, key, lambda: plan_verb(key, "broadcast", numel, numel, channel.world, choose))
+    call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial)
     if plan.codec is None:
         torch_verbs.remember(call, plan, "broadcast", (tensor,), codec, algorithm, src, group_src)
         return torch_verbs.broadcast(call, part, source, [tensor], async_op)

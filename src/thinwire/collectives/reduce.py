@@ -8,14 +8,14 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
-from thinwire.collectives.call import planned
+from thinwire.collectives.call import planned, planned_verb
 from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op, Reduction
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice, CurveKey, Measured
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane
-from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, plan_verb
+from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work, settle
 from thinwire.errors import CollectiveError
@@ -152,10 +152,7 @@ def reduce_scatter_tensor(
     codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
     trial = functools.partial(_scatter_trial, channel, source.dtype)
-    choose = measuring.fastest(channel, "reduce_scatter", source.dtype, source.numel(), trial)
-    call, plan = planned(
-        channel, key, lambda: plan_verb(key, "reduce_scatter", target.numel(), source.numel(), world, choose)
-    )
+    call, plan = planned_verb(channel, key, "reduce_scatter", target.numel(), source.numel(), trial)
     if plan.codec is None:
         if reduction.name == "sum":
             torch_verbs.remember(call, plan, "reduce_scatter", (output, input), codec, algorithm)

@@ -16,7 +16,7 @@ from thinwire.collectives.channel import Channel, known_channel
 from thinwire.collectives.checks import Reduction
 from thinwire.collectives.plan import CallPlan, QuickKey
 from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work, of_torch, wait_looking
+from thinwire.collectives.work import TorchWork, Work, wait_looking
 
 Finish = Callable[[], None]
 
@@ -221,7 +221,7 @@ def _end(
         return None
     if call.channel.transport.on_stream:
         return _on_stream(call.channel, work, outputs, finish, temporaries)
-    return of_torch(work, outputs, finish, call.look)
+    return TorchWork(work, outputs, finish, call.look)
 
 
 def _on_stream(

@@ -1,5 +1,6 @@
 """What a verb returns: collectives under way, as torch.distributed.Work."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from thinwire.errors import CollectiveError
 
 Futures = torch.futures.Future
 _LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
@@ -118,117 +117,77 @@ def wait_looking(work: Any, look: Callable[[], None]) -> None:
         look()
 
 
-def of_torch(work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, look: Callable[[], None]) -> Work:
-    """A work of torch's on gloo as one of ours; `finish` brings its result to the outputs."""
-    if not _has_future(work):
-        return _Waited(work, outputs, finish, look)
-    return _Direct(work, outputs, look) if finish is None else _Finishing(work, outputs, finish, look)
-
-
-def _has_future(work: Any) -> bool:
-    """gloo's reduce_scatter has none."""
-    try:
-        return work.get_future() is not None
-    except RuntimeError:
-        return False
-
-
-class _Direct(Work):
-    """A work of torch's that leaves nothing to do."""
-
-    def __init__(self, work: Any, outputs: list[Tensor], look: Callable[[], None]) -> None:
-        dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
-        self._work = work
-        self._outputs = outputs
-        self._error = None
-        self._looks = look
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read, or raise."""
-        if timeout is not None:
-            _poll(self._work.is_completed, timeout)
-        try:
-            wait_looking(self._work, self._looks)
-        except BaseException as error:
-            self._error = error
-            raise
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
-        return bool(self._work.is_completed())
-
-    def get_future(self) -> Futures[list[Tensor]]:
-        """A future of the list of outputs."""
-        outputs = self._outputs
-
-        def value(future: Futures[object]) -> list[Tensor]:
-            future.value()
-            return outputs
-
-        found: Futures[list[Tensor]] = self._work.get_future().then(value)
-        return found
-
-
-class _Finishing(Work):
-    """A work of torch's whose result is brought to the outputs once, in its future's callback."""
-
-    def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], None], look: Callable[[], None]) -> None:
-        super().__init__(outputs)
-        self.look = look
-
-        def end(future: Futures[object]) -> list[Tensor]:
-            try:
-                future.value()
-                with torch.inference_mode():  # outputs may be inference tensors, and this is gloo's thread
-                    finish()
-            except BaseException as error:
-                self._error = error
-                raise
-            finally:
-                self._done.set()
-            return outputs
-
-        self._future = work.get_future().then(end)
-
-
-class _Waited(Work):
-    """A work of torch's that has no future: whoever waits first finishes it."""
+class TorchWork(Work):
+    """A work of torch's on gloo. What `finish` has to do is done once, by whoever learns first that it is completed."""
 
     def __init__(
         self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, look: Callable[[], None]
     ) -> None:
-        super().__init__(outputs)
+        dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
         self._work = work
-        self._finish = finish
-        self._looks = look
+        self._outputs = outputs
+        self._finish = finish  # brings the result to the outputs
+        self._waited = False  # gloo's reduce_scatter never says that it is completed
+        self._error = None
+        self.look = look
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
         if timeout is not None:
-            _poll(lambda: self._done.is_set() or self._work.is_completed(), timeout)
-        with self._lock:
-            if not self._done.is_set():
-                try:
-                    wait_looking(self._work, self._looks)
-                    if self._finish is not None:
-                        with torch.inference_mode():
-                            self._finish()
-                except (RuntimeError, CollectiveError) as error:
-                    self.failed(error)
-                else:
-                    self.finished()
-        return super().wait()
+            _poll(lambda: self.is_ended, timeout)
+        assert self.look is not None
+        try:
+            wait_looking(self._work, self.look)
+        except BaseException as error:
+            self._error = error
+            raise
+        self._end()
+        return True
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether torch is done with it."""
+        return self._waited or bool(self._work.is_completed())
 
     def is_completed(self) -> bool:
         """Whether the outputs are final, without waiting."""
-        return self._done.is_set() or (self._work.is_completed() and self.wait())
+        if not self.is_ended:
+            return False
+        with contextlib.suppress(Exception):  # what went wrong is told by `wait` and `exception`
+            self.wait()
+        return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        """A future of the outputs; a thread of its own waits for them."""
-        threading.Thread(target=self.wait, daemon=True).start()
-        return super().get_future()
+        """A future of the list of outputs."""
+        try:
+            arrived = self._work.get_future()
+        except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
+            arrived = Futures()
+            threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
+        found: Futures[list[Tensor]] = arrived.then(self._arrived)
+        return found
+
+    def _tell(self, future: Futures[None]) -> None:
+        try:
+            self.wait()
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(None)
+
+    def _arrived(self, future: Futures[object]) -> list[Tensor]:
+        future.value()  # raises what went wrong
+        self._end()
+        return self._outputs
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                with torch.inference_mode():  # outputs may be inference tensors, and this may be gloo's thread
+                    self._finish()
+                self._finish = None
+            self._waited = True
 
 
 def _poll(done: Callable[[], bool], timeout: timedelta) -> None:

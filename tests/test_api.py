@@ -1,0 +1,220 @@
+"""What callers of verbs rely on: counted steps, explanations that communicate nothing, torch's kind of Work."""
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from cases import digest, seeded
+from ranks import RankPool
+from thinwire.collectives.channel import channel_of
+
+Group = dist.ProcessGroup
+N = 4096
+
+
+def similar(rank: int) -> Tensor:
+    return torch.randn(N, generator=seeded(3)) + 0.01 * torch.randn(N, generator=seeded(4, rank))
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def errors_of_means(group: Group, steps: list[int | None]) -> tuple[float, str]:
+    """The error of the mean of several calls on the same numbers, and what the calls gave."""
+    exact = torch.stack([similar(rank) for rank in range(group.size())]).double().mean(0)
+    results = []
+    for step in steps:
+        x = similar(group.rank())
+        thinwire.all_reduce(x, dist.ReduceOp.AVG, group, codec="lloyd2", algorithm="two_phase", step=step)
+        results.append(x)
+    mean = torch.stack(results).double().mean(0)
+    return float((mean - exact).norm() / exact.norm()), digest(*results)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_errors_of_calls_that_name_no_step_average_out(ranks: RankPool, world: int) -> None:
+    """Rotations are independent, so the error of a mean of 16 falls by about 4; a fixed one repeats its error."""
+    fixed = ranks(world).run(errors_of_means, [0] * 16)
+    counted = ranks(world).run(errors_of_means, [None] * 16)
+    assert len(set(fixed)) == len(set(counted)) == 1, "the ranks differ"
+    assert counted[0][0] < 0.5 * fixed[0][0]
+
+
+def count_with_trials(group: Group) -> list[str]:
+    """What two fresh groups give for calls without a step, of which one has measured before."""
+    found = []
+    for measures in (False, True):
+        fresh = dist.new_group()
+        if measures:
+            thinwire.measure(torch.zeros(N), fresh, codec="lloyd2")
+        x = similar(group.rank())
+        thinwire.all_reduce(x, group=fresh, codec="lloyd2", algorithm="one_shot")
+        found.append(digest(x))
+    return found
+
+
+def test_measuring_does_not_change_what_later_calls_give(ranks: RankPool) -> None:
+    for first, second in ranks(2).run(count_with_trials):
+        assert first == second
+
+
+def bad_step(group: Group, step: Any) -> None:
+    with pytest.raises(thinwire.CollectiveError, match="step must be"):
+        thinwire.all_reduce(torch.zeros(8), group=group, algorithm="one_shot", step=step)
+
+
+def test_a_negative_step_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(bad_step, -1)
+
+
+# --- explain and measure ----------------------------------------------------------------------------------------------
+
+
+def explain_alone(group: Group) -> tuple[str, float]:
+    fresh = dist.new_group()
+    told = ""
+    began = time.monotonic()
+    if group.rank() == 0:
+        told = str(thinwire.explain(torch.zeros(1000), fresh, codec="int4"))
+    took = time.monotonic() - began
+    dist.barrier(group)
+    return told, took
+
+
+def test_one_rank_may_ask_for_an_explanation_alone(ranks: RankPool) -> None:
+    told, took = ranks(2).run(explain_alone)[0]
+    assert "not measured yet" in told
+    assert "thinwire.measure(" in told
+    assert took < 5  # the group's timeout is minutes
+
+
+class Heard(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(record.getMessage())
+
+
+def measure_then_explain(group: Group, numel: int) -> tuple[str, str, int, list[str]]:
+    fresh = dist.new_group()
+    heard = Heard()
+    logging.getLogger("thinwire").addHandler(heard)
+    try:
+        measured = thinwire.measure(torch.zeros(numel), fresh, codec="int8")
+    finally:
+        logging.getLogger("thinwire").removeHandler(heard)
+    channel = channel_of(fresh, torch.device("cpu"))
+    sizes = [size for curves in channel.measured.curves.values() for points in curves.values() for size, _ in points]
+    told = thinwire.explain(torch.zeros(numel), fresh, codec="int8")
+    assert str(told) == str(measured)
+    return str(told), told.algorithm, max(sizes), heard.lines
+
+
+@pytest.mark.parametrize("numel", [1, 300, 20_000])
+def test_measuring_goes_up_to_the_size_asked_for_and_says_so_once(ranks: RankPool, numel: int) -> None:
+    found = ranks(2).run(measure_then_explain, numel)
+    assert len({told for told, _, _, _ in found}) == 1, "the ranks were told different things"
+    for told, algorithm, largest, _ in found:
+        assert algorithm in ("plain", "one_shot", "two_phase")
+        assert "Gbit/s per rank" in told
+        assert largest <= max(numel, 256)
+        assert numel <= 2 * largest
+    first, second = (lines for *_, lines in found)
+    assert len(first) == 1
+    assert "measuring the link of this group" in first[0]
+    assert second == []
+
+
+def measure_more(group: Group) -> list[int]:
+    fresh = dist.new_group()
+    channel = channel_of(fresh, torch.device("cpu"))
+    counts = []
+    for numel in (300, 400, 300, 9_000):
+        thinwire.measure(torch.zeros(numel), fresh)
+        (curves,) = channel.measured.curves.values()
+        counts.append(len(curves["plain"]))
+    return counts
+
+
+def test_a_larger_message_is_measured_when_it_comes(ranks: RankPool) -> None:
+    for once, near, again, larger in ranks(2).run(measure_more):
+        assert once == near == again
+        assert larger > once
+
+
+# --- Work -------------------------------------------------------------------------------------------------------------
+
+
+def works(group: Group, algorithm: str) -> list[tuple[bool, ...]]:
+    found = []
+    for verb in ("all_reduce", "reduce_scatter_tensor", "broadcast"):
+        x = similar(group.rank())
+        name = algorithm if verb == "all_reduce" or algorithm == "plain" else "compressed"
+        options: dict[str, Any] = {"group": group, "async_op": True, "algorithm": name}
+        if verb == "all_reduce":
+            work = thinwire.all_reduce(x, **options)
+        elif verb == "broadcast":
+            work = thinwire.broadcast(x, group_src=0, **options)
+        else:
+            x = torch.empty(N // group.size())
+            work = thinwire.reduce_scatter_tensor(x, similar(group.rank())[: x.numel() * group.size()], **options)
+        assert work is not None
+        work.synchronize()
+        (result,) = work.result()
+        facts = isinstance(work, dist.Work), result is x, work.is_completed(), work.is_success()
+        found.append((*facts, work.exception() is None, work.get_future().wait()[0] is x))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["plain", "one_shot", "two_phase"])
+def test_a_work_is_torchs(ranks: RankPool, algorithm: str) -> None:
+    for found in ranks(2).run(works, algorithm):
+        assert all(all(facts) for facts in found), found
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def shapes_and_spellings(group: Group) -> int:
+    """Calls that are the same to everybody although ranks write them differently."""
+    fresh = dist.new_group()
+    codecs = ("int8", "int8:block=128", thinwire.codec("int8"))
+    for shape in ((64, 64), (4096,)) if group.rank() else ((4096,), (64, 64)):
+        for codec in codecs[:: 1 if group.rank() else -1]:
+            thinwire.all_reduce(torch.ones(shape), group=fresh, codec=codec, algorithm="one_shot")
+    return len(channel_of(fresh, torch.device("cpu")).plans)
+
+
+def test_a_plan_is_kept_for_what_ranks_agree_on(ranks: RankPool) -> None:
+    """Neither another shape of as many elements nor another spelling of a codec is another call."""
+    assert ranks(2).run(shapes_and_spellings) == [1, 1]
+
+
+def many_sizes(group: Group, most: int) -> int:
+    fresh = dist.new_group()
+    from thinwire.collectives import channel
+
+    kept = channel._MOST_PLANS
+    channel._MOST_PLANS = most
+    try:
+        for numel in range(1, 3 * most):
+            thinwire.all_reduce(torch.ones(numel), group=fresh, algorithm="one_shot")
+    finally:
+        channel._MOST_PLANS = kept
+    return len(channel_of(fresh, torch.device("cpu")).plans)
+
+
+def test_plans_of_ever_new_sizes_are_forgotten(ranks: RankPool) -> None:
+    for count in ranks(2).run(many_sizes, 8):
+        assert 0 < count <= 8
