@@ -48,6 +48,13 @@ class Hierarchical:
         inner = TwoPhase(self.inside).scratch_bytes(codec, numel, dtype)
         return inner + sums + self._outer.scratch_bytes(outer, shard, outer_dtype)
 
+    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """Both phases inside, and the own shard's sum across."""
+        outer = across or codec
+        own = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
+        inner = TwoPhase(self.inside).sent_bytes(codec, numel, dtype)
+        return inner + self._outer.sent_bytes(outer, own, total_dtype(outer, dtype))
+
     @property
     def _outer(self) -> OneShot | TwoPhase:
         return flat_reducer(self.across, fewest_roundings(self.across.world))

@@ -13,11 +13,11 @@ from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, mesh_channel
 from thinwire.collectives.checks import check_algorithm, codec_for
-from thinwire.collectives.chunks import Cut, Flat, Span
-from thinwire.collectives.hierarchical import Hierarchical, check_order, fewest_roundings, flat_reducer, total_dtype
+from thinwire.collectives.chunks import Cut, Flat
+from thinwire.collectives.hierarchical import Hierarchical, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
 from thinwire.collectives.plan import CallPlan, Reducer, lanes_scratch
-from thinwire.collectives.transport import Group, Transport
+from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
@@ -129,21 +129,10 @@ class Message:
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
         return sum(
-            self._sent(spec, codec, cut.span(index).numel)
+            self._reducer.sent_bytes(codec, cut.span(index).numel, self._encoded(spec, codec), spec.codec)
             for spec, codec, cut in zip(self.specs, self._codecs, self._cuts, strict=True)
             for index in range(cut.num_chunks)
         )
-
-    def _sent(self, spec: LaneSpec, codec: Codec, numel: int) -> int:
-        """Bytes sent for one chunk of a lane."""
-        *across, link = self.channel.transports
-        dtype = self._encoded(spec, codec)
-        sent = _sent(link, "one_shot" if self.algorithm == "one_shot" else "two_phase", codec, numel, dtype)
-        for outer in across:
-            own = chunks.shards(Span(0, numel), link.world, codec.unit)[link.rank]
-            rounding = fewest_roundings(outer.world)
-            sent += _sent(outer, rounding, spec.codec, own.numel, total_dtype(spec.codec, dtype))
-        return sent
 
     @functools.cached_property
     def wire_bytes(self) -> int:
@@ -156,12 +145,3 @@ class Message:
     def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
         """The dtype that a lane's numbers have when they are encoded."""
         return encoded_dtype(codec, self._dtype, fed_back=bool(spec.feedback))
-
-
-def _sent(link: Transport, algorithm: str, codec: Codec, numel: int, dtype: torch.dtype) -> int:
-    """Bytes that this rank sends for a sum of `numel` numbers."""
-    if algorithm == "one_shot":
-        return (link.world - 1) * chunks.wires_bytes(codec, [Span(0, numel)], dtype)
-    parts = chunks.shards(Span(0, numel), link.world, codec.unit)
-    sizes = [chunks.wires_bytes(codec, [shard], dtype) for shard in parts]
-    return sum(sizes) - sizes[link.rank] + (link.world - 1) * sizes[link.rank]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Desk
+from thinwire.collectives.chunks import Desk, Span, wires_bytes
 from thinwire.collectives.lane import LaneChunk, check_finite, known_step
 from thinwire.collectives.transport import Stages, Transport
 
@@ -25,6 +25,10 @@ class OneShot:
     def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
         """W wires of a lane's part of a chunk."""
         return self.transport.world * codec.wire_bytes(numel, dtype)
+
+    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """The wire, to all others."""
+        return (self.transport.world - 1) * wires_bytes(codec, [Span(0, numel)], dtype)
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         """Encode, send to all, add all: x = scale * sum of x over the ranks."""

@@ -70,6 +70,9 @@ class Reducer(Protocol):
     def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
         """Scratch of a lane's part of a chunk."""
 
+    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """Bytes that this rank sends for a lane's part of a chunk."""
+
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         """x = scale * sum of x over the ranks, for every lane of a chunk."""
 
@@ -109,7 +112,8 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
         algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else PLAIN_OR_SUM)
     if algorithm == "plain":
         return CallPlan(str(key))
-    inside, across = codecs[0], codecs[-1]
+    inside = codecs[0]
+    across = codecs[-1]
     if on_mesh:
         return _plan_lane(key, flat, Hierarchical(*links), inside, links, (across, across))
     return _plan_lane(key, flat, flat_reducer(links[0], algorithm), inside, links, None)

@@ -27,6 +27,13 @@ class TwoPhase:
         cut = shards(Span(0, numel), self.transport.world, codec.unit)  # the first is the longest
         return wires_bytes(codec, cut, dtype) + self.transport.world * wires_bytes(codec, cut[:1], dtype)
 
+    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+        """The wires of others' shards to them, then the own shard's to all others."""
+        link = self.transport
+        parts = shards(Span(0, numel), link.world, codec.unit)
+        sizes = [wires_bytes(codec, [part], dtype) for part in parts]
+        return sum(sizes) + (link.world - 2) * sizes[link.rank]
+
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         """Encode the shards, send each to its rank, recode the own one's sum, send it to all, decode all."""
         link = self.transport
