@@ -44,9 +44,6 @@ def all_to_all_single(
         _splits(sizes, tensor, channel.transport.world, name)
         for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
     ]
-    if channel.transport.world == 1:
-        target.detach().copy_(source.detach().reshape(target.shape))
-        return settle(Work([output]).finished(), async_op)
     whole = target.detach().contiguous()
     parts_out = whole.split(splits[0])
     parts_in = source.detach().contiguous().split(splits[1])
@@ -88,9 +85,6 @@ def all_to_all(
             f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
             f"got {len(outputs)} outputs and {len(inputs)} inputs"
         )
-    if world == 1:
-        outputs[0].detach().copy_(inputs[0].detach().reshape(outputs[0].shape))
-        return settle(Work(list(output_tensor_list)).finished(), async_op)
     key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec, inputs[0].shape), algorithm)
     call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
@@ -129,7 +123,9 @@ def _planned(
         _check_own(channel.transport.rank, inputs, outputs)
     if plan is None:
         trial = functools.partial(_trial, channel, key.dtype)
-        plan = plan_exchange(key, numel, measuring.fastest(channel, "all_to_all", key.dtype, numel, trial))
+        plan = plan_exchange(
+            key, numel, channel.world, measuring.fastest(channel, "all_to_all", key.dtype, numel, trial)
+        )
         channel.remember(key, plan)
     return call, plan
 

@@ -43,9 +43,6 @@ def all_gather_into_tensor(
             f"all_gather_into_tensor: output must have {world} times the elements of input, "
             f"got {output.numel()} and {input.numel()}"
         )
-    if world == 1:
-        output.detach().copy_(input.detach().reshape(output.shape))
-        return settle(Work([output_tensor]).finished(), async_op)
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     codecs = checks.codecs_for(codec, output.shape)
@@ -83,9 +80,6 @@ def all_gather(
             f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of this "
             f"rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
-    if len(sizes) == 1:
-        outputs[0].detach().copy_(input.detach().reshape(outputs[0].shape))
-        return settle(Work(list(tensor_list)).finished(), async_op)
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
     trial = functools.partial(_gather_trial, channel, input.dtype)
     call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial)
@@ -119,8 +113,6 @@ def broadcast(
     checks.check_outputs((part,), "broadcast")
     channel = channel_of(transport.resolve(group), part.device)
     source = _source(channel, src, group_src)
-    if channel.transport.world == 1:
-        return settle(Work([tensor]).finished(), async_op)
     numel = part.numel()
     key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
     trial = functools.partial(_broadcast_trial, channel, part.dtype)

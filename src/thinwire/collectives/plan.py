@@ -104,6 +104,8 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if len(key.codecs) == 2 and not on_mesh:
         pair = tuple(map(str, key.codecs))
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
+    if all(link.world == 1 for link in links):
+        return CallPlan(str(key))  # exact, whatever the codec
     codecs = _usable(key, flat.numel)
     algorithm = key.algorithm
     if algorithm == "auto" and _is_exact(codecs, flat.numel):
@@ -121,7 +123,7 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
 
 def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose: Choose) -> CallPlan:
     """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
-    codec = _chosen(key, numel, choose)
+    codec = _chosen(key, numel, world, choose)
     if codec is None:
         return CallPlan(str(key))
     wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
@@ -136,9 +138,9 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose
     return CallPlan(str(key), codec, cut, chunk_bytes, limit)
 
 
-def plan_exchange(key: PlanKey, numel: int, choose: Choose) -> CallPlan:
+def plan_exchange(key: PlanKey, numel: int, world: int, choose: Choose) -> CallPlan:
     """Decide how ranks exchange; what it takes depends on the lengths of a call, which others do not know."""
-    codec = _chosen(key, numel, choose)
+    codec = _chosen(key, numel, world, choose)
     if codec is None:
         return CallPlan(str(key))
     per_element = codec.wire_bytes(1 << 16, key.dtype) / (1 << 16)
@@ -186,10 +188,10 @@ def _plan_lane(
     return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across)
 
 
-def _chosen(key: PlanKey, numel: int, choose: Choose) -> Codec | None:
+def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | None:
     """The codec that a verb uses, or None for an exact call."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
-    if key.algorithm == "plain":
+    if key.algorithm == "plain" or world == 1:
         return None
     codecs = _usable(key, numel)
     if key.algorithm == "auto" and (_is_exact(codecs, numel) or choose(codecs, ("plain", "compressed")) == "plain"):

@@ -10,7 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
 from thinwire.collectives.call import planned, planned_verb
 from thinwire.collectives.channel import Channel, channel_of, known_channel
-from thinwire.collectives.checks import SUM, Codecs, Op, Reduction
+from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice, CurveKey, Measured
 from thinwire.collectives.hierarchical import check_order
@@ -74,8 +74,6 @@ def _all_reduce(
     codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
     channel = channel_of(group, flat.device)
     reduction = checks.reduction(op)
-    if channel.world == 1:
-        return settle(_alone(parts, list(tensors), reduction), async_op)
     key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     if plan.reducer is None or plan.codec is None:
@@ -87,14 +85,6 @@ def _all_reduce(
     operation = operations.all_reduce(call.setting(plan, step), [lane], plan.reducer, scale)
     operation.outputs = list(tensors)
     return settle(call.run(operation), async_op)
-
-
-def _alone(parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction) -> Work:
-    """The sum over one rank: nothing to do, but for a factor."""
-    if reduction.name == "premul_sum":
-        for part in parts:
-            part.detach().mul_(reduction.factor)
-    return Work(outputs).finished()
 
 
 def _plan(channel: Channel, key: PlanKey, flat: Flat, group: Group) -> CallPlan:
@@ -146,9 +136,6 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: input must have {world} times the elements of output, "
             f"got {source.numel()} and {target.numel()}"
         )
-    if world == 1:
-        target.detach().copy_(source.detach().reshape(target.shape))
-        return settle(_alone((target,), [output], reduction), async_op)
     codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
     trial = functools.partial(_scatter_trial, channel, source.dtype)

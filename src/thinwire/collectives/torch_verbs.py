@@ -30,7 +30,7 @@ def all_reduce(
     """
     world = call.channel.world
     row = _row(parts[0]) if len(parts) == 1 else torch.cat([_row(part) for part in parts])
-    links = [link for link in reversed(call.channel.transports) if link.world > 1]
+    links = [link for link in reversed(call.channel.transports) if link.world > 1] or [call.channel.transport]
     whole = links[0].has_all_ops and len(links) == 1
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for link in links[:-1]:
