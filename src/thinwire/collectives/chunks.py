@@ -125,6 +125,10 @@ class Desk:
         self._at += aligned(nbytes)
         return part
 
+    def part(self, begin: int, nbytes: int) -> "Desk":
+        """A desk of its own on a part of the scratch."""
+        return Desk(self._scratch[begin : begin + nbytes])
+
     def rows(self, sizes: Sequence[int]) -> list[Tensor]:
         """Parts of these sizes, one after the other."""
         return [self.take(size) for size in sizes]

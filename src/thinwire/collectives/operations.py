@@ -91,9 +91,8 @@ class AllReduce(_Base):
         self._scale = scale
         self._meter = meter
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """The reducer's stages on one span of every lane."""
-        desk = Desk(scratch)
         found = [self._lane_chunk(at, lane, index, desk) for at, lane in enumerate(self._lanes)]
         chunks = [chunk for chunk in found if chunk is not None]
         stages = self._reducer.stages(chunks, self._scale, self._tags, desk)
@@ -139,13 +138,14 @@ class AllReduceInStep(AllReduce):
         self.chunk_bytes = self._slots * self._room
         self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """All chunks."""
         under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
         for place in itertools.count():
             begun = []
             if place < self._count:
-                stages = self._slot(place, scratch)
+                room = place % self._slots * self._room
+                stages = super().chunk(place, desk.part(room, self._room))
                 begun = [(stages, next(stages))]
             elif not under_way:
                 return
@@ -155,10 +155,6 @@ class AllReduceInStep(AllReduce):
                 with contextlib.suppress(StopIteration):
                     left.append((stages, next(stages)))
             under_way = begun + left
-
-    def _slot(self, place: int, scratch: Tensor) -> Stages:
-        begin = place % self._slots * self._room
-        return super().chunk(place, scratch[begin : begin + self._room])
 
 
 def all_reduce(
@@ -180,12 +176,11 @@ class ReduceScatter(_Base):
         self._cut = cut
         self._scale = scale
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """Encode every rank's part, send it there, add what came."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
-        desk = Desk(scratch)
         key = Key(self._step, index)
         shard = self._cut.numel
         nbytes = codec.wire_bytes(span.numel, self._input.dtype)
@@ -209,11 +204,10 @@ class Gather(_Base):
         self._input = input
         self._cuts = [Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in outputs]
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """Encode the own part, send it to all, decode all."""
         codec = self._codec
         link = self._link
-        desk = Desk(scratch)
         key = Key(self._step, index)
         parts = [cut.span(index) for cut in self._cuts]
         wires = desk.rows(_sizes(codec, parts, self._input.dtype))
@@ -234,11 +228,10 @@ class Exchange(_Base):
         super().__init__(setting, chunks, outputs, inputs)
         self._chunk = chunk
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """Encode what goes to each rank, send, decode what came from each."""
         codec = self._codec
         link = self._link
-        desk = Desk(scratch)
         key = Key(self._step, index)
         sends = self._messages(self._inputs, index, desk)
         receives = self._messages(self._outputs, index, desk)
@@ -272,12 +265,11 @@ class Broadcast(_Base):
         self._source = source
         self._cut = cut
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         """From the source to each, from each to the others, decode all."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
-        desk = Desk(scratch)
         key = Key(self._step, index)
         x = self._flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]

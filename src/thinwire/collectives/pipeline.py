@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.chunks import Desk
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
@@ -44,8 +45,8 @@ class Operation:
         """Every tensor that is read or written, apart from scratch."""
         return self.outputs
 
-    def chunk(self, index: int, scratch: Tensor) -> Stages:
-        """The coroutine of one chunk; `scratch` is its own until it ends."""
+    def chunk(self, index: int, desk: Desk) -> Stages:
+        """The coroutine of one chunk; the scratch of `desk` is its own until it ends."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -199,7 +200,7 @@ class Line:
         scratch = self.scratch.take(operation.chunk_bytes, operation.scratch_bytes)
         if scratch is None:
             return None
-        self._current = _Running(entry, scratch, operation.chunk(entry.started, scratch))
+        self._current = _Running(entry, scratch, operation.chunk(entry.started, Desk(scratch)))
         entry.started += 1
         if entry.all_started:
             self._entry = None
