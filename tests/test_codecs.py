@@ -215,7 +215,7 @@ def test_a_sum_that_overflows_a_narrow_dtype_is_inf() -> None:
 
 @each_blocked
 @pytest.mark.parametrize("name", ["1e-40", "subnormals", "1e-21"])
-def test_tiny_blocks_are_quantised_like_any_other(codec: Codec, name: str) -> None:
+def test_tiny_blocks_are_quantized_like_any_other(codec: Codec, name: str) -> None:
     """A power of two does not change a code: a block keeps its relative error down to where fp32 has no more digits."""
     exponent = {"1e-40": 133, "subnormals": 149, "1e-21": 70}[name]
     x = cases.content(name, 600)

@@ -776,7 +776,7 @@ def test_the_op_is_the_same_on_every_backend(call: Asked) -> None:
 
 @generated(150)
 @given(calls(), st.sampled_from(cases.SERVING))
-def test_what_holds_of_any_fake_quantisation(call: Asked, backend: str) -> None:
+def test_what_holds_of_any_fake_quantization(call: Asked, backend: str) -> None:
     """y lies on the grid, half a step from x where x is in range; on the grid already, it stays; dx is g or nothing."""
     with use_backend(backend):
         y, dx, *_ = call.answer()

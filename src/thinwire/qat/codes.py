@@ -25,10 +25,10 @@ class Coding:
     group: int
 
     @classmethod
-    def of(cls, quantiser: LSQ) -> Self:
+    def of(cls, quantizer: LSQ) -> Self:
         """That of a quantiser whose start is over."""
-        grid = Grid(quantiser.quant_min, quantiser.quant_max, offset=quantiser.offset is not None, paper=True)
-        return cls(quantiser.bits, grid, quantiser.axis, quantiser.group)
+        grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
+        return cls(quantizer.bits, grid, quantizer.axis, quantizer.group)
 
     def lay_out(self, x: Tensor, scale: Tensor) -> Laid:
         """How kernels see x, which is contiguous."""

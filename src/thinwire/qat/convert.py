@@ -19,11 +19,11 @@ from thinwire.qat.codes import Coding
 from thinwire.qat.integers import pack, unpack
 from thinwire.qat.layers import (
     FORMS as TRAINED,
-    QuantisedConv1d,
-    QuantisedConv2d,
-    QuantisedEmbedding,
-    QuantisedLayer,
-    QuantisedLinear,
+    QuantizedConv1d,
+    QuantizedConv2d,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
 )
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import never_narrow
@@ -44,21 +44,21 @@ class IntegerWeight(nn.Module):
     offset: Tensor | None
     quant_range: Tensor
 
-    def __init__(self, weight: Tensor, quantiser: LSQ) -> None:
+    def __init__(self, weight: Tensor, quantizer: LSQ) -> None:
         super().__init__()
-        self.coding = Coding.of(quantiser)
+        self.coding = Coding.of(quantizer)
         self.shape, self.dtype = weight.shape, weight.dtype
         last = (
             weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
         )
         self.memory_format = torch.channels_last if last else torch.contiguous_format
-        scale, offset = (None if p is None else p.detach().clone() for p in (quantiser.floored(), quantiser.offset))
+        scale, offset = (None if p is None else p.detach().clone() for p in (quantizer.floored(), quantizer.offset))
         assert scale is not None
         codes = self.coding.codes(weight.detach().contiguous(), scale, offset)
         self.register_buffer("packed", pack(codes.flatten(1), self.coding.bits))
         self.register_buffer("scale", scale)
         self.register_buffer("offset", offset)
-        self.register_buffer("quant_range", quantiser.quant_range.clone())
+        self.register_buffer("quant_range", quantizer.quant_range.clone())
 
     def forward(self) -> Tensor:
         """The whole weight."""
@@ -102,15 +102,15 @@ class IntegerWeight(nn.Module):
 
 
 class IntegerLayer(nn.Module):
-    """What converted layers share. They have no `weight`; `quantised_weight()` gives the numbers, as before."""
+    """What converted layers share. They have no `weight`; `quantized_weight()` gives the numbers, as before."""
 
     integer_weight: IntegerWeight
-    act_quantiser: LSQ | None
+    act_quantizer: LSQ | None
     note: str
 
-    quantised_input = QuantisedLayer.quantised_input
+    quantized_input = QuantizedLayer.quantized_input
 
-    def quantised_weight(self) -> Tensor:
+    def quantized_weight(self) -> Tensor:
         """The weight as the layer uses it."""
         weight: Tensor = self.integer_weight()
         return weight
@@ -119,19 +119,19 @@ class IntegerLayer(nn.Module):
 class IntegerLinear(IntegerLayer, nn.Linear):
     """nn.Linear of an integer weight."""
 
-    forward = QuantisedLinear.forward
+    forward = QuantizedLinear.forward
 
 
 class IntegerConv1d(IntegerLayer, nn.Conv1d):
     """nn.Conv1d of an integer weight."""
 
-    forward = QuantisedConv1d.forward
+    forward = QuantizedConv1d.forward
 
 
 class IntegerConv2d(IntegerLayer, nn.Conv2d):
     """nn.Conv2d of an integer weight."""
 
-    forward = QuantisedConv2d.forward
+    forward = QuantizedConv2d.forward
 
 
 class IntegerEmbedding(IntegerLayer, nn.Embedding):
@@ -143,10 +143,10 @@ class IntegerEmbedding(IntegerLayer, nn.Embedding):
 
 
 FORMS: dict[type[nn.Module], type[IntegerLayer]] = {
-    QuantisedLinear: IntegerLinear,
-    QuantisedConv1d: IntegerConv1d,
-    QuantisedConv2d: IntegerConv2d,
-    QuantisedEmbedding: IntegerEmbedding,
+    QuantizedLinear: IntegerLinear,
+    QuantizedConv1d: IntegerConv1d,
+    QuantizedConv2d: IntegerConv2d,
+    QuantizedEmbedding: IntegerEmbedding,
 }
 
 
@@ -163,11 +163,11 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     """
     _check(model)
     model = model if inplace else copy.deepcopy(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLayer)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     ties: dict[tuple[int, int], IntegerWeight] = {}
     held = {}
     for name, layer in layers.items():
-        tie = id(layer.weight), id(layer.weight_quantiser)
+        tie = id(layer.weight), id(layer.weight_quantizer)
         held[name] = ties[tie] = ties.get(tie) or _integers(name, layer)
     for name, layer in layers.items():
         _replace(layer, held[name])
@@ -194,7 +194,7 @@ def _weight_of(module: nn.Module) -> list[Tensor]:
     return [trained.weight] if isinstance(module, tuple(TRAINED)) else []
 
 
-def _integers(name: str, layer: QuantisedLayer) -> IntegerWeight:
+def _integers(name: str, layer: QuantizedLayer) -> IntegerWeight:
     """The layer's weight as integers. [Note: Exactly the trained numbers]"""
     if type(layer) not in FORMS:
         raise TypeError(f"{name} is a {type(layer).__name__}; remove parametrisations from it, then convert")
@@ -202,26 +202,26 @@ def _integers(name: str, layer: QuantisedLayer) -> IntegerWeight:
         raise ValueError(
             f"{name} rescales rows when they are looked up, which integers cannot: set its max_norm to None"
         )
-    found = IntegerWeight(layer.weight, layer.weight_quantiser).train(layer.training)
+    found = IntegerWeight(layer.weight, layer.weight_quantizer).train(layer.training)
     if layer.weight.is_meta:
         return found
-    wanted = layer.quantised_weight()
+    wanted = layer.quantized_weight()
     if wanted.isnan().any():
         raise ValueError(
             f"the weight of {name} is not a number in places, and no integer is: mend it before converting"
         )
     if not torch.equal(found(), wanted):
-        kind = type(layer.weight_quantiser).__name__
+        kind = type(layer.weight_quantizer).__name__
         raise TypeError(
             f"{name} has a {kind}, whose numbers are not those of its scales; convert knows LSQ and LSQPlus"
         )
     return found
 
 
-def _replace(layer: QuantisedLayer, held: IntegerWeight) -> None:
+def _replace(layer: QuantizedLayer, held: IntegerWeight) -> None:
     """Give the layer integers and another class, in place."""
     form = FORMS[type(layer)]
-    del layer.weight, layer.weight_quantiser
+    del layer.weight, layer.weight_quantizer
     layer.__class__ = form  # type: ignore[assignment]
     layer.register_module("integer_weight", held)
 
@@ -231,7 +231,7 @@ def _check(model: nn.Module) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ValueError(f"convert the model itself (model.module), not the {type(model).__name__} around it")
-    if not any(isinstance(module, QuantisedLayer) for module in model.modules()):
+    if not any(isinstance(module, QuantizedLayer) for module in model.modules()):
         done = any(isinstance(module, IntegerLayer) for module in model.modules())
         why = "it is converted already" if done else "run qat.prepare(model) and train it first"
         raise ValueError(f"this {type(model).__name__} has no quantised layers: {why}")
@@ -242,8 +242,8 @@ def _check(model: nn.Module) -> None:
 
 def _check_started(model: nn.Module) -> None:
     """Quantisers without a scale cannot be frozen. On the meta device nobody has one."""
-    quantisers = [(name, module) for name, module in model.named_modules() if isinstance(module, LSQ)]
-    waiting = [name for name, q in quantisers if not q.initialised and not q.init_left.is_meta]
+    quantizers = [(name, module) for name, module in model.named_modules() if isinstance(module, LSQ)]
+    waiting = [name for name, q in quantizers if not q.initialized and not q.init_left.is_meta]
     if waiting:
         raise ValueError(
             f"these quantisers have no scale yet: {', '.join(waiting)}; "

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding
 
 from thinwire.qat.codes import Coding
 from thinwire.qat.convert import IntegerLayer, IntegerWeight, convert
-from thinwire.qat.layers import QuantisedLayer
+from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ
 
@@ -97,7 +97,7 @@ class _Exported(nn.Module):
         dim = like.dim()
         return x if self.axis is None else x.view([-1 if at == self.axis % dim else 1 for at in range(dim)])
 
-    def _dequantised(self, q: Tensor, *zero: Tensor) -> Tensor:
+    def _dequantized(self, q: Tensor, *zero: Tensor) -> Tensor:
         y = self._operator("DequantizeLinear", q, self.scale, *zero, dtype=torch.float32)
         return y if self.offset is None else y + self._beside(self.offset, y)
 
@@ -116,7 +116,7 @@ class _ExportedWeight(_Exported):
         self.shape, self.dtype = weight.shape, weight.dtype
 
     def forward(self) -> Tensor:
-        return self._dequantised(self.integers).reshape(self.shape).to(self.dtype)
+        return self._dequantized(self.integers).reshape(self.shape).to(self.dtype)
 
     def rows(self, index: Tensor) -> Tensor:
         return embedding(index, self())
@@ -128,9 +128,9 @@ class _ExportedInput(_Exported):
     low: Tensor
     high: Tensor
 
-    def __init__(self, quantiser: LSQ, opset: int) -> None:
-        coding = Coding.of(quantiser)
-        super().__init__(coding, torch.zeros_like(quantiser.scale), quantiser.floored(), quantiser.offset, opset)
+    def __init__(self, quantizer: LSQ, opset: int) -> None:
+        coding = Coding.of(quantizer)
+        super().__init__(coding, torch.zeros_like(quantizer.scale), quantizer.floored(), quantizer.offset, opset)
         self.integers = self.integers.reshape(self.scale.shape)
         self.narrow, self.kind = coding.bits < self.width, int(self.onnx_type())
         self.register_buffer("low", coding.grid.quant_min * self.scale)
@@ -141,7 +141,7 @@ class _ExportedInput(_Exported):
         if self.narrow:
             y = y.clamp(self._beside(self.low, y), self._beside(self.high, y))
         q = self._operator("QuantizeLinear", y, self.scale, self.integers, dtype=self.kind)
-        return self._dequantised(q, self.integers).to(x.dtype)
+        return self._dequantized(q, self.integers).to(x.dtype)
 
 
 # --- before and after torch's exporter -------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class _ExportedInput(_Exported):
 def _exportable(model: nn.Module, opset: int) -> nn.Module:
     """A converted copy in evaluation mode, its quantisers exchanged for what ONNX has."""
     ours = [module for module in model.modules() if isinstance(module, IntegerLayer)]
-    trained = any(isinstance(module, QuantisedLayer) for module in model.modules())
+    trained = any(isinstance(module, QuantizedLayer) for module in model.modules())
     ready = convert(model) if trained or not ours else copy.deepcopy(model)
     exchanged: dict[int, nn.Module] = {}
     for name, module in list(ready.named_modules(remove_duplicate=False)):

@@ -44,14 +44,14 @@ class WeightCodes:
     the rows, so that a rank holds its own only: that is what `fully_shard` makes of `axis=0`.
     """
 
-    def __init__(self, quantiser: LSQ, shape: Sequence[int], *, rank: int, world: int) -> None:
+    def __init__(self, quantizer: LSQ, shape: Sequence[int], *, rank: int, world: int) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank must be within 0..{world - 1}, got {rank}")
-        if not quantiser.initialised:
+        if not quantizer.initialized:
             raise ValueError("the quantiser has no scale yet: run qat.calibrate(model, batches) before sharding")
         if not math.prod(shape):
             raise ValueError(f"a weight of shape {tuple(shape)} has nothing to send")
-        self.quantiser, self.shape, self.rank, self.world = quantiser, torch.Size(shape), rank, world
+        self.quantizer, self.shape, self.rank, self.world = quantizer, torch.Size(shape), rank, world
         self._row, self._most = self.shape[1:].numel(), -(-self.shape[0] // world)
         self._per_row = self._scales_per_row()
         self._every = self._scales_of(self.shape[0])
@@ -62,7 +62,7 @@ class WeightCodes:
     @property
     def wire_bytes(self) -> int:
         """Bytes of every wire of the gather."""
-        return self._codes_at + packed_bytes(self._most * self._row, self.quantiser.bits)
+        return self._codes_at + packed_bytes(self._most * self._row, self.quantizer.bits)
 
     def rows(self, rank: int) -> slice:
         """The rows of the whole weight that a rank holds."""
@@ -74,7 +74,7 @@ class WeightCodes:
         """wire = the shard's scales and codes. A channel in which a weight is not finite gets a scale of NaN."""
         self._check_shard(shard)
         self._check_wire(wire)
-        coding, shard, (scale, offset) = self._coding, shard.contiguous(), self._own(self.quantiser.scale.dtype)
+        coding, shard, (scale, offset) = self._coding, shard.contiguous(), self._own(self.quantizer.scale.dtype)
         codes = coding.codes(shard, scale, offset)
         finite_C = coding.lay_out(shard, scale).view(shard).isfinite().all(2).all(0)
         heads = [scale.where(finite_C, torch.nan), *([] if offset is None else [offset])]
@@ -87,7 +87,7 @@ class WeightCodes:
         """out = the numbers of a wire: those of fake quantisation, in out's type. out has that rank's rows."""
         self._check_wire(wire)
         scale, *offset = self._sections(wire, len(out))
-        codes = unpack(wire[self._codes_at :].view(1, -1), self.quantiser.bits, self._most * self._row)
+        codes = unpack(wire[self._codes_at :].view(1, -1), self.quantizer.bits, self._most * self._row)
         self._coding.values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
 
     def decode_all(self, wires_WN: Tensor, out: Tensor) -> None:
@@ -121,7 +121,7 @@ class WeightCodes:
 
     @property
     def _factor(self) -> float:
-        if not self.quantiser.scale_gradient:
+        if not self.quantizer.scale_gradient:
             return 1.0
         return gradient_factor(self.shape.numel(), self._every, self._coding.grid)
 
@@ -129,14 +129,14 @@ class WeightCodes:
 
     def _scales_per_row(self) -> int:
         """0 where scales do not belong to rows: every wire then carries all of them."""
-        if self.quantiser.group:
-            return self._row // self.quantiser.group
-        return int(self.quantiser.axis is not None and self.quantiser.axis % len(self.shape) == 0)
+        if self.quantizer.group:
+            return self._row // self.quantizer.group
+        return int(self.quantizer.axis is not None and self.quantizer.axis % len(self.shape) == 0)
 
     def _scales_of(self, rows: int) -> int:
         if self._per_row:
             return rows * self._per_row
-        return 1 if self.quantiser.axis is None else self.shape[self.quantiser.axis]
+        return 1 if self.quantizer.axis is None else self.shape[self.quantizer.axis]
 
     def _own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Scale and offset of this rank's rows."""
@@ -152,38 +152,38 @@ class WeightCodes:
 
     def _held(self, sums_C: Tensor) -> Tensor:
         """Gradients of this rank's scales in the shape in which the quantiser holds them."""
-        grad = torch.zeros_like(_local(self.quantiser.scale))
+        grad = torch.zeros_like(_local(self.quantizer.scale))
         self._part(grad).copy_(sums_C)
         return grad
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        offset = self.quantiser.offset
-        return self.quantiser.floored().detach(), None if offset is None else offset.detach()
+        offset = self.quantizer.offset
+        return self.quantizer.floored().detach(), None if offset is None else offset.detach()
 
     # --- its layout --------------------------------------------------------------------------------------------------
 
     @property
     def _coding(self) -> Coding:
-        return Coding.of(self.quantiser)
+        return Coding.of(self.quantizer)
 
     @property
     def _section_bytes(self) -> int:
-        return self._scales_of(self._most) * self.quantiser.scale.itemsize
+        return self._scales_of(self._most) * self.quantizer.scale.itemsize
 
     @property
     def _codes_at(self) -> int:
-        return self._section_bytes * (1 if self.quantiser.offset is None else 2)
+        return self._section_bytes * (1 if self.quantizer.offset is None else 2)
 
     def _sections(self, wire: Tensor, rows: int) -> Iterator[Tensor]:
         """Scales, then offsets, of so many rows. Copies, since a wire may lie at any address."""
         for at in range(0, self._codes_at, self._section_bytes):
-            section = wire[at : at + self._section_bytes].clone().view(self.quantiser.scale.dtype)
+            section = wire[at : at + self._section_bytes].clone().view(self.quantizer.scale.dtype)
             yield section[: self._scales_of(rows)]
 
     # --- what cannot be ----------------------------------------------------------------------------------------------
 
     def _check_scales(self) -> None:
-        held, rows = len(_local(self.quantiser.scale)), self.rows(self.rank)
+        held, rows = len(_local(self.quantizer.scale)), self.rows(self.rank)
         own = self._scales_of(rows.stop - rows.start)
         if held not in (self._every, own):
             raise ValueError(

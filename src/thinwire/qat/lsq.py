@@ -1,7 +1,7 @@
 """Quantisers whose step is learned: LSQ (Esser et al., 2020) and LSQ+ (Bhalgat et al., 2020).
 
 [Note: The start] A scale that starts badly stays bad, so the papers say where to start: weights from the weights
-themselves (`initialise`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
+themselves (`initialize`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
 zero or not finite is let through untouched and does not count. Where torch.distributed runs, statistics are those of
 all ranks, so that every rank starts with the same bits.
 
@@ -100,8 +100,8 @@ class LSQ(nn.Module):
             return self._untouched(x)
         scale = self.floored()
         if rows is not None:
-            return self._quantise_rows(x, scale, rows)
-        return self._quantise(x, scale, self.offset, self.axis)
+            return self._quantize_rows(x, scale, rows)
+        return self._quantize(x, scale, self.offset, self.axis)
 
     def floored(self) -> Tensor:
         """The scale, nowhere below its floor. [Note: The floor]"""
@@ -112,7 +112,7 @@ class LSQ(nn.Module):
         self.scale.data.clamp_(min=self.scale_floor)
         return self.scale
 
-    def _quantise(self, x: Tensor, scale: Tensor, offset: Tensor | None, axis: int | None) -> Tensor:
+    def _quantize(self, x: Tensor, scale: Tensor, offset: Tensor | None, axis: int | None) -> Tensor:
         return fake_quantize(
             x,
             scale,
@@ -125,12 +125,12 @@ class LSQ(nn.Module):
             scale_gradient=self.scale_gradient,
         )
 
-    def _quantise_rows(self, x: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    def _quantize_rows(self, x: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
         """As if the whole table had been quantised, then looked up: as many elements are under a scale either way."""
         per_row = x.shape[-1] // self.group if self.group else 1
         scale = scale.view(-1, per_row)[rows]
         offset = None if self.offset is None else self.offset.view(-1, per_row)[rows]
-        return self._quantise(x, scale, offset, self.axis)
+        return self._quantize(x, scale, offset, self.axis)
 
     def _untouched(self, x: Tensor) -> Tensor:
         # Parameters stay in the graph: DDP waits for a gradient of each.
@@ -141,7 +141,7 @@ class LSQ(nn.Module):
     # --- how it starts: [Note: The start] ----------------------------------------------------------------------------
 
     @property
-    def initialised(self) -> bool:
+    def initialized(self) -> bool:
         """Whether the start is over and the scale is the optimiser's."""
         return self._ready or self._left() == 0
 
@@ -155,7 +155,7 @@ class LSQ(nn.Module):
         return left
 
     @torch.no_grad()
-    def initialise(self, weight: Tensor) -> Self:
+    def initialize(self, weight: Tensor) -> Self:
         """Start from a weight. Every rank of the process group must call.
 
         One on the meta device only gives the number of scales; the first forward with a real one makes the start.

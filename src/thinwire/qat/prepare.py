@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.qat.agreement import Ranks, is_sharded
-from thinwire.qat.layers import FORMS, QuantisedLayer, quantise_layer
+from thinwire.qat.layers import FORMS, QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import BITS, LSQ
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,14 +26,14 @@ def prepare(
     skip: str | Sequence[str] = (),
     first_last_bits: int | None = 8,  # None => they are like the others
     group: int = 0,
-    quantiser: type[LSQ] = LSQ,
+    quantizer: type[LSQ] = LSQ,
     init_batches: int = 1,
     process_group: Ranks = None,
 ) -> Model:
     """Quantise the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
 
-    Layers stay the same objects with the same parameters. Each gets a `weight_quantiser`, with a scale for every output
-    channel or for every `group` weights of one, and an `act_quantiser`, with one scale for what comes in, whose sign
+    Layers stay the same objects with the same parameters. Each gets a `weight_quantizer`, with a scale for every output
+    channel or for every `group` weights of one, and an `act_quantizer`, with one scale for what comes in, whose sign
     the first batches decide. Weights that are tied stay tied and share their quantiser.
 
     `skip` leaves layers in full precision: by name, by the name of a module around them, or by pattern ("*.fc1").
@@ -50,15 +50,15 @@ def prepare(
     _check_group(chosen, group)
     common: dict[str, Any] = {"init_batches": init_batches, "process_group": process_group}
     scales: dict[str, Any] = {"group": group} if group else {"axis": 0}
-    ties = {id(one.layer.weight): one.layer.weight_quantiser for one in found if isinstance(one.layer, QuantisedLayer)}
+    ties = {id(one.layer.weight): one.layer.weight_quantizer for one in found if isinstance(one.layer, QuantizedLayer)}
     for tie, bits in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
-        ties.setdefault(tie, quantiser(bits, symmetric=True, **scales, **common))
+        ties.setdefault(tie, quantizer(bits, symmetric=True, **scales, **common))
     for one in chosen:
         act = None
         if act_bits is not None and not isinstance(one.layer, nn.Embedding):
-            act = quantiser(one.bits(act_bits, first_last_bits), symmetric="auto", **common)
+            act = quantizer(one.bits(act_bits, first_last_bits), symmetric="auto", **common)
         tied = ties[id(one.layer.weight)]
-        quantise_layer(one.layer, weight_quantiser=tied, act_quantiser=act, note=one.note(tied, weight_bits))
+        quantize_layer(one.layer, weight_quantizer=tied, act_quantizer=act, note=one.note(tied, weight_bits))
     _leave_fast_paths(model)
     return model
 
@@ -83,7 +83,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
 
 
 def _waiting(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, LSQ) and not module.initialised]
+    return [name for name, module in model.named_modules() if isinstance(module, LSQ) and not module.initialized]
 
 
 def _call(model: nn.Module, batch: Any) -> None:
@@ -123,7 +123,7 @@ def _layers(model: nn.Module) -> Iterator[_Found]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     served = {child for module in names if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
-    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantisedLayer)) and m not in served]
+    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantizedLayer)) and m not in served]
     for at, layer in enumerate(layers):
         places = [place for place, here in (("first", at == 0), ("last", at == len(layers) - 1)) if here]
         yield _Found(tuple(names[layer]), layer, " and ".join(places))
@@ -135,7 +135,7 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
             raise ValueError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
-    chosen = [one for one in left if not isinstance(one.layer, QuantisedLayer)]
+    chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in FORMS)
         raise ValueError(
@@ -197,7 +197,7 @@ def _check_group(chosen: list[_Found], group: int) -> None:
 def _leave_fast_paths(model: nn.Module) -> None:
     """In evaluation torch's encoder layers read weights past their layers' forward, by flags that can be lowered."""
     for module in model.modules():
-        if any(isinstance(inner, QuantisedLayer) for inner in module.modules()):
+        if any(isinstance(inner, QuantizedLayer) for inner in module.modules()):
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0
             elif isinstance(module, nn.TransformerEncoder):

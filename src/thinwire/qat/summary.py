@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.qat.agreement import whole, widest
 from thinwire.qat.convert import IntegerLayer, weight_bytes
-from thinwire.qat.layers import FORMS, QuantisedLayer
+from thinwire.qat.layers import FORMS, QuantizedLayer
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
 
@@ -44,10 +44,10 @@ class Summary:
         self.rows = rows
 
     def __str__(self) -> str:
-        quantised = [row for row in self.rows if row.weight_bits is not None]
-        widths = sorted({row.weight_bits for row in quantised if row.weight_bits is not None})
+        quantized = [row for row in self.rows if row.weight_bits is not None]
+        widths = sorted({row.weight_bits for row in quantized if row.weight_bits is not None})
         bits = " and ".join(map(str, widths)) or "no"
-        return f"{len(quantised)} layers quantised ({bits} bits), {len(self.rows) - len(quantised)} in full precision"
+        return f"{len(quantized)} layers quantised ({bits} bits), {len(self.rows) - len(quantized)} in full precision"
 
     def __rich__(self) -> "Table":
         return self._table(ruled=True)
@@ -88,7 +88,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 
     Sharded weights (FSDP2) are gathered for it: then all ranks must call.
     """
-    prepared = any(isinstance(module, QuantisedLayer | IntegerLayer) for module in model.modules())
+    prepared = any(isinstance(module, QuantizedLayer | IntegerLayer) for module in model.modules())
     found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
     if not quiet:
         found.show()
@@ -98,8 +98,8 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
     if isinstance(module, LSQ):
         return []
-    if isinstance(module, QuantisedLayer):
-        return [_quantised(name, module)]
+    if isinstance(module, QuantizedLayer):
+        return [_quantized(name, module)]
     if isinstance(module, IntegerLayer):
         return [_converted(name, module)]
     if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
@@ -117,16 +117,16 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     return f"a subclass of {base}: left as it is" if base else "no quantised form"
 
 
-def _quantised(name: str, layer: QuantisedLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Quantised"), layer.weight_quantiser, layer.act_quantiser
+def _quantized(name: str, layer: QuantizedLayer) -> Row:
+    kind, weight, act = type(layer).__name__.removeprefix("Quantized"), layer.weight_quantizer, layer.act_quantizer
     act_bits = None if act is None else act.bits
     notes = [layer.note, *_waiting(weight=weight, activation=act)]
     row = _with_act(Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes))), act)
-    return row if not weight.initialised or layer.weight.is_meta else _measured(row, layer)
+    return row if not weight.initialized or layer.weight.is_meta else _measured(row, layer)
 
 
 def _converted(name: str, layer: IntegerLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Integer"), layer.integer_weight, layer.act_quantiser
+    kind, weight, act = type(layer).__name__.removeprefix("Integer"), layer.integer_weight, layer.act_quantizer
     notes = [layer.note, f"integers, {weight_bytes(layer)} bytes"]
     row = Row(name, kind, weight.coding.bits, None if act is None else act.bits, note="; ".join(filter(None, notes)))
     scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
@@ -134,30 +134,30 @@ def _converted(name: str, layer: IntegerLayer) -> Row:
 
 
 def _with_act(row: Row, act: LSQ | None) -> Row:
-    if act is None or not act.initialised:
+    if act is None or not act.initialized:
         return row
     return replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
 
 
-def _waiting(**quantisers: LSQ | None) -> list[str]:
-    return [f"{name}: no batch yet" for name, q in quantisers.items() if q is not None and not q.initialised]
+def _waiting(**quantizers: LSQ | None) -> list[str]:
+    return [f"{name}: no batch yet" for name, q in quantizers.items() if q is not None and not q.initialized]
 
 
-def _measured(row: Row, layer: QuantisedLayer) -> Row:
+def _measured(row: Row, layer: QuantizedLayer) -> Row:
     """With the scales of the weight, and what quantisation does to it."""
-    quantiser, floor = layer.weight_quantiser, float(layer.weight_quantiser.scale_floor)
-    scale_C = whole(quantiser.scale).clamp(min=floor)
+    quantizer, floor = layer.weight_quantizer, float(layer.weight_quantizer.scale_floor)
+    scale_C = whole(quantizer.scale).clamp(min=floor)
     if not scale_C.isfinite().all():
         return _noted(row, "a scale is NaN or Inf")
     if fallen := int((scale_C <= floor).sum()):
         row = _noted(row, f"scales at their floor: {fallen}")
     row = replace(row, scale=(float(scale_C.min()), float(scale_C.max())))
-    return _compared(row, quantiser, quantiser.by_channel(whole(layer.weight_rows())), scale_C)
+    return _compared(row, quantizer, quantizer.by_channel(whole(layer.weight_rows())), scale_C)
 
 
-def _compared(row: Row, quantiser: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
-    low, high = quantiser.quant_min, quantiser.quant_max
-    offset_C = torch.zeros_like(scale_C) if quantiser.offset is None else whole(quantiser.offset)
+def _compared(row: Row, quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
+    low, high = quantizer.quant_min, quantizer.quant_max
+    offset_C = torch.zeros_like(scale_C) if quantizer.offset is None else whole(quantizer.offset)
     v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
     signal, noise = _energy(w_CN), _energy(y_CN - w_CN)
