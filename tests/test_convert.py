@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from cases import assert_same, seeded
 from thinwire import qat
+from thinwire.qat.codes import packed_bytes, unpack
 from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
-from thinwire.qat.integers import packed_bytes, unpack
 from thinwire.qat.layers import QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 

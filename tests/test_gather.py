@@ -14,7 +14,7 @@ from cases import CUDA, GARBAGE, ROUND, assert_same, needs_cuda, no_host_sync, s
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
-from thinwire.qat.integers import packed_bytes
+from thinwire.qat.codes import packed_bytes
 
 Group = dist.ProcessGroup
 PLACES: list[dict[str, Any]] = [{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis": -1}, {"group": 4}]

@@ -286,7 +286,20 @@ def test_it_is_torchs_class_from_outside() -> None:
         mine = ours.state_dict()[name]
         assert torch.equal(mine, value), name
         assert mine.dtype == value.dtype, name
-    assert ours.scale.requires_grad == theirs.scale.requires_grad
+
+
+def test_a_fresh_module_learns_nothing_until_it_is_told_to() -> None:
+    """torch's parameters require gradients although its flag says that learning is off."""
+    ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3)
+    assert not ours.learning_enabled
+    assert not theirs.learning_enabled
+    assert [p.requires_grad for p in ours.parameters()] == [False, False]
+    assert [p.requires_grad for p in theirs.parameters()] == [True, True]
+    x = torch.linspace(-1, 1, 12, requires_grad=True)
+    ours(x.view(3, 4)).sum().backward()
+    assert x.grad is not None
+    assert ours.scale.grad is ours.zero_point.grad is None
+    assert all(p.requires_grad for p in ours.enable_param_learning().parameters())
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
@@ -654,7 +667,7 @@ def test_a_range_that_ends_at_zero() -> None:
     check_against_formula(quantizer, off_grid(quantizer, (50,), torch.float32, 5))
 
 
-@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
     quantizer = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
     quantizer.scale.data.fill_(scale)
@@ -666,14 +679,50 @@ def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
         LearnableFakeQuantize(MinMaxObserver, scale=scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-12, EPS / 2])
-def test_a_scale_below_eps_is_kept_at_eps(scale: float) -> None:
-    quantizer = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
-    quantizer.scale.data.fill_(scale)
-    quantizer(torch.ones(2, requires_grad=True)).sum().backward()
+@pytest.mark.parametrize("scale", [-1.0, -1e-12, 0.0, 1e-12, EPS / 2])
+@pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_a_scale_below_eps_is_brought_back_as_torch_does(scale: float, observer: Any, mode: str) -> None:
+    channels = {} if observer is MinMaxObserver else {"channel_len": 3}
+    pair = both(observer, -8, 7, scale=0.5, dtype=torch.qint8, **channels)
+    results = []
+    for quantizer in pair:
+        quantizer.enable_param_learning()
+        quantizer.train(mode == "train").scale.data[-1] = scale
+        x = torch.linspace(-2, 2, 12).view(3, 4).requires_grad_()
+        with torch.set_grad_enabled(mode != "no_grad"):
+            y = quantizer(x)
+        assert quantizer.scale[-1].item() == EPS
+        if mode != "no_grad":
+            y.backward(torch.linspace(-1, 2, 12).view(3, 4))
+            assert quantizer.scale.grad.isfinite().all()
+        results.append([y, x.grad, quantizer.scale, *quantizer.calculate_qparams()])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_a_scale_is_brought_back_while_nothing_is_quantised() -> None:
+    """But not in static observation, which leaves the parameters as they are."""
+    quantizer, x = int8().enable_param_learning().toggle_fake_quant(False), torch.ones(2)
+    quantizer.scale.data.fill_(-1)
+    assert quantizer(x) is x
     assert quantizer.scale.item() == EPS
-    assert quantizer.scale.grad is not None
-    assert quantizer.scale.grad.item() == 2 * 255
+    quantizer.enable_static_observation().scale.data.fill_(-1)
+    assert quantizer(x) is x
+    assert quantizer.scale.item() == -1
+
+
+def test_an_optimizer_pushes_the_scale_below_zero_and_training_goes_on() -> None:
+    """Both signs of the gradient: up from eps, and down again. In fp32 eps is lost beside 4."""
+    quantizer = int8(low=-2, high=1, scale=0.5, qscheme=torch.per_tensor_symmetric).enable_param_learning()
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=1.0)
+    scales = []
+    for sign in (1, -1, 1):
+        optimizer.zero_grad()
+        (sign * quantizer(torch.full((4,), 9.0))).sum().backward()  # every element is outside: ds = 1 each
+        optimizer.step()
+        scales.append(quantizer.scale.item())
+    assert scales == [-3.5, 4.0, 0.0]
 
 
 def test_an_activation_checkpoint_shows_a_batch_once() -> None:
@@ -945,6 +994,7 @@ def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]
     torch.manual_seed(7)
     made: dict[str, Any] = {} if observer not in PER_CHANNEL else {"channel_len": 4, "ch_axis": 1}
     model = torch.nn.Sequential(LearnableFakeQuantize(observer, 0, 15, **made), torch.nn.Linear(4, 2))
+    model[0].toggle_qparam_learning(True)  # DDP keeps the parameters that require gradients when it is made
     ddp = DistributedDataParallel(model)
     batches = [torch.randn(5, 4) * (rank + 1) for _ in range(3)]
     if rank == 0 and hostile == "nan":
@@ -960,6 +1010,10 @@ def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]
         optimizer.zero_grad()
         ddp(batch).square().sum().backward()
         optimizer.step()
+    after.append(state_bytes(model))
+    model[0].scale.data.fill_(-1)  # as an optimiser may leave it
+    ddp(batches[0]).sum().backward()
+    assert (model[0].scale == EPS).all()
     return [*after, state_bytes(model)]
 
 
@@ -1102,10 +1156,15 @@ def test_devices_agree_and_the_host_never_waits(observer: Any, dtype: torch.dtyp
 
 @needs_cuda[0]
 @needs_cuda[1]
-def test_a_negative_scale_shows_as_nan_on_a_card() -> None:
-    quantizer = LearnableFakeQuantize(MinMaxObserver).enable_param_learning().to(CUDA)
-    quantizer.scale.data.fill_(-1)
-    assert quantizer(torch.ones(3, device=CUDA)).isnan().all()
+def test_a_negative_scale_is_brought_back_on_a_card() -> None:
+    quantizer = int8(PerChannelMinMaxObserver, channel_len=3).enable_param_learning().to(CUDA)
+    x = torch.ones(3, 4, device=CUDA)
+    quantizer(x)  # kernels are compiled here
+    quantizer.scale.data[1] = -1
+    with no_host_sync():
+        y = quantizer(x)
+    assert quantizer.scale.tolist() == [1.0, EPS, 1.0]
+    assert y[:, 0].tolist() == [1.0, 127 * EPS, 1.0]
 
 
 def test_channels_that_grow_in_inference_mode_can_be_trained() -> None:

@@ -7,12 +7,14 @@ the same parameters. So hooks, names, ties, devices and whoever else holds the l
 To add a layer: subclass it with `QuantizedLayer` first, write its forward, enter it in `FORMS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from thinwire.errors import QatError, QatTypeError
+from thinwire.qat.agreement import is_sharded
 from thinwire.qat.lsq import LSQ
 
 
@@ -54,7 +56,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 
 
 class _QuantizedConvolution(QuantizedLayer):
-    """Padding is added to the quantised input."""
+    """A convolution that pads its input after quantising it."""
 
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -99,11 +101,11 @@ def quantize_layer(
     form = FORMS.get(type(layer))
     if form is None:
         kinds = ", ".join(kind.__name__ for kind in FORMS)
-        raise TypeError(f"expected a layer that is exactly one of {kinds}, got {type(layer).__name__}")
+        raise QatTypeError(f"expected a layer that is exactly one of {kinds}, got {type(layer).__name__}")
     if act_quantizer is not None and form is QuantizedEmbedding:
-        raise ValueError("an embedding takes indices: it has a weight_quantizer only")
+        raise QatError("an embedding takes indices: it has a weight_quantizer only")
     if form is QuantizedEmbedding and not (weight_quantizer.group or weight_quantizer.axis == 0):
-        raise ValueError("the rows of an embedding need scales of their own: axis=0 or a group")
+        raise QatError("the rows of an embedding need scales of their own: axis=0 or a group")
     layer.__class__ = form
     assert isinstance(layer, QuantizedLayer)
     layer.note = note
@@ -114,3 +116,30 @@ def quantize_layer(
     if not weight_quantizer.initialized:
         weight_quantizer.initialize(layer.weight_rows())
     return layer
+
+
+def check_model(model: nn.Module, verb: str, sharded: str) -> None:
+    """Refuse what is no module, or is wrapped already; `sharded` is what to say of parameters that are cut."""
+    if not isinstance(model, nn.Module):
+        raise QatTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise QatError(f"{verb} the model itself (model.module), not the {type(model).__name__} around it")
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise QatError(sharded)
+
+
+def waiting(model: nn.Module) -> dict[str, LSQ]:
+    """The quantisers that have no scale yet, by name."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, LSQ))
+    return {name: quantizer for name, quantizer in found if not quantizer.initialized}
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for a batch: a tensor, a tuple of positional arguments or a mapping of named ones."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    raise QatTypeError(f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}")

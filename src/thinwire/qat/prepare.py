@@ -2,16 +2,17 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from thinwire.qat.agreement import Ranks, is_sharded
-from thinwire.qat.layers import FORMS, QuantizedLayer, quantize_layer
+from thinwire.errors import QatError
+from thinwire.qat.agreement import Ranks
+from thinwire.qat.layers import FORMS, QuantizedLayer, arguments, check_model, quantize_layer, waiting
 from thinwire.qat.lsq import BITS, LSQ
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,7 +44,8 @@ def prepare(
     Load pretrained weights before this, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
     initialised, all ranks of `process_group` must call: they share their statistics ("local": nobody has to).
     """
-    _check_model(model)
+    sharded = "parameters are sharded already: prepare the model, calibrate it, then call fully_shard"
+    check_model(model, "prepare", sharded)
     _check_bits(weight_bits=weight_bits, act_bits=act_bits, first_last_bits=first_last_bits)
     found = list(_layers(model))
     chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
@@ -72,29 +74,15 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
     Where torch.distributed is initialised, all ranks must call with as many batches. Warns of quantisers that no batch
     came by; they start in the first forward that does.
     """
-    waiting = _waiting(model)
+    left = waiting(model)
     for batch in batches:
-        if not waiting:
+        if not left:
             return
-        _call(model, batch)
-        waiting = _waiting(model)
-    if waiting:
-        warnings.warn(f"no usable batch came by {', '.join(waiting)}", stacklevel=2)
-
-
-def _waiting(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, LSQ) and not module.initialized]
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    elif isinstance(batch, Tensor):
-        model(batch)
-    else:
-        raise TypeError(f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}")
+        args, kwargs = arguments(batch)
+        model(*args, **kwargs)
+        left = waiting(model)
+    if left:
+        warnings.warn(f"no usable batch came by {', '.join(left)}", stacklevel=2)
 
 
 # --- which layers ----------------------------------------------------------------------------------------------------
@@ -104,7 +92,7 @@ def _call(model: nn.Module, batch: Any) -> None:
 class _Found:
     """A layer that has a quantised form, or is one."""
 
-    names: tuple[str, ...]  # all that it is registered under
+    names: tuple[str, ...]  # every name that it is registered under
     layer: Any
     place: str  # "first", "last", "first and last", or ""
 
@@ -134,11 +122,11 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
     left = [one for one in found if not any(_matches(name, pattern) for name in one.names for pattern in skip)]
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
-            raise ValueError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
+            raise QatError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
     chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
         kinds = ", ".join(kind.__name__ for kind in FORMS)
-        raise ValueError(
+        raise QatError(
             f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({kinds}) "
             f"{len(found) - len(left)} are skipped and {len(left)} are quantised already"
         )
@@ -170,25 +158,16 @@ def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> d
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"prepare the model itself (model.module), then wrap it in {type(model).__name__}")
-    if any(is_sharded(parameter) for parameter in model.parameters()):
-        raise ValueError("parameters are sharded already: prepare the model, calibrate it, then call fully_shard")
-
-
 def _check_bits(**named: int | None) -> None:
     for name, bits in named.items():
         if bits is not None and bits not in BITS:
-            raise ValueError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
+            raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
 
 
 def _check_group(chosen: list[_Found], group: int) -> None:
     odd = [one.names[0] for one in chosen if group and one.layer.weight[0].numel() % group]
     if odd:
-        raise ValueError(
+        raise QatError(
             f"group={group} does not divide the weights of an output channel of {', '.join(odd)}; skip them, "
             "and prepare them by a second call without a group"
         )

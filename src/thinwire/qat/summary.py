@@ -23,7 +23,7 @@ _NUMBERS = ("weight bits", "act bits", "saturated", "SQNR dB")
 
 @dataclass(frozen=True)
 class Row:
-    """A layer. What it does not have is None."""
+    """One layer of a model. What it does not have is None."""
 
     layer: str
     kind: str
@@ -63,12 +63,12 @@ class Summary:
 
     def show(self) -> None:
         """Print the table: ruled on a terminal, in plain aligned columns elsewhere."""
-        if not sys.stdout.isatty():
-            print(self.text())
-            return
         from rich.console import Console
 
-        Console(highlight=False, markup=False, emoji=False).print(self)
+        if sys.stdout.isatty():
+            Console(highlight=False, markup=False, emoji=False).print(self)
+        else:
+            print(self.text())
 
     def _table(self, *, ruled: bool) -> "Table":
         from rich import box
@@ -99,9 +99,9 @@ def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
     if isinstance(module, LSQ):
         return []
     if isinstance(module, QuantizedLayer):
-        return [_quantized(name, module)]
+        return [_trained(_with_act(name, module), module)]
     if isinstance(module, IntegerLayer):
-        return [_converted(name, module)]
+        return [_converted(_with_act(name, module), module)]
     if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
     return []
@@ -117,35 +117,35 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     return f"a subclass of {base}: left as it is" if base else "no quantised form"
 
 
-def _quantized(name: str, layer: QuantizedLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Quantized"), layer.weight_quantizer, layer.act_quantizer
-    act_bits = None if act is None else act.bits
-    notes = [layer.note, *_waiting(weight=weight, activation=act)]
-    row = _with_act(Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes))), act)
-    return row if not weight.initialized or layer.weight.is_meta else _measured(row, layer)
-
-
-def _converted(name: str, layer: IntegerLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Integer"), layer.integer_weight, layer.act_quantizer
-    notes = [layer.note, f"integers, {weight_bytes(layer)} bytes"]
-    row = Row(name, kind, weight.coding.bits, None if act is None else act.bits, note="; ".join(filter(None, notes)))
-    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
-    return _with_act(replace(row, scale=scale), act)
-
-
-def _with_act(row: Row, act: LSQ | None) -> Row:
-    if act is None or not act.initialized:
+def _with_act(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
+    """What is known of a layer without its weight."""
+    row = Row(name, type(layer).__name__.removeprefix("Quantized").removeprefix("Integer"), note=layer.note)
+    act = layer.act_quantizer
+    if act is None:
+        return row
+    row = replace(row, act_bits=act.bits)
+    if not act.initialized:
         return row
     return replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
 
 
-def _waiting(**quantizers: LSQ | None) -> list[str]:
-    return [f"{name}: no batch yet" for name, q in quantizers.items() if q is not None and not q.initialized]
+def _converted(row: Row, layer: IntegerLayer) -> Row:
+    weight = layer.integer_weight
+    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
+    row = replace(row, weight_bits=weight.coding.bits, scale=scale)
+    return _noted(row, f"integers, {weight_bytes(layer)} bytes")
 
 
-def _measured(row: Row, layer: QuantizedLayer) -> Row:
-    """With the scales of the weight, and what quantisation does to it."""
-    quantizer, floor = layer.weight_quantizer, float(layer.weight_quantizer.scale_floor)
+def _trained(row: Row, layer: QuantizedLayer) -> Row:
+    """The row with the scales of the weight, and what quantisation does to it."""
+    quantizer = layer.weight_quantizer
+    row = replace(row, weight_bits=quantizer.bits)
+    for name, one in (("weight", quantizer), ("activation", layer.act_quantizer)):
+        if one is not None and not one.initialized:
+            row = _noted(row, f"{name}: no batch yet")
+    if not quantizer.initialized or layer.weight.is_meta:
+        return row
+    floor = float(quantizer.scale_floor)
     scale_C = whole(quantizer.scale).clamp(min=floor)
     if not scale_C.isfinite().all():
         return _noted(row, "a scale is NaN or Inf")
@@ -156,11 +156,12 @@ def _measured(row: Row, layer: QuantizedLayer) -> Row:
 
 
 def _compared(row: Row, quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
-    low, high = quantizer.quant_min, quantizer.quant_max
+    low = quantizer.quant_min
+    high = quantizer.quant_max
     offset_C = torch.zeros_like(scale_C) if quantizer.offset is None else whole(quantizer.offset)
     v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
-    signal, noise = _energy(w_CN), _energy(y_CN - w_CN)
+    signal, noise = (x_CN.square().sum(dtype=widest(w_CN)) for x_CN in (w_CN, y_CN - w_CN))
     return replace(
         row,
         saturation=float(((v_CN <= low) | (v_CN >= high)).double().mean()),
@@ -170,10 +171,6 @@ def _compared(row: Row, quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
 
 def _noted(row: Row, note: str) -> Row:
     return replace(row, note="; ".join(filter(None, [row.note, note])))
-
-
-def _energy(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=widest(x))
 
 
 def _cells(row: Row) -> list[str]:
