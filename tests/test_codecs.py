@@ -562,6 +562,24 @@ def _flips(x: Tensor, step: int) -> Tensor:
     return (ones[:, 0] == 255).float() * 2 - 1
 
 
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_may_cut_anywhere_unless_a_codec_is_aligned() -> None:
+    assert {codec.unit for codec in cases.CODECS} == {1}
+    assert BlockInt(8, 104, aligned=True).unit == 104
+    assert BySize(large=BlockInt(4, aligned=True)).pick("w", (100, 100)).unit == 128
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "affine"])
+def test_alignment_changes_no_byte(mode: Any) -> None:
+    x = torch.linspace(-3, 2, 300)
+    plain, aligned = (BlockInt(4, 104, mode, aligned=value) for value in (False, True))
+    wire = cases.wire_of(aligned, x)
+    cases.assert_same(wire, cases.wire_of(plain, x))
+    cases.assert_same(cases.decoded(plain, wire, 300), cases.decoded(aligned, wire, 300))
+
+
 # --- length of the wire -----------------------------------------------------------------------------------------------
 
 
