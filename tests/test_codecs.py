@@ -242,7 +242,7 @@ def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
         cases.assert_same(got, manual, "sum")
         return
     # Rotated blocks are added before they are rotated back, minima before codes: other roundings of the same numbers.
-    # log2(block) of them in a rotation, one a rank in a sum, each of at most the norm of what is added (of its peak).
+    # log2(block) of them in a rotation, one per rank in a sum, each of at most the norm of what is added (of its peak).
     magnitudes = sum(cases.blocks_of(part, block).norm(dim=1, keepdim=True) for part in parts)
     roundings = 2 * (math.log2(block) + 2 * len(parts) + 3)
     assert ((cases.blocks_of(got - manual, block)).abs() <= roundings * ROUND * magnitudes).all()

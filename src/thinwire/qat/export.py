@@ -25,7 +25,6 @@ from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ
 
 OPSETS = 18, 21  # the oldest that torch's exporter writes; the oldest with integers of four bits
-_NEEDED = ("onnx", "onnxscript")
 
 
 def export(
@@ -206,7 +205,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check(opset: int) -> None:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise MissingPackageError(
             f"qat.export needs {' and '.join(missing)}, not installed here: pip install 'thinwire[export]'"

@@ -68,8 +68,7 @@ class WeightCodes:
 
     def rows(self, rank: int) -> slice:
         """The rows of the whole weight that rank `rank` holds."""
-        start, stop = (min(at * self._most, self.shape[0]) for at in (rank, rank + 1))
-        return slice(start, stop)
+        return slice(*(min(at * self._most, self.shape[0]) for at in (rank, rank + 1)))
 
     @torch.no_grad()
     def encode(self, shard: Tensor, wire: Tensor) -> None:
@@ -77,7 +76,7 @@ class WeightCodes:
         self._check_shard(shard)
         self._check_wire(wire)
         shard = shard.contiguous()
-        coding = self._coding
+        coding = Coding.of(self.quantizer)
         scale, offset = self._own(self.quantizer.scale.dtype)
         codes = coding.codes(shard, scale, offset)
         finite_C = coding.lay_out(shard, scale).view(shard).isfinite().all(2).all(0)
@@ -94,7 +93,7 @@ class WeightCodes:
         heads = head.view(self.quantizer.scale.dtype).view(-1, self._scales_of(self._most))
         scale, *offset = heads[:, : self._scales_of(len(out))]
         codes = unpack(wire[self._codes_at :].view(1, -1), self.quantizer.bits, self._most * self._row)
-        self._coding.values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
+        Coding.of(self.quantizer).values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
 
     def decode_all(self, wires_WN: Tensor, out: Tensor) -> None:
         """out = the whole weight, of the wires of all ranks."""
@@ -114,16 +113,14 @@ class WeightCodes:
         self._check_shard(shard)
         self._check_shard(grad)
         shard = shard.contiguous()
-        coding = self._coding
+        coding = Coding.of(self.quantizer)
         scale, offset = self._own(torch.promote_types(shard.dtype, torch.float32))
         dx = torch.empty_like(shard)
         sums_2C = scale.new_zeros(2, len(scale))
         if shard.numel():
             laid = coding.lay_out(shard, scale)
             views = laid.view(shard), laid.view(grad.to(shard.dtype))
-            factor = (
-                gradient_factor(self.shape.numel(), self._every, coding.grid) if self.quantizer.scale_gradient else 1.0
-            )
+            factor = gradient_factor(self.shape.numel(), self._every, coding.grid, self.quantizer.scale_gradient)
             kernel = select(shard.device).fake_quantize_grad
             kernel(coding.grid, *views, scale, offset, laid.view(dx), sums_2C, factor=factor)
         dscale, doffset = map(self._held, sums_2C)
@@ -159,15 +156,9 @@ class WeightCodes:
         return grad
 
     @property
-    def _coding(self) -> Coding:
-        return Coding.of(self.quantizer)
-
-    @property
     def _codes_at(self) -> int:
         sections = 1 if self.quantizer.offset is None else 2
         return sections * self._scales_of(self._most) * self.quantizer.scale.itemsize
-
-    # --- what cannot be ----------------------------------------------------------------------------------------------
 
     def _check_scales(self) -> None:
         held = len(_local(self.quantizer.scale))
@@ -187,8 +178,7 @@ class WeightCodes:
 
     def _check_wire(self, wire: Tensor) -> None:
         if wire.dtype != torch.uint8 or wire.shape != (self.wire_bytes,):
-            want = f"{self.wire_bytes} bytes (uint8)"
-            raise QatError(f"a wire must be {want}, got {tuple(wire.shape)} of {wire.dtype}")
+            raise QatError(f"a wire must be {self.wire_bytes} bytes (uint8), got {tuple(wire.shape)} of {wire.dtype}")
 
 
 def _local(parameter: Tensor) -> Tensor:

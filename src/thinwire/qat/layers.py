@@ -92,6 +92,7 @@ FORMS: dict[type[nn.Module], type[QuantizedLayer]] = {
     nn.Conv2d: QuantizedConv2d,
     nn.Embedding: QuantizedEmbedding,
 }
+KINDS = ", ".join(kind.__name__ for kind in FORMS)
 
 
 def quantize_layer(
@@ -100,8 +101,7 @@ def quantize_layer(
     """Make the layer a quantised one, in place. A weight quantiser that is not initialised starts from the weight."""
     form = FORMS.get(type(layer))
     if form is None:
-        kinds = ", ".join(kind.__name__ for kind in FORMS)
-        raise QatTypeError(f"expected a layer that is exactly one of {kinds}, got {type(layer).__name__}")
+        raise QatTypeError(f"expected a layer that is exactly one of {KINDS}, got {type(layer).__name__}")
     if act_quantizer is not None and form is QuantizedEmbedding:
         raise QatError("an embedding takes indices: it has a weight_quantizer only")
     if form is QuantizedEmbedding and not (weight_quantizer.group or weight_quantizer.axis == 0):

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from thinwire.errors import QatError, QatTypeError
 from thinwire.qat import ranges
 from thinwire.qat.agreement import Ranks
-from thinwire.qat.ops import channels_of, check_grid, check_scale, fake_quantize, never_narrow
+from thinwire.qat.ops import Gradient, channels_of, check_grid, check_scale, fake_quantize, never_narrow
 
 
 class _Modes(NamedTuple):
@@ -57,7 +57,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         channel_len: int = -1,
         use_grad_scaling: bool = False,
         *,
-        gradient: str = "torch",
+        gradient: Gradient = "torch",
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -159,8 +159,10 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         self._stamps = self._current_stamps()
         return self
 
-    def _current_stamps(self) -> tuple[tuple[int, int], ...]:
-        return _stamp(self.fake_quant_enabled), _stamp(self.static_enabled)
+    def _current_stamps(self) -> list[tuple[int, int]]:
+        """They change when a flag is replaced or written to. Tensors made in inference mode count no writes."""
+        flags = self.fake_quant_enabled, self.static_enabled
+        return [(id(flag), 0 if flag.is_inference() else flag._version) for flag in flags]
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -197,18 +199,15 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     @torch.no_grad()
     def _observe(self, x: Tensor, *, adopt: bool) -> None:
-        ranks = ranges.ranks_in_step()
-        news = ranges.observe(self.activation_post_process, x, ranks)
-        if adopt:
-            self._adopt(*self._estimates(news, ranks))
-
-    def _estimates(self, news: bool, ranks: Ranks) -> list[Tensor]:
-        """What scale and zero point should be now: the same on all `ranks`."""
+        """Show x to the observer; `adopt` takes over its estimates, the same on all ranks."""
         observer = self.activation_post_process
-        parameters = self.scale, self.zero_point
-        found = ranges.estimate(observer) if news else parameters
-        fitted = [t.to(p).expand_as(p) for t, p in zip(found, parameters, strict=True)]
-        return fitted if ranges.is_min_max(observer) else ranges.mean(fitted, ranks)
+        ranks = ranges.ranks_in_step()
+        news = ranges.observe(observer, x, ranks)
+        if adopt:
+            parameters = self.scale, self.zero_point
+            found = ranges.estimate(observer) if news else parameters
+            fitted = [t.to(p).expand_as(p) for t, p in zip(found, parameters, strict=True)]
+            self._adopt(*(fitted if ranges.is_min_max(observer) else ranges.mean(fitted, ranks)))
 
     def _adopt(self, scale: Tensor, zero_point: Tensor) -> None:
         """Take what the observer says, where it has seen anything."""
@@ -221,7 +220,9 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         """Keep scales at eps or above, whatever the optimiser did, and symmetric zero points in the middle."""
         _write(self.scale, torch.maximum(self.scale, self.eps))
         if self.qscheme in ranges.SYMMETRIC:
-            _write(self.zero_point, torch.full_like(self.zero_point, _middle(self.quant_min, self.quant_max)))
+            # The middle: 0 where the range has both signs, else the integer that halves it.
+            middle = 0 if self.quant_min < 0 < self.quant_max else (self.quant_min + self.quant_max + 1) // 2
+            _write(self.zero_point, torch.full_like(self.zero_point, middle))
 
     @property
     def _axis(self) -> int | None:
@@ -318,16 +319,6 @@ class LearnableFakeQuantize(FakeQuantizeBase):
             "LearnableFakeQuantize cannot be scripted (torch's own class cannot either); "
             "use torch.compile or torch.export, or convert the model first"
         )
-
-
-def _middle(quant_min: int, quant_max: int) -> int:
-    """The zero point of symmetric schemes: 0 where the range has both signs, else the integer that halves it."""
-    return 0 if quant_min < 0 < quant_max else (quant_min + quant_max + 1) // 2
-
-
-def _stamp(buffer: Tensor) -> tuple[int, int]:
-    """Changes when a buffer is replaced or written to. Tensors made in inference mode count no writes."""
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
 
 
 def _write(parameter: Parameter, value: Tensor) -> None:

@@ -13,7 +13,7 @@ get a Function that keeps its context apart. All run the same two functions.
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.library import custom_op
 from thinwire.errors import QatError, QatStateError, QatTypeError
 from thinwire.kernels import Grid, select
 
-GRADIENTS = ("torch", "lsq")
+Gradient = Literal["torch", "lsq"]
 MOST_LEVELS = 1 << 20  # of a range; kernels round in fp32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -38,7 +38,7 @@ def fake_quantize(
     offset: Tensor | None = None,
     axis: int | None = None,
     group: int = 0,
-    gradient: str = "lsq",
+    gradient: Gradient = "lsq",
     scale_gradient: bool = True,
 ) -> Tensor:
     """x on the grid of `scale`, and straight-through gradients for x, the scale and the shift.
@@ -63,18 +63,20 @@ def fake_quantize(
     return y
 
 
-def check_grid(quant_min: int, quant_max: int, gradient: str) -> None:
+def check_grid(quant_min: int, quant_max: int, gradient: Gradient) -> None:
     """Refuse ranges without two integers, those that fp32 cannot round in, and unknown rules for gradients."""
     if quant_min >= quant_max:
         raise QatError(f"quant_min must be below quant_max, got {quant_min} and {quant_max}")
     if max(-quant_min, quant_max, quant_max - quant_min) >= MOST_LEVELS:
         raise QatError(f"quant_min and quant_max must lie within 2**20, got {quant_min} and {quant_max}")
-    if gradient not in GRADIENTS:
-        raise QatError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
+    if gradient not in get_args(Gradient):
+        raise QatError(f"gradient must be one of {', '.join(get_args(Gradient))}, got {gradient!r}")
 
 
-def gradient_factor(x_numel: int, channels: int, grid: Grid) -> float:
-    """1 / sqrt(n * quant_max). Ranges below zero count by their lower end, an empty x as one element."""
+def gradient_factor(x_numel: int, channels: int, grid: Grid, scale_gradient: bool) -> float:
+    """1 / sqrt(n * quant_max), or 1. Ranges below zero count by their lower end, an empty x as one element."""
+    if not scale_gradient:
+        return 1.0
     n = x_numel / channels if grid.paper else x_numel
     reach = grid.quant_max if grid.quant_max > 0 else -grid.quant_min
     return 1 / math.sqrt(max(n, 1) * reach)
@@ -199,7 +201,7 @@ def _gradients(
         sums_2C.zero_()
     else:
         laid = lay_out(dx, scale.numel(), how.axis, how.group)
-        factor = gradient_factor(x.numel(), scale.numel(), how.grid) if how.scale_gradient else 1.0
+        factor = gradient_factor(x.numel(), scale.numel(), how.grid, how.scale_gradient)
         views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
         select(x.device).fake_quantize_grad(how.grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
@@ -235,15 +237,9 @@ def _backward(
     x, scale, shift = ctx.saved_tensors
     wants = ctx.needs_input_grad
     dx, sums_2C = gradients(x, grad, wants[0], scale, shift, *ctx.settings)
-    dscale = _as(sums_2C[0], scale) if wants[1] else None
-    dshift = _as(sums_2C[1], shift) if wants[2] else None
+    dscale = sums_2C[0].view_as(scale).to(scale.dtype) if wants[1] else None
+    dshift = sums_2C[1].view_as(shift).to(shift.dtype) if wants[2] else None
     return dx if wants[0] else None, dscale, dshift
-
-
-def _as(row_C: Tensor, parameter: Tensor) -> Tensor:
-    if parameter.dtype == row_C.dtype and parameter.dim() == 1:
-        return row_C
-    return row_C.view(parameter.shape).to(parameter.dtype)
 
 
 def _eager_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from thinwire.errors import QatError
 from thinwire.qat.agreement import Ranks
-from thinwire.qat.layers import FORMS, QuantizedLayer, arguments, check_model, quantize_layer, waiting
+from thinwire.qat.layers import FORMS, KINDS, QuantizedLayer, arguments, check_model, quantize_layer, waiting
 from thinwire.qat.lsq import BITS, LSQ
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -125,9 +125,8 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
             raise QatError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
     chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
-        kinds = ", ".join(kind.__name__ for kind in FORMS)
         raise QatError(
-            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({kinds}) "
+            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({KINDS}) "
             f"{len(found) - len(left)} are skipped and {len(left)} are quantised already"
         )
     return chosen

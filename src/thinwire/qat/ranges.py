@@ -101,9 +101,6 @@ def _averaged(kept: Tensor, now: Tensor, constant: float) -> Tensor:
     return torch.where(now.isfinite(), moved, kept)
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
 def ranks_in_step() -> Ranks:
     """Who is certain to be in this forward too: the ranks of the DDP that is running it, or nobody.
 
