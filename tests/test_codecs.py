@@ -557,7 +557,7 @@ def _flips(x: Tensor, step: int) -> Tensor:
     """The signs of the first elements of blocks: a spike there comes out of the Hadamard transform with one sign."""
     wire = cases.wire_of(Lloyd(1, 32), x, step=step)
     codes_at = Lloyd(1, 32).encoding(torch.float32).format.layout(x.numel()).planes[0][1]
-    ones = wire[codes_at : codes_at + x.numel() // 8].view(-1, 4)  # 4 bytes a block
+    ones = wire[codes_at : codes_at + x.numel() // 8].view(-1, 4)  # 4 bytes per block
     assert ((ones == 0).all(1) | (ones == 255).all(1)).all()
     return (ones[:, 0] == 255).float() * 2 - 1
 

@@ -802,7 +802,7 @@ def test_what_holds_of_any_fake_quantization(call: Asked, backend: str) -> None:
 
 
 def spread_over(call: Asked, per_channel: Tensor) -> Tensor:
-    """A number a channel as one an element, in float64."""
+    """One number per channel as one per element, in float64."""
     axis, group, shape = call.how.get("axis"), call.how.get("group", 0), call.x.shape
     values = per_channel.double()
     if group:

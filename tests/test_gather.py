@@ -158,7 +158,7 @@ def test_the_bytes_of_a_wire_are_scales_and_bits() -> None:
         [(2, False), (3, True), (4, False), (8, True)],
         [({"axis": 0}, 2), ({"axis": None}, 1), ({"axis": 1}, 40), ({"group": 8}, 10)],
     ):
-        codec = codecs(case((5, 40), bits, where, shifted=shifted), 3)[0]  # two rows a rank, and one
+        codec = codecs(case((5, 40), bits, where, shifted=shifted), 3)[0]  # two rows per rank, and one
         assert codec.wire_bytes == 4 * count * (1 + shifted) + 80 * bits // 8
     assert packed_bytes(4096 * 1024, 4) == 4096 * 1024 // 2
 
