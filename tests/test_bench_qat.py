@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from thinwire.kernels import BACKENDS, use_backend
 from thinwire.qat import LSQ
-from thinwire.qat.layers import QuantisedLayer
+from thinwire.qat.layers import QuantizedLayer
 from thinwire.tools.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
 from thinwire.tools.bench.qat_methods import METHODS
 from thinwire.tools.bench.qat_tasks import Recipe
@@ -240,64 +240,64 @@ def started(name: str, bits: int = 2) -> nn.Module:
     return model
 
 
-def layers(model: nn.Module) -> list[QuantisedLayer]:
-    return [module for module in model.modules() if isinstance(module, QuantisedLayer)]
+def layers(model: nn.Module) -> list[QuantizedLayer]:
+    return [module for module in model.modules() if isinstance(module, QuantizedLayer)]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "fp32"])
 def test_all_methods_quantise_the_same_places(name: str) -> None:
     quantised = layers(started(name))
-    assert [type(layer).__name__ for layer in quantised] == ["QuantisedConv2d"] * 3 + ["QuantisedLinear"]
+    assert [type(layer).__name__ for layer in quantised] == ["QuantizedConv2d"] * 3 + ["QuantizedLinear"]
     for layer in quantised:
-        assert all(len(row.unique()) <= 4 for row in layer.quantised_weight().detach().flatten(1))
+        assert all(len(row.unique()) <= 4 for row in layer.quantized_weight().detach().flatten(1))
         x = torch.linspace(0, 2, 1000).expand(1, 1, -1)
-        assert len(layer.quantised_input(x).detach().unique()) <= 4
+        assert len(layer.quantized_input(x).detach().unique()) <= 4
 
 
 def test_absmax_starts_clip_nothing() -> None:
     for layer in layers(started("lsq_absmax_init")):
         weight = layer.weight.detach().flatten(1)
-        assert torch.equal(layer.weight_quantiser.scale.detach(), weight.abs().amax(1) / 1)
-    first = layers(started("lsq_absmax_init"))[0].act_quantiser
+        assert torch.equal(layer.weight_quantizer.scale.detach(), weight.abs().amax(1) / 1)
+    first = layers(started("lsq_absmax_init"))[0].act_quantizer
     assert first is not None
     assert first.scale.item() == pytest.approx(1 / 3, rel=1e-6)  # images reach from 0 to 1, on the integers 0 to 3
 
 
 def test_absmax_without_learning_is_straight_through_and_fresh_every_time() -> None:
-    quantiser = qat_methods.AbsmaxAlways(3, symmetric=True, axis=0)
+    quantizer = qat_methods.AbsmaxAlways(3, symmetric=True, axis=0)
     x = torch.tensor([[0.6, -1.5, 0.7], [3.0, 0.2, 30.0]], requires_grad=True)
     scale = torch.tensor([[1.5 / 3], [30 / 3]])
-    y = quantiser(x)
+    y = quantizer(x)
     assert torch.equal(y, torch.round(x.detach() / scale) * scale)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
-    assert all(parameter.grad is None for parameter in quantiser.parameters())
+    assert all(parameter.grad is None for parameter in quantizer.parameters())
 
 
 def test_the_gradient_without_its_factor() -> None:
     x = torch.randn(100, generator=torch.Generator().manual_seed(0))
     found = []
     for kind in (LSQ, qat_methods.NoGradientScale, qat_methods.FloorAlone):
-        quantiser = kind(2).initialise(x)
-        quantiser(x).sum().backward()
-        assert quantiser.scale.grad is not None
-        found.append(quantiser.scale.grad.item())
+        quantizer = kind(2).initialize(x)
+        quantizer(x).sum().backward()
+        assert quantizer.scale.grad is not None
+        found.append(quantizer.scale.grad.item())
     assert found[1] == found[2] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
 
 
 def test_what_holds_a_scale_up_and_what_does_not() -> None:
     x = torch.linspace(-1, 1, 100)
     for kind in (LSQ, qat_methods.FloorAlone, qat_methods.NoFloor, qat_methods.NoGradientScale):
-        quantiser = kind(2).initialise(x)
-        quantiser.scale.data.fill_(-1)
+        quantizer = kind(2).initialize(x)
+        quantizer.scale.data.fill_(-1)
         held = not issubclass(kind, qat_methods.NoFloor)
         with (
             contextlib.nullcontext()
             if held
             else pytest.raises(ValueError, match="a scale and its inverse must be positive")
         ):
-            assert torch.isfinite(quantiser(x)).all()
+            assert torch.isfinite(quantizer(x)).all()
 
 
 def test_torchs_module_and_ours_by_its_names_start_alike() -> None:

@@ -215,7 +215,7 @@ def test_a_sum_that_overflows_a_narrow_dtype_is_inf() -> None:
 
 @each_blocked
 @pytest.mark.parametrize("name", ["1e-40", "subnormals", "1e-21"])
-def test_tiny_blocks_are_quantised_like_any_other(codec: Codec, name: str) -> None:
+def test_tiny_blocks_are_quantized_like_any_other(codec: Codec, name: str) -> None:
     """A power of two does not change a code: a block keeps its relative error down to where fp32 has no more digits."""
     exponent = {"1e-40": 133, "subnormals": 149, "1e-21": 70}[name]
     x = cases.content(name, 600)
@@ -242,7 +242,7 @@ def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
         cases.assert_same(got, manual, "sum")
         return
     # Rotated blocks are added before they are rotated back, minima before codes: other roundings of the same numbers.
-    # log2(block) of them in a rotation, one a rank in a sum, each of at most the norm of what is added (of its peak).
+    # log2(block) of them in a rotation, one per rank in a sum, each of at most the norm of what is added (of its peak).
     magnitudes = sum(cases.blocks_of(part, block).norm(dim=1, keepdim=True) for part in parts)
     roundings = 2 * (math.log2(block) + 2 * len(parts) + 3)
     assert ((cases.blocks_of(got - manual, block)).abs() <= roundings * ROUND * magnitudes).all()
@@ -557,9 +557,27 @@ def _flips(x: Tensor, step: int) -> Tensor:
     """The signs of the first elements of blocks: a spike there comes out of the Hadamard transform with one sign."""
     wire = cases.wire_of(Lloyd(1, 32), x, step=step)
     codes_at = Lloyd(1, 32).encoding(torch.float32).format.layout(x.numel()).planes[0][1]
-    ones = wire[codes_at : codes_at + x.numel() // 8].view(-1, 4)  # 4 bytes a block
+    ones = wire[codes_at : codes_at + x.numel() // 8].view(-1, 4)  # 4 bytes per block
     assert ((ones == 0).all(1) | (ones == 255).all(1)).all()
     return (ones[:, 0] == 255).float() * 2 - 1
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_may_cut_anywhere_unless_a_codec_is_aligned() -> None:
+    assert {codec.unit for codec in cases.CODECS} == {1}
+    assert BlockInt(8, 104, aligned=True).unit == 104
+    assert BySize(large=BlockInt(4, aligned=True)).pick("w", (100, 100)).unit == 128
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "affine"])
+def test_alignment_changes_no_byte(mode: Any) -> None:
+    x = torch.linspace(-3, 2, 300)
+    plain, aligned = (BlockInt(4, 104, mode, aligned=value) for value in (False, True))
+    wire = cases.wire_of(aligned, x)
+    cases.assert_same(wire, cases.wire_of(plain, x))
+    cases.assert_same(cases.decoded(plain, wire, 300), cases.decoded(aligned, wire, 300))
 
 
 # --- length of the wire -----------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from cases import assert_same, seeded
 from thinwire import qat
+from thinwire.qat.codes import packed_bytes, unpack
 from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
-from thinwire.qat.integers import packed_bytes, unpack
-from thinwire.qat.layers import QuantisedLayer, quantise_layer
+from thinwire.qat.layers import QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 ROWS, WIDTH = 12, 8
@@ -60,8 +60,8 @@ def integer_layers(model: nn.Module) -> dict[str, IntegerLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, IntegerLayer)}
 
 
-def quantised_layers(model: nn.Module) -> dict[str, QuantisedLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLayer)}
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLayer]:
     st.booleans(),
 )
 @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-def test_an_integer_weight_is_the_fake_quantised_one(
+def test_an_integer_weight_is_the_fake_quantized_one(
     data: st.DataObject, dtype: torch.dtype, where: dict[str, Any], shifted: bool
 ) -> None:
     bits = data.draw(st.integers(2, 8))
@@ -83,17 +83,17 @@ def test_an_integer_weight_is_the_fake_quantised_one(
     weight = torch.randn(shape, generator=seeded(*shape, bits), dtype=torch.float64).to(dtype)
     weight.view(-1)[::3] *= 100  # far beyond the range
     rows = weight.flatten(1) if "group" in where else weight
-    quantiser = (LSQPlus if shifted else LSQ)(bits, symmetric=not shifted, **where).to(dtype).initialise(rows)
-    held = IntegerWeight(weight, quantiser)
+    quantizer = (LSQPlus if shifted else LSQ)(bits, symmetric=not shifted, **where).to(dtype).initialize(rows)
+    held = IntegerWeight(weight, quantizer)
     assert held.packed.shape == (shape[0], packed_bytes(weight[0].numel(), bits))
-    assert_same(held(), quantiser(rows).detach().view(shape))
+    assert_same(held(), quantizer(rows).detach().view(shape))
 
 
 HOWS: list[dict[str, Any]] = [
     {"weight_bits": 4},
     {"weight_bits": 2, "act_bits": 2, "first_last_bits": None},
     {"weight_bits": 3, "act_bits": None},
-    {"weight_bits": 5, "act_bits": 4, "quantiser": LSQPlus},
+    {"weight_bits": 5, "act_bits": 4, "quantizer": LSQPlus},
     {"weight_bits": 4, "group": 4},
 ]
 
@@ -103,10 +103,10 @@ def test_outputs_are_the_prepared_models_bit_for_bit(how: dict[str, Any]) -> Non
     model = prepared(**how)
     before = copy.deepcopy(model.state_dict())
     converted = qat.convert(model)
-    assert not quantised_layers(converted)
-    assert integer_layers(converted).keys() == quantised_layers(model).keys()
+    assert not quantized_layers(converted)
+    assert integer_layers(converted).keys() == quantized_layers(model).keys()
     for name, layer in integer_layers(converted).items():
-        assert_same(layer.quantised_weight(), quantised_layers(model)[name].quantised_weight().detach())
+        assert_same(layer.quantized_weight(), quantized_layers(model)[name].quantized_weight().detach())
     assert_same(converted(tokens()).detach(), model(tokens()).detach())
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert next(p for p in model.parameters() if p.dim() == 2).requires_grad
@@ -125,14 +125,14 @@ def test_convolutions_in_two_dimensions_keep_their_memory_format() -> None:
     x = torch.randn(2, 2, 6, 6, generator=seeded(2)).contiguous(memory_format=torch.channels_last)
     want = model(x).detach()
     converted = qat.convert(model)
-    assert converted[0].quantised_weight().stride() == model[0].weight.stride()
+    assert converted[0].quantized_weight().stride() == model[0].weight.stride()
     assert_same(converted(x).detach(), want)
 
 
 def test_a_layer_with_one_scale_or_one_for_every_input() -> None:
     for axis in (None, 1):
         layer = nn.Linear(5, 3)
-        quantise_layer(layer, weight_quantiser=LSQ(4, axis=axis))
+        quantize_layer(layer, weight_quantizer=LSQ(4, axis=axis))
         x = torch.randn(2, 5, generator=seeded(3))
         assert_same(qat.convert(layer)(x).detach(), layer(x).detach())
 
@@ -146,7 +146,7 @@ def test_nothing_of_a_weight_is_left_to_train() -> None:
     assert left == {"conv.bias", "norm.weight", "norm.bias", "up.bias", "head.bias"}
     converted(tokens()).sum().backward()
     assert converted.up.bias.grad is not None
-    assert not any("weight_quantiser" in key or key.endswith("up.weight") for key in converted.state_dict())
+    assert not any("weight_quantizer" in key or key.endswith("up.weight") for key in converted.state_dict())
 
 
 def test_tied_weights_stay_one() -> None:
@@ -156,11 +156,11 @@ def test_tied_weights_stay_one() -> None:
     assert moved.wte.integer_weight.packed.data_ptr() == moved.head.integer_weight.packed.data_ptr()
 
 
-def test_a_weight_seen_through_two_quantisers_becomes_two() -> None:
+def test_a_weight_seen_through_two_quantizers_becomes_two() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    quantise_layer(model[0], weight_quantiser=LSQ(2, axis=0))
-    quantise_layer(model[1], weight_quantiser=LSQ(8, axis=0))
+    quantize_layer(model[0], weight_quantizer=LSQ(2, axis=0))
+    quantize_layer(model[1], weight_quantizer=LSQ(8, axis=0))
     x = torch.randn(3, 4, generator=seeded(4))
     want = model(x).detach()
     assert_same(qat.convert(model)(x).detach(), want)
@@ -246,10 +246,10 @@ def test_an_embedding_decodes_the_rows_looked_up_only(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> None:
     converted = qat.convert(prepared())
-    before = {name: layer.quantised_weight() for name, layer in integer_layers(converted).items()}
+    before = {name: layer.quantized_weight() for name, layer in integer_layers(converted).items()}
     converted.to(dtype)
     for name, layer in integer_layers(converted).items():
-        got, wide = layer.quantised_weight(), torch.promote_types(dtype, torch.float32)
+        got, wide = layer.quantized_weight(), torch.promote_types(dtype, torch.float32)
         assert got.dtype == dtype
         assert layer.integer_weight.scale.dtype == wide
         off = (got.to(wide) - before[name].to(dtype).to(wide)).abs()
@@ -257,7 +257,7 @@ def test_casts_change_the_numbers_type_and_lose_nothing(dtype: torch.dtype) -> N
     assert converted(tokens()).dtype == dtype
     converted.float()
     for name, layer in integer_layers(converted).items():
-        assert_same(layer.quantised_weight(), before[name])
+        assert_same(layer.quantized_weight(), before[name])
 
 
 def test_a_state_dict_goes_round() -> None:
@@ -285,8 +285,8 @@ def test_a_skeleton_on_the_meta_device_takes_a_checkpoint() -> None:
 
 def test_a_range_found_by_the_data_is_loaded_with_it() -> None:
     weight = torch.randn(3, 4, generator=seeded(6))
-    held = IntegerWeight(weight, LSQ(4, symmetric="auto", axis=0).initialise(weight))
-    other = IntegerWeight(weight.abs(), LSQ(4, symmetric="auto", axis=0).initialise(weight.abs()))
+    held = IntegerWeight(weight, LSQ(4, symmetric="auto", axis=0).initialize(weight))
+    other = IntegerWeight(weight.abs(), LSQ(4, symmetric="auto", axis=0).initialize(weight.abs()))
     other.load_state_dict(held.state_dict())
     assert_same(other(), held())
 
@@ -298,7 +298,7 @@ def test_other_bits_are_not_loaded() -> None:
 
 
 def test_copies_and_pickles() -> None:
-    converted = qat.convert(prepared(quantiser=LSQPlus))
+    converted = qat.convert(prepared(quantizer=LSQPlus))
     for again in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
         assert_same(again(tokens()).detach(), converted(tokens()).detach())
         assert again.wte.integer_weight is again.head.integer_weight
@@ -315,7 +315,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_numbers() -> None:
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def test_models_without_quantised_layers_are_refused() -> None:
+def test_models_without_quantized_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has no quantised layers: run qat\.prepare"):
         qat.convert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="converted already"):
@@ -324,11 +324,11 @@ def test_models_without_quantised_layers_are_refused() -> None:
         qat.convert("model")  # type: ignore[type-var]
 
 
-def test_quantisers_without_a_scale_are_named() -> None:
+def test_quantizers_without_a_scale_are_named() -> None:
     model = qat.prepare(Net())
-    with pytest.raises(ValueError, match=r"conv\.act_quantiser, up\.act_quantiser.*qat\.calibrate"):
+    with pytest.raises(ValueError, match=r"conv\.act_quantizer, up\.act_quantizer.*qat\.calibrate"):
         qat.convert(model)
-    assert quantised_layers(model)
+    assert quantized_layers(model)
 
 
 def test_wrapped_and_sharded_models_are_refused() -> None:
@@ -346,7 +346,7 @@ def test_a_weight_that_is_no_number_is_refused_and_the_model_left_alone() -> Non
         model.down.weight[3, 2] = torch.nan
     with pytest.raises(ValueError, match="the weight of down is not a number"):
         qat.convert(model, inplace=True)
-    assert len(quantised_layers(model)) == 5
+    assert len(quantized_layers(model)) == 5
 
 
 class Halved(LSQ):
@@ -356,9 +356,9 @@ class Halved(LSQ):
         return super().forward(x, rows) / 2
 
 
-def test_a_quantiser_that_does_something_else_is_refused() -> None:
+def test_a_quantizer_that_does_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match=r"has a Halved.*knows LSQ and LSQPlus"):
-        qat.convert(prepared(quantiser=Halved))
+        qat.convert(prepared(quantizer=Halved))
 
 
 def test_layers_whose_weight_is_made_elsewhere_are_refused() -> None:

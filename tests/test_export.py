@@ -18,7 +18,7 @@ from torch.ao.quantization import MinMaxObserver
 
 from cases import assert_same, seeded
 from thinwire import qat
-from thinwire.qat.layers import quantise_layer
+from thinwire.qat.layers import quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 BATCH = {0: torch.export.Dim.DYNAMIC}
@@ -83,7 +83,7 @@ def operators(graph: ModelProto) -> list[str]:
     ("how", "opset", "weight", "act"),
     [
         ({"weight_bits": 4, "act_bits": 8}, 21, "INT4", "INT8"),
-        ({"weight_bits": 3, "act_bits": 3, "quantiser": LSQPlus, "group": 4, "skip": "conv"}, 21, "INT4", "UINT4"),
+        ({"weight_bits": 3, "act_bits": 3, "quantizer": LSQPlus, "group": 4, "skip": "conv"}, 21, "INT4", "UINT4"),
         ({"weight_bits": 2, "act_bits": 4}, 19, "INT8", "INT8"),
     ],
     ids=["w4a8", "w3a3-offsets-groups", "w2a4-before-int4"],
@@ -107,8 +107,8 @@ def test_the_file_computes_what_the_model_does(
 
 
 def test_converted_models_in_half_precision_with_names(tmp_path: Path) -> None:
-    layer = quantise_layer(
-        nn.Linear(8, 4), weight_quantiser=LSQ(8, axis=1), act_quantiser=LSQ(5, axis=-1, symmetric=True)
+    layer = quantize_layer(
+        nn.Linear(8, 4), weight_quantizer=LSQ(8, axis=1), act_quantizer=LSQ(5, axis=-1, symmetric=True)
     )
     x = torch.randn(3, 8, generator=seeded(1))
     layer(x)
@@ -119,7 +119,7 @@ def test_converted_models_in_half_precision_with_names(tmp_path: Path) -> None:
     assert [graph.graph.input[0].name, graph.graph.output[0].name] == ["features", "scores"]
     assert graph.graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT16
     torch.testing.assert_close(run(graph, x.half()), converted(x.half()).detach(), rtol=2**-10, atol=0)
-    assert isinstance(converted.act_quantiser, LSQ)
+    assert isinstance(converted.act_quantizer, LSQ)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def learnable() -> nn.Module:
 
 
 def in_groups() -> nn.Module:
-    layer = quantise_layer(nn.Linear(8, 4), weight_quantiser=LSQ(axis=0), act_quantiser=LSQ(group=4))
+    layer = quantize_layer(nn.Linear(8, 4), weight_quantizer=LSQ(axis=0), act_quantizer=LSQ(group=4))
     layer(torch.randn(3, 8, generator=seeded(1)))
     return nn.Sequential(layer)
 
@@ -143,7 +143,7 @@ def in_groups() -> nn.Module:
         (trained, 17, "opset must be 18 or more"),
         (lambda: nn.Linear(2, 2), 21, r"no quantised layers: run qat\.prepare"),
         (learnable, 21, "drop is a LearnableFakeQuantize"),
-        (in_groups, 21, r"0\.act_quantiser quantises an activation in groups"),
+        (in_groups, 21, r"0\.act_quantizer quantises an activation in groups"),
     ],
 )
 def test_what_onnx_cannot_say_is_refused(

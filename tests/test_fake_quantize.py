@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -215,7 +215,7 @@ def parts_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
     """Tensors are cut into parts of so many elements, rows of a part half as long at least."""
 
     def set_size(elements: int) -> None:
-        monkeypatch.setattr(cpu, "_ELEMENTS_A_THREAD", elements)
+        monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", elements)
         monkeypatch.setattr(cpu, "_WIDE_ROW", elements // 2)
         cpu._fake.cache_clear()
 
@@ -320,7 +320,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("kind", SHIFTS)
-@pytest.mark.parametrize("gradient", ops.GRADIENTS)
+@pytest.mark.parametrize("gradient", get_args(ops.Gradient))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_formulas_element_by_element(dtype: torch.dtype, gradient: str, kind: str) -> None:
     """Scales are powers of two, x and shifts have few bits: all but the sums is exact, ties and ends included."""
@@ -357,7 +357,7 @@ def test_the_formulas_element_by_element(dtype: torch.dtype, gradient: str, kind
                 assert abs(shift.grad[c].item() - channel[3]) <= size * max(1.0, scale[c].item())
 
 
-@pytest.mark.parametrize("gradient", ops.GRADIENTS)
+@pytest.mark.parametrize("gradient", get_args(ops.Gradient))
 def test_factor_of_the_parameters_gradients(gradient: str) -> None:
     """1 / sqrt(n * reach): n of a channel or of all, reach the end of the range that is not zero."""
     x, g = (torch.randn(4, 50, generator=cases.seeded(i)) for i in (1, 2))
@@ -391,7 +391,7 @@ class Surrogate(torch.autograd.Function):
 
 @pytest.mark.parametrize("backend", cases.SERVING)
 @pytest.mark.parametrize("kind", SHIFTS)
-@pytest.mark.parametrize("gradient", ops.GRADIENTS)
+@pytest.mark.parametrize("gradient", get_args(ops.Gradient))
 def test_gradcheck_of_the_op_with_its_roundings_held(gradient: str, kind: str, backend: str) -> None:
     g, low, high = cases.seeded(8), -4, 3
     x = (torch.randn(5, 3, 4, dtype=torch.float64, generator=g) * 2.5).requires_grad_()
@@ -737,7 +737,8 @@ def calls(draw: st.DrawFn) -> Asked:
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 17, 40]), max_size=4))
     dtype, bits, kind = (draw(st.sampled_from(of)) for of in (DTYPES, range(2, 9), SHIFTS))
     low, high = draw(st.sampled_from(RANGES[bits]))
-    how: dict[str, Any] = {"quant_min": low, "quant_max": high, "gradient": draw(st.sampled_from(ops.GRADIENTS))}
+    gradient = draw(st.sampled_from(get_args(ops.Gradient)))
+    how: dict[str, Any] = {"quant_min": low, "quant_max": high, "gradient": gradient}
     split = draw(st.sampled_from(["all", "axis", "group"])) if sizes else "all"
     if split == "axis":
         how["axis"] = draw(st.integers(-len(sizes), len(sizes) - 1))
@@ -776,7 +777,7 @@ def test_the_op_is_the_same_on_every_backend(call: Asked) -> None:
 
 @generated(150)
 @given(calls(), st.sampled_from(cases.SERVING))
-def test_what_holds_of_any_fake_quantisation(call: Asked, backend: str) -> None:
+def test_what_holds_of_any_fake_quantization(call: Asked, backend: str) -> None:
     """y lies on the grid, half a step from x where x is in range; on the grid already, it stays; dx is g or nothing."""
     with use_backend(backend):
         y, dx, *_ = call.answer()
@@ -801,7 +802,7 @@ def test_what_holds_of_any_fake_quantisation(call: Asked, backend: str) -> None:
 
 
 def spread_over(call: Asked, per_channel: Tensor) -> Tensor:
-    """A number a channel as one an element, in float64."""
+    """One number per channel as one per element, in float64."""
     axis, group, shape = call.how.get("axis"), call.how.get("group", 0), call.x.shape
     values = per_channel.double()
     if group:

@@ -14,7 +14,7 @@ from cases import CUDA, GARBAGE, ROUND, assert_same, needs_cuda, no_host_sync, s
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
-from thinwire.qat.integers import packed_bytes
+from thinwire.qat.codes import packed_bytes
 
 Group = dist.ProcessGroup
 PLACES: list[dict[str, Any]] = [{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis": -1}, {"group": 4}]
@@ -24,12 +24,12 @@ class Case(NamedTuple):
     """A weight and its quantiser."""
 
     weight: Tensor
-    quantiser: LSQ
+    quantizer: LSQ
 
-    def quantised(self) -> Tensor:
+    def quantized(self) -> Tensor:
         """What a single process computes with."""
-        rows = self.weight.flatten(1) if self.quantiser.group else self.weight
-        return self.quantiser(rows).view_as(self.weight)
+        rows = self.weight.flatten(1) if self.quantizer.group else self.weight
+        return self.quantizer(rows).view_as(self.weight)
 
 
 def case(
@@ -37,12 +37,12 @@ def case(
 ) -> Case:
     weight = torch.randn(shape, generator=seeded(*shape, bits), dtype=torch.float64).to(dtype)
     weight.view(-1)[::5] *= 50  # beyond the range
-    quantiser = (LSQPlus if shifted else LSQ)(bits, symmetric=not shifted, process_group="local", **where).to(dtype)
-    return Case(weight, quantiser.initialise(weight.flatten(1) if quantiser.group else weight))
+    quantizer = (LSQPlus if shifted else LSQ)(bits, symmetric=not shifted, process_group="local", **where).to(dtype)
+    return Case(weight, quantizer.initialize(weight.flatten(1) if quantizer.group else weight))
 
 
 def codecs(one: Case, world: int) -> list[WeightCodes]:
-    return [WeightCodes(one.quantiser, one.weight.shape, rank=rank, world=world) for rank in range(world)]
+    return [WeightCodes(one.quantizer, one.weight.shape, rank=rank, world=world) for rank in range(world)]
 
 
 def gathered(one: Case, world: int) -> Tensor:
@@ -56,7 +56,7 @@ def gathered(one: Case, world: int) -> Tensor:
 
 
 def scales(one: Case) -> list[Tensor]:
-    return [p for p in (one.quantiser.scale, one.quantiser.offset) if p is not None]
+    return [p for p in (one.quantizer.scale, one.quantizer.offset) if p is not None]
 
 
 # --- one process in the place of all ranks ----------------------------------------------------------------------------
@@ -74,17 +74,17 @@ few = settings(max_examples=25, deadline=None, derandomize=True, database=None, 
 
 @each_case
 @few
-def test_wires_decode_to_the_fake_quantised_weight(
+def test_wires_decode_to_the_fake_quantized_weight(
     shape: tuple[int, ...], bits: int, where: dict[str, Any], shifted: bool, world: int, dtype: torch.dtype
 ) -> None:
     one = case(shape, bits, where, shifted=shifted, dtype=dtype)
     wires_WN = gathered(one, world)
     out = torch.empty(shape, dtype=dtype)
     codecs(one, world)[0].decode_all(wires_WN, out)
-    assert_same(out, one.quantised().detach())
+    assert_same(out, one.quantized().detach())
     narrow = torch.empty(shape, dtype=torch.bfloat16)
     codecs(one, world)[-1].decode_all(wires_WN, narrow)  # as FSDP2's param_dtype asks for it
-    assert_same(narrow, one.quantised().detach().to(torch.bfloat16))
+    assert_same(narrow, one.quantized().detach().to(torch.bfloat16))
 
 
 @each_case
@@ -111,21 +111,21 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
     A sum of n products of at most |g| * reach in fp32, in any order and twice, differs by 2 * (n + 2) roundings.
     """
     whole = one.weight.clone().requires_grad_()
-    Case(whole, one.quantiser).quantised().backward(grad)
+    Case(whole, one.quantizer).quantized().backward(grad)
     assert whole.grad is not None
     assert_same(weight, whole.grad)
-    quantiser, n = one.quantiser, one.weight.numel() // len(one.quantiser.scale)
-    reach = max(-quantiser.quant_min, quantiser.quant_max)
-    factor = 1 / (n * quantiser.quant_max) ** 0.5
+    quantizer, n = one.quantizer, one.weight.numel() // len(one.quantizer.scale)
+    reach = max(-quantizer.quant_min, quantizer.quant_max)
+    factor = 1 / (n * quantizer.quant_max) ** 0.5
     bound = (
         2
         * (n + 2)
         * ROUND
         * reach
         * factor
-        * quantiser.by_channel(grad.flatten(1) if quantiser.group else grad).abs().sum(1)
+        * quantizer.by_channel(grad.flatten(1) if quantizer.group else grad).abs().sum(1)
     )
-    for got, parameter in ((scale, quantiser.scale), (offset, quantiser.offset)):
+    for got, parameter in ((scale, quantizer.scale), (offset, quantizer.offset)):
         assert (got is None) == (parameter is None)
         if got is not None and parameter is not None and parameter.grad is not None:
             assert got.dtype == parameter.dtype
@@ -134,15 +134,15 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
 
 
 @pytest.mark.parametrize("where", [{"axis": 0}, {"group": 4}], ids=str)
-def test_a_quantiser_may_hold_the_scales_of_its_rows_only(where: dict[str, Any]) -> None:
+def test_a_quantizer_may_hold_the_scales_of_its_rows_only(where: dict[str, Any]) -> None:
     one, world = case((5, 8), 4, where, shifted=True), 3
     wires_WN, grad = gathered(one, world), torch.randn(5, 8, generator=seeded(1))
-    per_row = len(one.quantiser.scale) // 5
+    per_row = len(one.quantizer.scale) // 5
     for whole in codecs(one, world):
         rows = whole.rows(whole.rank)
-        part = case((5, 8), 4, where, shifted=True).quantiser
+        part = case((5, 8), 4, where, shifted=True).quantizer
         for name in ("scale", "offset"):
-            held = getattr(one.quantiser, name).detach()[rows.start * per_row : rows.stop * per_row]
+            held = getattr(one.quantizer, name).detach()[rows.start * per_row : rows.stop * per_row]
             setattr(part, name, nn.Parameter(held.clone()))
         own = WeightCodes(part, (5, 8), rank=whole.rank, world=world)
         wire = torch.empty(own.wire_bytes, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def test_the_bytes_of_a_wire_are_scales_and_bits() -> None:
         [(2, False), (3, True), (4, False), (8, True)],
         [({"axis": 0}, 2), ({"axis": None}, 1), ({"axis": 1}, 40), ({"group": 8}, 10)],
     ):
-        codec = codecs(case((5, 40), bits, where, shifted=shifted), 3)[0]  # two rows a rank, and one
+        codec = codecs(case((5, 40), bits, where, shifted=shifted), 3)[0]  # two rows per rank, and one
         assert codec.wire_bytes == 4 * count * (1 + shifted) + 80 * bits // 8
     assert packed_bytes(4096 * 1024, 4) == 4096 * 1024 // 2
 
@@ -183,7 +183,7 @@ def test_what_is_not_finite_is_seen_in_its_channel_and_nowhere_else(
     where: dict[str, Any], channel: tuple[Any, Any], bad: float
 ) -> None:
     one, out = case((4, 8), 4, where, shifted=False), torch.empty(4, 8)
-    want = one.quantised().detach()
+    want = one.quantized().detach()
     want[channel] = torch.nan
     one.weight[1, 5] = bad
     codecs(one, 2)[0].decode_all(gathered(one, 2), out)
@@ -195,7 +195,7 @@ def test_a_scale_without_the_papers_factor() -> None:
         scale_gradient = False
 
     weight, grad = torch.randn(3, 8, generator=seeded(2)), torch.randn(3, 8, generator=seeded(3))
-    plain, usual = (kind(4, axis=0).initialise(weight) for kind in (Plain, LSQ))
+    plain, usual = (kind(4, axis=0).initialize(weight) for kind in (Plain, LSQ))
     got, want = (WeightCodes(q, (3, 8), rank=0, world=1).gradients(weight, grad).scale for q in (plain, usual))
     torch.testing.assert_close(got / (8 * 7) ** 0.5, want, rtol=4 * ROUND, atol=0)
 
@@ -248,7 +248,7 @@ def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) ->
         one = case(shape, bits, where, shifted=shifted)
         seen = ranks(world).run(step, shape, bits, where, shifted)
         for found in seen:
-            assert_same(found.weight, one.quantised().detach())
+            assert_same(found.weight, one.quantized().detach())
             assert found.wire_bytes == gathered(one, world).shape[1]
             assert_same(found.dscale, seen[0].dscale)
         grad = sum((rank_gradient(shape, rank) for rank in range(world)), torch.zeros(shape))
@@ -259,7 +259,7 @@ def sharded_step(group: Group) -> Seen:
     """The same for a layer whose weight and scales fully_shard has cut; the gradient is every rank's."""
     torch.manual_seed(0)
     layer = fully_shard(qat.prepare(nn.Linear(8, 5), act_bits=None))
-    codec = WeightCodes(layer.weight_quantiser, layer.weight.shape, rank=group.rank(), world=group.size())
+    codec = WeightCodes(layer.weight_quantizer, layer.weight.shape, rank=group.rank(), world=group.size())
     shard, rows = layer.weight.to_local(), codec.rows(group.rank())
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     codec.encode(shard, wire)
@@ -273,10 +273,10 @@ def sharded_step(group: Group) -> Seen:
 def test_scales_that_fully_shard_has_cut(ranks: RankPool) -> None:
     torch.manual_seed(0)
     layer = qat.prepare(nn.Linear(8, 5), act_bits=None)
-    one = Case(layer.weight.detach(), layer.weight_quantiser)
+    one = Case(layer.weight.detach(), layer.weight_quantizer)
     seen = ranks(2).run(sharded_step)
     for found in seen:
-        assert_same(found.weight, one.quantised().detach())
+        assert_same(found.weight, one.quantized().detach())
         assert found.wire_bytes == 3 * 4 + 3 * 8  # of three rows: scales, and codes of 8 bits, as it is the last layer
     weight, scale = (torch.cat([getattr(found, name) for found in seen]) for name in ("dweight", "dscale"))
     check_gradients(one, rank_gradient((5, 8), 0), weight, scale, None)
@@ -286,16 +286,16 @@ def test_scales_that_fully_shard_has_cut(ranks: RankPool) -> None:
 
 
 def test_bad_arguments() -> None:
-    quantiser = case((4, 8), 4, {"axis": 0}, shifted=False).quantiser
+    quantizer = case((4, 8), 4, {"axis": 0}, shifted=False).quantizer
     with pytest.raises(ValueError, match=r"rank must be within 0\.\.1, got 2"):
-        WeightCodes(quantiser, (4, 8), rank=2, world=2)
+        WeightCodes(quantizer, (4, 8), rank=2, world=2)
     with pytest.raises(ValueError, match=r"no scale yet: run qat\.calibrate"):
         WeightCodes(LSQ(4, axis=0), (4, 8), rank=0, world=2)
     with pytest.raises(ValueError, match=r"has 6 scales, 3 of them of rank 0; the quantiser holds 4"):
-        WeightCodes(quantiser, (6, 8), rank=0, world=2)
+        WeightCodes(quantizer, (6, 8), rank=0, world=2)
     with pytest.raises(ValueError, match="nothing to send"):
-        WeightCodes(quantiser, (4, 0), rank=0, world=2)
-    codec = WeightCodes(quantiser, (4, 8), rank=0, world=2)
+        WeightCodes(quantizer, (4, 0), rank=0, world=2)
+    codec = WeightCodes(quantizer, (4, 8), rank=0, world=2)
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"shard of rank 0 must be of shape \(2, 8\), got \(4, 8\)"):
         codec.encode(torch.zeros(4, 8), wire)
@@ -313,12 +313,12 @@ def test_bad_arguments() -> None:
 @needs_cuda[1]
 def test_no_host_sync_on_a_gpu() -> None:
     one = case((6, 16), 4, {"axis": 0}, shifted=True)
-    weight, quantiser = one.weight.to(CUDA), one.quantiser.to(CUDA)
-    codec = WeightCodes(quantiser, weight.shape, rank=0, world=1)
+    weight, quantizer = one.weight.to(CUDA), one.quantizer.to(CUDA)
+    codec = WeightCodes(quantizer, weight.shape, rank=0, world=1)
     wire, out = torch.empty(codec.wire_bytes, dtype=torch.uint8, device=CUDA), torch.empty_like(weight)
     codec.gradients(weight, weight)  # kernels are compiled
     with no_host_sync():
         codec.encode(weight, wire)
         codec.decode_all(wire.unsqueeze(0), out)
         codec.gradients(weight, out)
-    assert_same(out.cpu(), case((6, 16), 4, {"axis": 0}, shifted=True).quantised().detach())
+    assert_same(out.cpu(), case((6, 16), 4, {"axis": 0}, shifted=True).quantized().detach())

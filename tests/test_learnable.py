@@ -83,19 +83,19 @@ class Expected(NamedTuple):
     dz_bound: Tensor
 
 
-def formula(quantiser: LearnableFakeQuantize, x: Tensor, grad: Tensor) -> Expected:
+def formula(quantizer: LearnableFakeQuantize, x: Tensor, grad: Tensor) -> Expected:
     """Both rules, element by element as written. Bounds: two roundings of v, and any order of adding in fp32."""
-    axis, low, high = quantiser._axis, quantiser.quant_min, quantiser.quant_max
+    axis, low, high = quantizer._axis, quantizer.quant_min, quantizer.quant_max
     v, g = by_channel(x.detach().double(), axis), by_channel(grad.double(), axis)
-    s = quantiser.scale.detach().double().unsqueeze(1)
-    z = quantiser.zero_point.detach().double().round().clamp(low, high).unsqueeze(1)
+    s = quantizer.scale.detach().double().unsqueeze(1)
+    z = quantizer.zero_point.detach().double().round().clamp(low, high).unsqueeze(1)
     v = v / s
     u = v.round() + z
-    paper = quantiser.gradient == "lsq"
+    paper = quantizer.gradient == "lsq"
     outside = (v <= low - z) | (v >= high - z) if paper else (u < low) | (u > high)
     codes = u.clamp(low, high) - z
     n = x.numel() / len(s) if paper else x.numel()
-    factor = 1 / math.sqrt(max(n, 1) * (high or -low)) if quantiser.use_grad_scaling else 1.0
+    factor = 1 / math.sqrt(max(n, 1) * (high or -low)) if quantizer.use_grad_scaling else 1.0
     ds, dz = torch.where(outside, codes, v.round() - v), torch.where(outside, -s, 0.0)
     roundings = (v.shape[1] + 8) * ROUND * factor
     return Expected(
@@ -104,36 +104,36 @@ def formula(quantiser: LearnableFakeQuantize, x: Tensor, grad: Tensor) -> Expect
     )
 
 
-def check_against_formula(quantiser: LearnableFakeQuantize, x: Tensor) -> None:
+def check_against_formula(quantizer: LearnableFakeQuantize, x: Tensor) -> None:
     """Values bit by bit, dx too; the parameters' gradients within the bound."""
     x = x.detach().requires_grad_()
-    y = quantiser(x)
+    y = quantizer(x)
     grad = torch.linspace(-1, 2, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x.dtype)
     y.backward(grad)
-    want = formula(quantiser, x, grad)
+    want = formula(quantizer, x, grad)
     compute = torch.promote_types(x.dtype, torch.float32)
-    values = want.codes.to(compute) * quantiser.scale.detach().to(compute).unsqueeze(1)
+    values = want.codes.to(compute) * quantizer.scale.detach().to(compute).unsqueeze(1)
     assert y.dtype == x.dtype
-    assert torch.equal(by_channel(y.detach(), quantiser._axis), values.to(x.dtype))
+    assert torch.equal(by_channel(y.detach(), quantizer._axis), values.to(x.dtype))
     assert x.grad is not None
-    assert torch.equal(by_channel(x.grad, quantiser._axis), want.dx.to(x.dtype))
+    assert torch.equal(by_channel(x.grad, quantizer._axis), want.dx.to(x.dtype))
     for parameter, exact, bound in (
-        (quantiser.scale, want.ds, want.ds_bound),
-        (quantiser.zero_point, want.dz, want.dz_bound),
+        (quantizer.scale, want.ds, want.ds_bound),
+        (quantizer.zero_point, want.dz, want.dz_bound),
     ):
         assert parameter.grad is not None
         assert parameter.grad.dtype == parameter.dtype
         assert ((parameter.grad - exact).abs() <= bound + ROUND * exact.abs()).all()
 
 
-def off_grid(quantiser: LearnableFakeQuantize, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+def off_grid(quantizer: LearnableFakeQuantize, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     """Elements inside the range and beyond it, none within 0.03 steps of where rounding or clamping decides."""
     make = torch.Generator().manual_seed(seed)
-    low, high, axis = quantiser.quant_min, quantiser.quant_max, quantiser._axis
+    low, high, axis = quantizer.quant_min, quantizer.quant_max, quantizer._axis
     steps = torch.randint(low - high - 3, high - low + 4, shape, generator=make)
     side = torch.randint(0, 2, shape, generator=make) * 2 - 1
     v = steps + side * (0.05 + 0.4 * torch.rand(shape, generator=make))
-    scale = quantiser.scale.detach()
+    scale = quantizer.scale.detach()
     if axis is None:
         return (v * scale).to(dtype)
     return (v.movedim(axis, -1) * scale).movedim(-1, axis).to(dtype)
@@ -146,7 +146,7 @@ def shapes(least: int) -> st.SearchStrategy[tuple[int, ...]]:
 class Case(NamedTuple):
     """A quantiser in learning mode, and what to put through it."""
 
-    quantiser: LearnableFakeQuantize
+    quantizer: LearnableFakeQuantize
     shape: tuple[int, ...]
     dtype: torch.dtype
     seed: int
@@ -161,7 +161,7 @@ def learning_cases(draw: st.DrawFn) -> Case:
     shape = draw(shapes(least=1))
     axis = draw(st.none() | st.integers(-len(shape), len(shape) - 1))
     more: dict[str, Any] = {} if axis is None else {"ch_axis": axis}
-    quantiser = LearnableFakeQuantize(
+    quantizer = LearnableFakeQuantize(
         MinMaxObserver if axis is None else PerChannelMinMaxObserver,
         *(low, low + (1 << bits) - 1),
         dtype=torch.qint32,
@@ -169,48 +169,48 @@ def learning_cases(draw: st.DrawFn) -> Case:
         gradient=draw(st.sampled_from(["torch", "lsq"])),
         **more,
     ).enable_param_learning()
-    quantiser._fit(torch.empty(shape))
+    quantizer._fit(torch.empty(shape))
     spread = draw(st.integers(-8, 8))
-    for at in range(quantiser.scale.numel()):
-        quantiser.scale.data[at] = 2.0**spread * (1 + 0.37 * at)
-        quantiser.zero_point.data[at] = draw(st.integers(low - 9, low + (1 << bits) + 9)) + 0.3
-    return Case(quantiser, shape, dtype, draw(st.integers(0, 99)))
+    for at in range(quantizer.scale.numel()):
+        quantizer.scale.data[at] = 2.0**spread * (1 + 0.37 * at)
+        quantizer.zero_point.data[at] = draw(st.integers(low - 9, low + (1 << bits) + 9)) + 0.3
+    return Case(quantizer, shape, dtype, draw(st.integers(0, 99)))
 
 
 @examples(80)
 @given(learning_cases(), st.booleans())
 def test_both_rules_are_the_written_formula(case: Case, transposed: bool) -> None:
-    x = off_grid(case.quantiser, case.shape, case.dtype, case.seed)
-    if case.quantiser._unfitted:  # the channels' axis is empty: nothing to tell how many there are
-        assert case.quantiser(x).shape == x.shape
+    x = off_grid(case.quantizer, case.shape, case.dtype, case.seed)
+    if case.quantizer._unfitted:  # the channels' axis is empty: nothing to tell how many there are
+        assert case.quantizer(x).shape == x.shape
         return
     if transposed:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    check_against_formula(case.quantiser, x)
+    check_against_formula(case.quantizer, x)
 
 
 @pytest.mark.parametrize("gradient", ["torch", "lsq"])
 def test_the_rules_differ_in_the_outer_half_step_and_in_the_factor(gradient: str) -> None:
-    quantiser = LearnableFakeQuantize(
+    quantizer = LearnableFakeQuantize(
         PerChannelMinMaxObserver, 0, 15, ch_axis=0, use_grad_scaling=True, gradient=gradient
     ).enable_param_learning()
     x = torch.tensor([[15.4, 15.4, 15.4], [-0.4, 3.1, 9.2]], requires_grad=True)
-    quantiser(x).sum().backward()
+    quantizer(x).sum().backward()
     ds = [45.0, 0 - 0.1 - 0.2] if gradient == "lsq" else [-1.2, 0.4 - 0.1 - 0.2]
     factor = 1 / math.sqrt((3 if gradient == "lsq" else 6) * 15)
-    assert quantiser.scale.grad is not None
-    assert torch.allclose(quantiser.scale.grad, factor * torch.tensor(ds), rtol=0, atol=32 * ROUND * 45)
+    assert quantizer.scale.grad is not None
+    assert torch.allclose(quantizer.scale.grad, factor * torch.tensor(ds), rtol=0, atol=32 * ROUND * 45)
 
 
 def test_gradcheck_of_what_is_smooth() -> None:
     """Outside the range the output is linear in the scale: the gradient is what differences in doubles give."""
-    quantiser = int8(low=-8, high=7, scale=0.1).enable_param_learning().double()
+    quantizer = int8(low=-8, high=7, scale=0.1).enable_param_learning().double()
     x = torch.tensor([-5.0, 3.0, 9.0], dtype=torch.float64)
 
     def of_scale(scale: Tensor) -> Tensor:
-        return torch.func.functional_call(quantiser, {"scale": scale}, (x,))
+        return torch.func.functional_call(quantizer, {"scale": scale}, (x,))
 
-    assert torch.autograd.gradcheck(of_scale, (quantiser.scale.detach().clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(of_scale, (quantizer.scale.detach().clone().requires_grad_(),))
 
 
 # --- torch's class, where it is right ---------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ def test_learning_is_torchs(case: tuple[LearnableFakeQuantize, Any, Any], seed: 
     """Outputs and dx to the bit; gradients of the parameters as far apart as two sums in fp32 may be."""
     ours, theirs, shape = case
     start = torch.linspace(0.2, 1.7, ours.scale.numel())
-    for quantiser in case[:2]:
-        quantiser.enable_param_learning()
-        quantiser.scale.data.copy_(start)
-        quantiser.zero_point.data.fill_(max(0, ours.quant_max // 2))
+    for quantizer in case[:2]:
+        quantizer.enable_param_learning()
+        quantizer.scale.data.copy_(start)
+        quantizer.zero_point.data.fill_(max(0, ours.quant_max // 2))
     x = off_grid(ours, shape, torch.float32, seed).requires_grad_()
     other = x.detach().clone().requires_grad_()
     grad = torch.linspace(-1, 2, x.numel()).view(shape)
@@ -286,14 +286,27 @@ def test_it_is_torchs_class_from_outside() -> None:
         mine = ours.state_dict()[name]
         assert torch.equal(mine, value), name
         assert mine.dtype == value.dtype, name
-    assert ours.scale.requires_grad == theirs.scale.requires_grad
+
+
+def test_a_fresh_module_learns_nothing_until_it_is_told_to() -> None:
+    """torch's parameters require gradients although its flag says that learning is off."""
+    ours, theirs = both(PerChannelMinMaxObserver, 0, 15, channel_len=3)
+    assert not ours.learning_enabled
+    assert not theirs.learning_enabled
+    assert [p.requires_grad for p in ours.parameters()] == [False, False]
+    assert [p.requires_grad for p in theirs.parameters()] == [True, True]
+    x = torch.linspace(-1, 1, 12, requires_grad=True)
+    ours(x.view(3, 4)).sum().backward()
+    assert x.grad is not None
+    assert ours.scale.grad is ours.zero_point.grad is None
+    assert all(p.requires_grad for p in ours.enable_param_learning().parameters())
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
 
 
-def flags(quantiser: Any) -> list[int]:
-    return [int(getattr(quantiser, name)) for name in FLAGS]
+def flags(quantizer: Any) -> list[int]:
+    return [int(getattr(quantizer, name)) for name in FLAGS]
 
 
 SETTERS = [
@@ -305,24 +318,24 @@ SETTERS = [
 
 @pytest.mark.parametrize(("name", "want"), SETTERS)
 def test_modes(name: str, want: list[int]) -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver)
-    assert getattr(quantiser, name)() is quantiser
-    assert flags(quantiser) == want
-    assert quantiser.scale.requires_grad == quantiser.zero_point.requires_grad == bool(want[2])
+    quantizer = LearnableFakeQuantize(MinMaxObserver)
+    assert getattr(quantizer, name)() is quantizer
+    assert flags(quantizer) == want
+    assert quantizer.scale.requires_grad == quantizer.zero_point.requires_grad == bool(want[2])
     x = torch.tensor([0.3, -2.0])
-    y = quantiser(x)
+    y = quantizer(x)
     assert (y is x) == (want[0] == 0)
-    assert bool(quantiser.activation_post_process.max_val == 0.3) == (want[1] == 1)
+    assert bool(quantizer.activation_post_process.max_val == 0.3) == (want[1] == 1)
 
 
-def test_every_switch_returns_the_quantiser() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver)
-    switches = [name for name in dir(quantiser) if name.startswith(("enable_", "disable_", "toggle_"))]
+def test_every_switch_returns_the_quantizer() -> None:
+    quantizer = LearnableFakeQuantize(MinMaxObserver)
+    switches = [name for name in dir(quantizer) if name.startswith(("enable_", "disable_", "toggle_"))]
     assert len(switches) == 10
     for name in switches:
-        assert getattr(quantiser, name)() is quantiser, name
-    assert quantiser.toggle_fake_quant(False).toggle_observer_update(True).toggle_qparam_learning(False) is quantiser
-    assert flags(quantiser) == [0, 1, 0]
+        assert getattr(quantizer, name)() is quantizer, name
+    assert quantizer.toggle_fake_quant(False).toggle_observer_update(True).toggle_qparam_learning(False) is quantizer
+    assert flags(quantizer) == [0, 1, 0]
 
 
 def test_torchs_switches_over_a_model() -> None:
@@ -339,16 +352,16 @@ def test_torchs_switches_over_a_model() -> None:
 
 
 def test_a_flag_written_by_hand_counts() -> None:
-    quantiser, x = LearnableFakeQuantize(MinMaxObserver), torch.tensor([0.3, 1.0])
-    quantiser.fake_quant_enabled[0] = 0
-    assert quantiser(x) is x
-    quantiser.fake_quant_enabled = torch.tensor([1], dtype=torch.uint8)
-    assert quantiser(x) is not x
-    quantiser.static_enabled[0] = 0
-    quantiser.double()  # a flag written before a cast counts after it
-    scale = quantiser.scale.item()
-    quantiser(100 * x.double())
-    assert quantiser.scale.item() == scale
+    quantizer, x = LearnableFakeQuantize(MinMaxObserver), torch.tensor([0.3, 1.0])
+    quantizer.fake_quant_enabled[0] = 0
+    assert quantizer(x) is x
+    quantizer.fake_quant_enabled = torch.tensor([1], dtype=torch.uint8)
+    assert quantizer(x) is not x
+    quantizer.static_enabled[0] = 0
+    quantizer.double()  # a flag written before a cast counts after it
+    scale = quantizer.scale.item()
+    quantizer(100 * x.double())
+    assert quantizer.scale.item() == scale
 
 
 @pytest.mark.parametrize("learning", [True, False])
@@ -363,19 +376,19 @@ def test_loading_restores_the_mode_and_what_is_trainable(learning: bool) -> None
     assert (target(x) is x) == (not learning)
 
 
-def test_loading_a_checkpoint_without_quantisers_changes_no_mode() -> None:
-    for quantiser in (int8(), int8().enable_param_learning(), int8().enable_static_observation()):
-        before = flags(quantiser), quantiser.scale.requires_grad
-        quantiser.load_state_dict({}, strict=False)
-        assert (flags(quantiser), quantiser.scale.requires_grad) == before
+def test_loading_a_checkpoint_without_quantizers_changes_no_mode() -> None:
+    for quantizer in (int8(), int8().enable_param_learning(), int8().enable_static_observation()):
+        before = flags(quantizer), quantizer.scale.requires_grad
+        quantizer.load_state_dict({}, strict=False)
+        assert (flags(quantizer), quantizer.scale.requires_grad) == before
 
 
 def test_observation_leaves_the_parameters_alone() -> None:
     ours, theirs = both(PerChannelMinMaxObserver, ch_axis=0, channel_len=2, scale=0.5, zero_point=3.0)
     x = torch.randn(2, 50)
-    for quantiser in (ours, theirs):
-        quantiser.enable_static_observation()
-        assert quantiser(x) is x
+    for quantizer in (ours, theirs):
+        quantizer.enable_static_observation()
+        assert quantizer(x) is x
     assert torch.equal(ours.scale, torch.tensor([0.5, 0.5]))
     assert torch.equal(ours.zero_point, torch.tensor([3.0, 3.0]))
     assert not torch.equal(theirs.scale, torch.tensor([0.5, 0.5]))  # torch's fault
@@ -398,18 +411,18 @@ class HostReads(TorchDispatchMode):
 @pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL])
 def test_the_host_never_waits(name: str, observer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "check_scale", lambda scale: None)  # made for tensors that are on the host
-    quantiser = getattr(LearnableFakeQuantize(observer), name)()
+    quantizer = getattr(LearnableFakeQuantize(observer), name)()
     x = torch.randn(3, 5, requires_grad=True)
     with HostReads() as reads:
         for _ in range(2):
-            quantiser(x).sum().backward()
-        quantiser.toggle_fake_quant(True).toggle_observer_update(False)
-        quantiser(x)
+            quantizer(x).sum().backward()
+        quantizer.toggle_fake_quant(True).toggle_observer_update(False)
+        quantizer(x)
         assert reads.count == 0
-        quantiser.fake_quant_enabled[0] = 0
-        quantiser(x)
+        quantizer.fake_quant_enabled[0] = 0
+        quantizer(x)
         assert reads.count == 2  # the two flags, once
-        quantiser(x)
+        quantizer(x)
         assert reads.count == 2
 
 
@@ -419,10 +432,10 @@ def test_the_host_never_waits(name: str, observer: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
 def test_16_bit_tensors_have_gradients_and_parameters_of_32(dtype: torch.dtype, observer: Any) -> None:
-    quantiser = int8(observer, -4, 3, scale=0.3).enable_param_learning()
-    quantiser._fit(torch.empty(3, 4))
-    check_against_formula(quantiser, off_grid(quantiser, (3, 4), dtype, 1))
-    assert quantiser.scale.dtype == quantiser.zero_point.dtype == torch.float32
+    quantizer = int8(observer, -4, 3, scale=0.3).enable_param_learning()
+    quantizer._fit(torch.empty(3, 4))
+    check_against_formula(quantizer, off_grid(quantizer, (3, 4), dtype, 1))
+    assert quantizer.scale.dtype == quantizer.zero_point.dtype == torch.float32
     theirs = _LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
     with pytest.raises(RuntimeError):
         theirs(torch.ones(2, dtype=torch.float16, requires_grad=True)).sum().backward()
@@ -431,35 +444,35 @@ def test_16_bit_tensors_have_gradients_and_parameters_of_32(dtype: torch.dtype, 
 @pytest.mark.parametrize(("axis", "same"), [(-1, 2), (-2, 1), (-3, 0)])
 def test_negative_axes(axis: int, same: int) -> None:
     x = torch.randn(2, 3, 4)
-    quantisers = [LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=a) for a in (axis, same)]
-    outputs = [quantiser(x) for quantiser in quantisers]
+    quantizers = [LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=a) for a in (axis, same)]
+    outputs = [quantizer(x) for quantizer in quantizers]
     assert torch.equal(*outputs)
-    assert quantisers[0].scale.numel() == x.shape[axis]
-    assert torch.equal(quantisers[0].scale, quantisers[1].scale)
+    assert quantizers[0].scale.numel() == x.shape[axis]
+    assert torch.equal(quantizers[0].scale, quantizers[1].scale)
 
 
 def test_integers_as_initial_values() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=1, zero_point=0)
-    assert quantiser.scale.dtype == quantiser.zero_point.dtype == torch.float32
-    quantiser.enable_param_learning()(torch.tensor([0.3], requires_grad=True)).sum().backward()
-    assert quantiser.scale.grad is not None
+    quantizer = LearnableFakeQuantize(MinMaxObserver, scale=1, zero_point=0)
+    assert quantizer.scale.dtype == quantizer.zero_point.dtype == torch.float32
+    quantizer.enable_param_learning()(torch.tensor([0.3], requires_grad=True)).sum().backward()
+    assert quantizer.scale.grad is not None
 
 
 @pytest.mark.parametrize("zero_point", [-3.0, -2.6, -100.0, 100.0])
 @pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
 def test_negative_zero_points_and_those_beyond_the_range(zero_point: float, observer: Any) -> None:
-    quantiser = int8(observer, -8, 7, scale=0.1, zero_point=zero_point).enable_param_learning()
-    quantiser._fit(torch.empty(2, 40))
-    check_against_formula(quantiser, off_grid(quantiser, (2, 40), torch.float32, 3))
-    scale, integer = quantiser.calculate_qparams()
+    quantizer = int8(observer, -8, 7, scale=0.1, zero_point=zero_point).enable_param_learning()
+    quantizer._fit(torch.empty(2, 40))
+    check_against_formula(quantizer, off_grid(quantizer, (2, 40), torch.float32, 3))
+    scale, integer = quantizer.calculate_qparams()
     assert integer.tolist() == [max(-8, min(7, round(zero_point)))] * len(scale)
 
 
 def test_nan_stays_visible() -> None:
     x = torch.tensor([0.3, math.nan, 1.0])
     ours, theirs = both(MinMaxObserver)
-    for quantiser in (ours, theirs):
-        quantiser.enable_param_learning()
+    for quantizer in (ours, theirs):
+        quantizer.enable_param_learning()
     assert ours(x).isnan().tolist() == [False, True, False]
     assert theirs(x).isnan().tolist() == [False, False, False]  # torch's fault
     static = LearnableFakeQuantize(MinMaxObserver)
@@ -476,57 +489,57 @@ def test_a_bad_batch_changes_no_estimate(poison: float, observer: Any, at: int) 
     clean = LearnableFakeQuantize(observer)
     for batch in batches:
         clean(batch)
-    quantiser = LearnableFakeQuantize(observer)
+    quantizer = LearnableFakeQuantize(observer)
     bad = torch.full((50,), 1000.0)
     bad[3] = poison
     for batch in [*batches[:at], bad, *batches[at:]]:
-        quantiser(batch)
+        quantizer(batch)
     for name, value in clean.state_dict().items():
-        assert torch.equal(quantiser.state_dict()[name], value), name
+        assert torch.equal(quantizer.state_dict()[name], value), name
 
 
 def test_a_histogram_never_meets_a_nan() -> None:
-    quantiser = LearnableFakeQuantize(HistogramObserver, bins=16)
-    quantiser(torch.linspace(-1, 2, 50))
-    scale = quantiser.scale.item()
-    quantiser(torch.tensor([math.nan, 1000.0]))
-    assert quantiser.scale.item() == scale
+    quantizer = LearnableFakeQuantize(HistogramObserver, bins=16)
+    quantizer(torch.linspace(-1, 2, 50))
+    scale = quantizer.scale.item()
+    quantizer(torch.tensor([math.nan, 1000.0]))
+    assert quantizer.scale.item() == scale
 
 
 @pytest.mark.parametrize("observer", PER_CHANNEL)
 def test_a_bad_batch_is_left_out_of_its_channel_only(observer: Any) -> None:
-    quantiser = (
+    quantizer = (
         LearnableFakeQuantize(observer, averaging_constant=0.5)
         if "Moving" in observer.__name__
         else (LearnableFakeQuantize(observer))
     )
-    quantiser(torch.tensor([[math.nan, 5.0], [0.0, 255.0]]))
-    assert torch.equal(quantiser.scale, torch.tensor([1.0, 1.0]))  # what it began with, and the estimate
-    quantiser(torch.tensor([[0.0, 510.0], [0.0, math.inf]]))
-    assert torch.equal(quantiser.scale, torch.tensor([2.0, 1.0]))
+    quantizer(torch.tensor([[math.nan, 5.0], [0.0, 255.0]]))
+    assert torch.equal(quantizer.scale, torch.tensor([1.0, 1.0]))  # what it began with, and the estimate
+    quantizer(torch.tensor([[0.0, 510.0], [0.0, math.inf]]))
+    assert torch.equal(quantizer.scale, torch.tensor([2.0, 1.0]))
 
 
 def test_a_range_too_wide_for_fp32_is_not_taken() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5)
-    assert quantiser(torch.tensor([-3e38, 3e38])).isfinite().all()
-    assert quantiser.scale.item() == 0.5
+    quantizer = LearnableFakeQuantize(MinMaxObserver, scale=0.5)
+    assert quantizer(torch.tensor([-3e38, 3e38])).isfinite().all()
+    assert quantizer.scale.item() == 0.5
 
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, OwnObserver])
-def test_a_shared_quantiser_has_the_gradients_of_each_call(observer: Any) -> None:
+def test_a_shared_quantizer_has_the_gradients_of_each_call(observer: Any) -> None:
     """Two calls before one backward, in static mode: each by the scale of its own call."""
 
-    def gradients(quantiser: Any) -> list[Tensor]:
+    def gradients(quantizer: Any) -> list[Tensor]:
         inputs = [(torch.linspace(-1, 1, 41) * k).requires_grad_() for k in (1, 8)]
-        sum(quantiser(x).sum() for x in inputs).backward()
+        sum(quantizer(x).sum() for x in inputs).backward()
         return [x.grad for x in inputs if x.grad is not None]
 
     def alone(k: int) -> Tensor:
-        quantiser, first = LearnableFakeQuantize(observer, 0, 15), torch.linspace(-1, 1, 41)
+        quantizer, first = LearnableFakeQuantize(observer, 0, 15), torch.linspace(-1, 1, 41)
         if k == 8:
-            quantiser(first)
+            quantizer(first)
         x = (first * k).requires_grad_()
-        quantiser(x).sum().backward()
+        quantizer(x).sum().backward()
         assert x.grad is not None
         return x.grad
 
@@ -535,13 +548,13 @@ def test_a_shared_quantiser_has_the_gradients_of_each_call(observer: Any) -> Non
     assert torch.equal(ours[1], alone(8))
 
 
-def test_torchs_shared_quantiser_goes_wrong() -> None:
+def test_torchs_shared_quantizer_goes_wrong() -> None:
     """The fault that snapshots repair: the first call's gradient by the second call's scale."""
     grads = []
-    for quantiser in both(MovingAverageMinMaxObserver, averaging_constant=1.0):
+    for quantizer in both(MovingAverageMinMaxObserver, averaging_constant=1.0):
         x = torch.linspace(-1, 1, 41, requires_grad=True)
-        y = quantiser(x)
-        quantiser(x.detach() / 8)
+        y = quantizer(x)
+        quantizer(x.detach() / 8)
         y.sum().backward()
         grads.append(x.grad)
     ours, theirs = grads
@@ -552,14 +565,14 @@ def test_torchs_shared_quantiser_goes_wrong() -> None:
 
 
 def test_switching_to_static_before_a_backward_keeps_what_was_saved() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5, zero_point=128).enable_param_learning()
+    quantizer = LearnableFakeQuantize(MinMaxObserver, scale=0.5, zero_point=128).enable_param_learning()
     x = torch.tensor([0.3, 1.0], requires_grad=True)
-    y = quantiser(x)
-    quantiser.enable_static_estimate()(torch.tensor([1000.0]))
-    quantiser.enable_param_learning()
+    y = quantizer(x)
+    quantizer.enable_static_estimate()(torch.tensor([1000.0]))
+    quantizer.enable_param_learning()
     y.sum().backward()
-    assert quantiser.scale.grad is not None
-    assert quantiser.scale.grad.item() == pytest.approx(1 - 0.6 + 2 - 2, abs=4 * ROUND)
+    assert quantizer.scale.grad is not None
+    assert quantizer.scale.grad.item() == pytest.approx(1 - 0.6 + 2 - 2, abs=4 * ROUND)
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -567,7 +580,7 @@ def test_switching_to_static_before_a_backward_keeps_what_was_saved() -> None:
     ("low", "high", "middle"), [(-8, 7, 0), (-127, 127, 0), (0, 255, 128), (0, 15, 8), (-15, 0, -7)]
 )
 def test_symmetric_schemes_hold_the_middle(low: int, high: int, middle: int, channels: bool) -> None:
-    quantiser = LearnableFakeQuantize(
+    quantizer = LearnableFakeQuantize(
         PerChannelMinMaxObserver if channels else MinMaxObserver,
         *(low, high),
         dtype=torch.qint32,
@@ -575,16 +588,16 @@ def test_symmetric_schemes_hold_the_middle(low: int, high: int, middle: int, cha
         zero_point=3.0,
     )
     x = torch.linspace(-1, 1, 101).repeat(2, 1)
-    y = quantiser(x)
-    half = quantiser.scale.max().item() / 2
-    assert (quantiser.zero_point == middle).all()
+    y = quantizer(x)
+    half = quantizer.scale.max().item() / 2
+    assert (quantizer.zero_point == middle).all()
     # All but the outermost step on one side, which a range of an even number of integers does not have.
     assert ((y - x).abs() <= 2 * half * (1 + 8 * ROUND)).all()
     assert ((y - x).abs()[x.abs() < 1 - 2 * half] <= half * (1 + 512 * ROUND)).all()
-    quantiser.zero_point.data.fill_(5.0)
-    assert (quantiser.calculate_qparams()[1] == middle).all()
-    quantiser.zero_point.data.fill_(5.0)
-    assert torch.equal(quantiser.enable_param_learning()(x), y)
+    quantizer.zero_point.data.fill_(5.0)
+    assert (quantizer.calculate_qparams()[1] == middle).all()
+    quantizer.zero_point.data.fill_(5.0)
+    assert torch.equal(quantizer.enable_param_learning()(x), y)
 
 
 def test_torch_loses_the_negative_half_of_an_unsigned_symmetric_scheme() -> None:
@@ -597,10 +610,10 @@ def test_torch_loses_the_negative_half_of_an_unsigned_symmetric_scheme() -> None
 @pytest.mark.parametrize("observer", PER_CHANNEL)
 def test_real_zero_points(observer: Any) -> None:
     """per_channel_affine_float_qparams: every channel has its own range, which need not hold zero."""
-    quantiser = LearnableFakeQuantize(observer, qscheme=torch.per_channel_affine_float_qparams, ch_axis=0)
+    quantizer = LearnableFakeQuantize(observer, qscheme=torch.per_channel_affine_float_qparams, ch_axis=0)
     x = torch.tensor([[1.0, 1.26, 1.71, 2.0], [100.0, 121.0, 222.0, 300.0], [-5.0, -4.53, -4.12, -4.0]])
-    y = quantiser(x)
-    scale, zero_point = quantiser.calculate_qparams()
+    y = quantizer(x)
+    scale, zero_point = quantizer.calculate_qparams()
     theirs = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, 0, 255)
     assert torch.equal(scale, (x.amax(1) - x.amin(1)) / 255)
     assert zero_point.is_floating_point()
@@ -610,28 +623,28 @@ def test_real_zero_points(observer: Any) -> None:
 
 
 def test_a_constant_channel_with_a_real_zero_point() -> None:
-    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, qscheme=torch.per_channel_affine_float_qparams)
+    quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, qscheme=torch.per_channel_affine_float_qparams)
     x = torch.tensor([[7.25, 7.25], [0.0, 0.0]])
-    assert torch.equal(quantiser(x), x)
-    assert quantiser.scale.tolist() == [1.0, 1.0]
+    assert torch.equal(quantizer(x), x)
+    assert quantizer.scale.tolist() == [1.0, 1.0]
 
 
 def test_gradients_of_real_zero_points() -> None:
     """The rule of origin with u = round(x/s + z), z not rounded."""
-    quantiser = LearnableFakeQuantize(
+    quantizer = LearnableFakeQuantize(
         PerChannelMinMaxObserver, 0, 15, qscheme=torch.per_channel_affine_float_qparams, scale=0.5, zero_point=2.3
     ).enable_param_learning()
     x = torch.tensor([[0.4, 3.0, 40.0, -9.0]], requires_grad=True)
     g = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
-    quantiser(x).backward(g)
+    quantizer(x).backward(g)
     v = x.detach().double() / 0.5 + 2.3
     outside = torch.tensor([[False, False, True, True]])
     ds = (g * torch.where(outside, v.round().clamp(0, 15) - 2.3, v.round() - v)).sum()
     dz = (g * torch.where(outside, -0.5, 0.0)).sum()
-    assert quantiser.scale.grad is not None
-    assert quantiser.zero_point.grad is not None
-    assert quantiser.scale.grad.item() == pytest.approx(ds.item(), abs=64 * ROUND * 64)
-    assert quantiser.zero_point.grad.item() == pytest.approx(dz.item(), abs=8 * ROUND)
+    assert quantizer.scale.grad is not None
+    assert quantizer.zero_point.grad is not None
+    assert quantizer.scale.grad.item() == pytest.approx(ds.item(), abs=64 * ROUND * 64)
+    assert quantizer.zero_point.grad.item() == pytest.approx(dz.item(), abs=8 * ROUND)
     assert torch.equal(x.grad, g.masked_fill(outside, 0))  # type: ignore[arg-type]
 
 
@@ -639,58 +652,94 @@ def test_gradients_of_real_zero_points() -> None:
 @pytest.mark.parametrize("observer", [*PER_TENSOR, *PER_CHANNEL, OwnObserver])
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 3)])
 def test_empty_batches(name: str, observer: Any, shape: tuple[int, ...]) -> None:
-    quantiser = LearnableFakeQuantize(observer, 0, 15, scale=0.5, use_grad_scaling=True)
+    quantizer = LearnableFakeQuantize(observer, 0, 15, scale=0.5, use_grad_scaling=True)
     x = torch.empty(shape, requires_grad=True)
-    y = getattr(quantiser, name)()(x)
+    y = getattr(quantizer, name)()(x)
     assert y.shape == shape
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == shape
-    assert (quantiser.scale == 0.5).all()
+    assert (quantizer.scale == 0.5).all()
 
 
 def test_a_range_that_ends_at_zero() -> None:
-    quantiser = int8(low=-15, high=0, scale=0.1, use_grad_scaling=True).enable_param_learning()
-    check_against_formula(quantiser, off_grid(quantiser, (50,), torch.float32, 5))
+    quantizer = int8(low=-15, high=0, scale=0.1, use_grad_scaling=True).enable_param_learning()
+    check_against_formula(quantizer, off_grid(quantizer, (50,), torch.float32, 5))
 
 
-@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
-    quantiser.scale.data.fill_(scale)
-    for use in (lambda: quantiser(torch.ones(2)), quantiser.calculate_qparams):
+    quantizer = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
+    quantizer.scale.data.fill_(scale)
+    for use in (lambda: quantizer(torch.ones(2)), quantizer.calculate_qparams):
         with pytest.raises(ValueError, match="a scale and its inverse must be positive and finite, got"):
             use()
-    assert torch.equal(quantiser.scale.data, torch.tensor([scale])) or math.isnan(scale)
+    assert torch.equal(quantizer.scale.data, torch.tensor([scale])) or math.isnan(scale)
     with pytest.raises(ValueError, match="a scale and its inverse must be positive and finite, got"):
         LearnableFakeQuantize(MinMaxObserver, scale=scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-12, EPS / 2])
-def test_a_scale_below_eps_is_kept_at_eps(scale: float) -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()
-    quantiser.scale.data.fill_(scale)
-    quantiser(torch.ones(2, requires_grad=True)).sum().backward()
-    assert quantiser.scale.item() == EPS
-    assert quantiser.scale.grad is not None
-    assert quantiser.scale.grad.item() == 2 * 255
+@pytest.mark.parametrize("scale", [-1.0, -1e-12, 0.0, 1e-12, EPS / 2])
+@pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_a_scale_below_eps_is_brought_back_as_torch_does(scale: float, observer: Any, mode: str) -> None:
+    channels = {} if observer is MinMaxObserver else {"channel_len": 3}
+    pair = both(observer, -8, 7, scale=0.5, dtype=torch.qint8, **channels)
+    results = []
+    for quantizer in pair:
+        quantizer.enable_param_learning()
+        quantizer.train(mode == "train").scale.data[-1] = scale
+        x = torch.linspace(-2, 2, 12).view(3, 4).requires_grad_()
+        with torch.set_grad_enabled(mode != "no_grad"):
+            y = quantizer(x)
+        assert quantizer.scale[-1].item() == EPS
+        if mode != "no_grad":
+            y.backward(torch.linspace(-1, 2, 12).view(3, 4))
+            assert quantizer.scale.grad.isfinite().all()
+        results.append([y, x.grad, quantizer.scale, *quantizer.calculate_qparams()])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_a_scale_is_brought_back_while_nothing_is_quantised() -> None:
+    """But not in static observation, which leaves the parameters as they are."""
+    quantizer, x = int8().enable_param_learning().toggle_fake_quant(False), torch.ones(2)
+    quantizer.scale.data.fill_(-1)
+    assert quantizer(x) is x
+    assert quantizer.scale.item() == EPS
+    quantizer.enable_static_observation().scale.data.fill_(-1)
+    assert quantizer(x) is x
+    assert quantizer.scale.item() == -1
+
+
+def test_an_optimizer_pushes_the_scale_below_zero_and_training_goes_on() -> None:
+    """Both signs of the gradient: up from eps, and down again. In fp32 eps is lost beside 4."""
+    quantizer = int8(low=-2, high=1, scale=0.5, qscheme=torch.per_tensor_symmetric).enable_param_learning()
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=1.0)
+    scales = []
+    for sign in (1, -1, 1):
+        optimizer.zero_grad()
+        (sign * quantizer(torch.full((4,), 9.0))).sum().backward()  # every element is outside: ds = 1 each
+        optimizer.step()
+        scales.append(quantizer.scale.item())
+    assert scales == [-3.5, 4.0, 0.0]
 
 
 def test_an_activation_checkpoint_shows_a_batch_once() -> None:
-    quantiser, x = LearnableFakeQuantize(MovingAverageMinMaxObserver), torch.linspace(-1, 1, 9, requires_grad=True)
-    quantiser(torch.ones(2))
-    y = checkpoint(lambda t: quantiser(t).sin(), x, use_reentrant=False)
-    seen = quantiser.activation_post_process.min_val.clone()
+    quantizer, x = LearnableFakeQuantize(MovingAverageMinMaxObserver), torch.linspace(-1, 1, 9, requires_grad=True)
+    quantizer(torch.ones(2))
+    y = checkpoint(lambda t: quantizer(t).sin(), x, use_reentrant=False)
+    seen = quantizer.activation_post_process.min_val.clone()
     y.sum().backward()
-    assert torch.equal(quantiser.activation_post_process.min_val, seen)
+    assert torch.equal(quantizer.activation_post_process.min_val, seen)
 
 
 def test_parameters_saved_elsewhere_stay_valid() -> None:
     """A forward writes parameters past autograd: a penalty on the scale from before it can still be differentiated."""
-    quantiser = int8(qscheme=torch.per_tensor_symmetric).enable_param_learning()
-    penalty = quantiser.scale.square().sum()
-    (quantiser(torch.tensor([0.3])).sum() + penalty).backward()
-    assert quantiser.scale.grad is not None
+    quantizer = int8(qscheme=torch.per_tensor_symmetric).enable_param_learning()
+    penalty = quantizer.scale.square().sum()
+    (quantizer(torch.tensor([0.3])).sum() + penalty).backward()
+    assert quantizer.scale.grad is not None
 
 
 # --- channels ---------------------------------------------------------------------------------------------------------
@@ -698,22 +747,22 @@ def test_parameters_saved_elsewhere_stay_valid() -> None:
 
 @pytest.mark.parametrize("mode", ["enable_param_learning", "enable_static_estimate"])
 def test_the_number_of_channels_is_inferred(mode: str) -> None:
-    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1, scale=0.25, zero_point=2.0)
+    quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1, scale=0.25, zero_point=2.0)
     given = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=1, scale=0.25, zero_point=2.0, channel_len=3)
-    scale, zero_point = quantiser.scale, quantiser.zero_point
-    optimiser = torch.optim.Adam(quantiser.parameters(), lr=0.1)
+    scale, zero_point = quantizer.scale, quantizer.zero_point
+    optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.1)
     x = torch.randn(2, 3, 4)
-    y = getattr(quantiser, mode)()(x)
+    y = getattr(quantizer, mode)()(x)
     assert torch.equal(y, getattr(given, mode)()(x))
-    assert quantiser.scale is scale
-    assert quantiser.zero_point is zero_point
-    assert quantiser.channel_len == len(scale) == 3
-    quantiser.enable_param_learning()(x).sum().backward()
+    assert quantizer.scale is scale
+    assert quantizer.zero_point is zero_point
+    assert quantizer.channel_len == len(scale) == 3
+    quantizer.enable_param_learning()(x).sum().backward()
     before = scale.detach().clone()
-    optimiser.step()
+    optimizer.step()
     assert ((scale - before).abs() > 0).all()
     with pytest.raises(ValueError, match=r"axis 1 of \(2, 4\) must have 3 channels"):
-        quantiser(torch.ones(2, 4))
+        quantizer(torch.ones(2, 4))
 
 
 def test_a_checkpoint_gives_the_number_of_channels() -> None:
@@ -755,57 +804,57 @@ def test_checkpoints_go_both_ways(observer: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casts_of_the_whole_module(observer: Any, dtype: torch.dtype) -> None:
     model = torch.nn.Sequential(int8(observer, -8, 7, scale=0.1234567))
-    quantiser, scale, kept = model[0], model[0].scale, torch.promote_types(dtype, torch.float32)
-    quantiser.scale.grad = torch.ones(1)
+    quantizer, scale, kept = model[0], model[0].scale, torch.promote_types(dtype, torch.float32)
+    quantizer.scale.grad = torch.ones(1)
     model.to(dtype)
-    assert quantiser.scale is scale
-    floats = [t for t in (*quantiser.parameters(), *quantiser.buffers()) if t.is_floating_point()]
+    assert quantizer.scale is scale
+    floats = [t for t in (*quantizer.parameters(), *quantizer.buffers()) if t.is_floating_point()]
     assert all(t.dtype == kept for t in floats)
-    assert quantiser.scale.grad.dtype == kept
-    assert torch.equal(quantiser.scale.float(), torch.tensor([0.1234567]))  # not rounded on the way
+    assert quantizer.scale.grad.dtype == kept
+    assert torch.equal(quantizer.scale.float(), torch.tensor([0.1234567]))  # not rounded on the way
     x = torch.linspace(-1, 1, 12).view(3, 4).to(dtype)
     y = model(x)
     assert y.dtype == dtype
     exact = torch.nn.Sequential(int8(observer, -8, 7)).to(kept)(x.to(kept))
     assert torch.equal(y, exact.to(dtype))
-    quantiser.enable_param_learning()
-    quantiser.scale.grad = None
+    quantizer.enable_param_learning()
+    quantizer.scale.grad = None
     if dtype != torch.bfloat16:  # off_grid is too fine for it
-        check_against_formula(quantiser, off_grid(quantiser, (3, 4), dtype, 2))
-    assert quantiser.double().half().scale.dtype == torch.float32
+        check_against_formula(quantizer, off_grid(quantizer, (3, 4), dtype, 2))
+    assert quantizer.double().half().scale.dtype == torch.float32
 
 
 def test_made_in_16_bits_it_still_counts_in_32() -> None:
     where = {"device": torch.device("meta"), "dtype": torch.bfloat16}
-    quantiser = LearnableFakeQuantize(MovingAverageMinMaxObserver, factory_kwargs=where)
-    assert {t.dtype for t in quantiser.buffers()} == {torch.float32, torch.uint8}
-    assert {t.device.type for t in quantiser.state_dict().values()} == {"meta"}
+    quantizer = LearnableFakeQuantize(MovingAverageMinMaxObserver, factory_kwargs=where)
+    assert {t.dtype for t in quantizer.buffers()} == {torch.float32, torch.uint8}
+    assert {t.device.type for t in quantizer.state_dict().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_are_equal_and_apart(how: str) -> None:
-    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, gradient="lsq")
+    quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, gradient="lsq")
     x = torch.randn(3, 4)
-    quantiser(x)
-    quantiser.fake_quant_enabled[0] = 0
+    quantizer(x)
+    quantizer.fake_quant_enabled[0] = 0
     file = io.BytesIO()
-    torch.save(quantiser, file)
+    torch.save(quantizer, file)
     file.seek(0)
     copies: dict[str, Callable[[], LearnableFakeQuantize]] = {
-        "deepcopy": lambda: copy.deepcopy(quantiser),
-        "pickle": lambda: pickle.loads(pickle.dumps(quantiser)),
+        "deepcopy": lambda: copy.deepcopy(quantizer),
+        "pickle": lambda: pickle.loads(pickle.dumps(quantizer)),
         "save": lambda: torch.load(file, weights_only=False),
     }
     made = copies[how]()
     assert flags(made) == [0, 1, 0]
     assert made(x) is x
     made.enable_param_learning()
-    quantiser.enable_param_learning()
-    assert torch.equal(made(x), quantiser(x))
+    quantizer.enable_param_learning()
+    assert torch.equal(made(x), quantizer(x))
     made.scale.data.mul_(2)
     made.fake_quant_enabled[0] = 0
     assert made(x) is x
-    assert quantiser(x) is not x
+    assert quantizer(x) is not x
 
 
 @pytest.fixture
@@ -826,13 +875,13 @@ def test_compiled_whole_in_every_mode(observer: Any, compiled: Callable[[torch.n
     run = compiled(whole)
     for name, _ in SETTERS:
         results = []
-        for quantiser, call in ((eager, eager), (whole, run)):
-            getattr(quantiser, name)()
-            quantiser.zero_grad()
+        for quantizer, call in ((eager, eager), (whole, run)):
+            getattr(quantizer, name)()
+            quantizer.zero_grad()
             x = torch.linspace(-2, 3, 12).view(3, 4).requires_grad_()
             y = call(x) + call(3 * x)
             y.sum().backward()
-            results.append([y, x.grad, *quantiser.state_dict().values(), quantiser.scale.grad])
+            results.append([y, x.grad, *quantizer.state_dict().values(), quantizer.scale.grad])
         for mine, other in zip(*results, strict=True):
             assert mine is other is None or torch.equal(mine, other), name
 
@@ -899,26 +948,26 @@ def test_in_a_qconfig_from_preparation_to_integers() -> None:
     model: Any = small_model().train()
     model.qconfig = learnable_qconfig()
     prepared = prepare_qat(model)
-    quantisers = [m for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
-    assert len(quantisers) == 5  # the input, and weight and output of two layers
+    quantizers = [m for m in prepared.modules() if isinstance(m, LearnableFakeQuantize)]
+    assert len(quantizers) == 5  # the input, and weight and output of two layers
     x, target = torch.randn(8, 1, 4, 4), torch.randint(0, 3, (8,))
     prepared(x)
-    for quantiser in quantisers:
-        quantiser.enable_param_learning()
+    for quantizer in quantizers:
+        quantizer.enable_param_learning()
     layers = [p for name, p in prepared.named_parameters() if name.endswith(("weight", "bias"))]
-    steps = [p for quantiser in quantisers for p in quantiser.parameters()]
-    optimiser = torch.optim.SGD([{"params": layers}, {"params": steps, "lr": 1e-4}], lr=0.05)
+    steps = [p for quantizer in quantizers for p in quantizer.parameters()]
+    optimizer = torch.optim.SGD([{"params": layers}, {"params": steps, "lr": 1e-4}], lr=0.05)
     losses = []
     for _ in range(5):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(prepared(x), target)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     fake = prepared.eval()(x)
     real = convert(prepared)(x)
-    step = quantisers[-1].scale.item()
+    step = quantizers[-1].scale.item()
     assert ((real - fake).abs() <= 2 * step).all()  # a rounding of each layer's output
 
 
@@ -945,6 +994,7 @@ def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]
     torch.manual_seed(7)
     made: dict[str, Any] = {} if observer not in PER_CHANNEL else {"channel_len": 4, "ch_axis": 1}
     model = torch.nn.Sequential(LearnableFakeQuantize(observer, 0, 15, **made), torch.nn.Linear(4, 2))
+    model[0].toggle_qparam_learning(True)  # DDP keeps the parameters that require gradients when it is made
     ddp = DistributedDataParallel(model)
     batches = [torch.randn(5, 4) * (rank + 1) for _ in range(3)]
     if rank == 0 and hostile == "nan":
@@ -955,18 +1005,22 @@ def settle(group: dist.ProcessGroup, observer: Any, hostile: str) -> list[bytes]
         ddp(batch).sum().backward()
     after = [state_bytes(model)]
     model[0].enable_param_learning()
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches[::2]:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         ddp(batch).square().sum().backward()
-        optimiser.step()
+        optimizer.step()
+    after.append(state_bytes(model))
+    model[0].scale.data.fill_(-1)  # as an optimiser may leave it
+    ddp(batches[0]).sum().backward()
+    assert (model[0].scale == EPS).all()
     return [*after, state_bytes(model)]
 
 
 def state_bytes(model: torch.nn.Module) -> bytes:
-    quantiser: Any = model[0]  # type: ignore[index]
-    assert quantiser.scale.isfinite().all()
-    return torch.cat([quantiser.scale, quantiser.zero_point]).detach().numpy().tobytes()
+    quantizer: Any = model[0]  # type: ignore[index]
+    assert quantizer.scale.isfinite().all()
+    return torch.cat([quantizer.scale, quantizer.zero_point]).detach().numpy().tobytes()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -979,10 +1033,10 @@ def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile:
 
 
 def widest(group: dist.ProcessGroup) -> list[float]:
-    quantiser = LearnableFakeQuantize(MinMaxObserver)
-    ddp = DistributedDataParallel(torch.nn.Sequential(quantiser, torch.nn.Linear(1, 1)))
+    quantizer = LearnableFakeQuantize(MinMaxObserver)
+    ddp = DistributedDataParallel(torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1)))
     ddp(torch.tensor([[-1.0 - group.rank()], [2.0]]))
-    return [quantiser.activation_post_process.min_val.item(), quantiser.activation_post_process.max_val.item()]
+    return [quantizer.activation_post_process.min_val.item(), quantizer.activation_post_process.max_val.item()]
 
 
 def test_ranks_of_ddp_see_each_others_batches(ranks: RankPool) -> None:
@@ -990,12 +1044,12 @@ def test_ranks_of_ddp_see_each_others_batches(ranks: RankPool) -> None:
 
 
 def apart_then_together(group: dist.ProcessGroup) -> tuple[float, float]:
-    quantiser = LearnableFakeQuantize(MinMaxObserver)
+    quantizer = LearnableFakeQuantize(MinMaxObserver)
     for _ in range(group.rank() + 1):  # no rank waits for another: they call it a different number of times
-        quantiser(torch.tensor([0.0, 255.0 * (group.rank() + 1)]))
-    alone = quantiser.scale.item()
-    assert quantiser.synchronize() is quantiser
-    return alone, quantiser.scale.item()
+        quantizer(torch.tensor([0.0, 255.0 * (group.rank() + 1)]))
+    alone = quantizer.scale.item()
+    assert quantizer.synchronize() is quantizer
+    return alone, quantizer.scale.item()
 
 
 def test_outside_ddp_ranks_only_meet_when_asked_to(ranks: RankPool) -> None:
@@ -1015,12 +1069,12 @@ def test_channels_must_be_known_before_ddp(ranks: RankPool) -> None:
 
 
 def compiled_in_ddp(group: dist.ProcessGroup) -> bool:
-    quantiser = LearnableFakeQuantize(MinMaxObserver)
-    model = torch.nn.Sequential(quantiser, torch.nn.Linear(1, 1))
+    quantizer = LearnableFakeQuantize(MinMaxObserver)
+    model = torch.nn.Sequential(quantizer, torch.nn.Linear(1, 1))
     run = torch.compile(model, backend="eager", fullgraph=True)
     run(torch.ones(2, 1))  # compiled once without DDP
     DistributedDataParallel(run)(torch.tensor([[-1.0 - group.rank()], [2.0]]))
-    return quantiser.activation_post_process.min_val.item() == -2
+    return quantizer.activation_post_process.min_val.item() == -2
 
 
 def test_ranks_agree_when_compiled(ranks: RankPool) -> None:
@@ -1054,24 +1108,24 @@ def test_misspelt_keywords_reach_the_observer_which_refuses_them() -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=2)
+    quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, ch_axis=2)
     with pytest.raises(ValueError, match=r"axis must be within -2..1"):
-        quantiser(torch.ones(2, 3))
+        quantizer(torch.ones(2, 3))
     with pytest.raises(TypeError, match="floating point"):
         LearnableFakeQuantize(MinMaxObserver).enable_param_learning()(torch.ones(2, dtype=torch.int64))
-    quantiser.enable_static_observation()(torch.ones(2, 3, 4))
+    quantizer.enable_static_observation()(torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match="seen 4 channels before, now 5"):
-        quantiser(torch.ones(2, 3, 5))
+        quantizer(torch.ones(2, 3, 5))
 
 
 def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver, scale=0.5, gradient="lsq")
-    quantiser.observe_quant_params()
+    quantizer = LearnableFakeQuantize(MinMaxObserver, scale=0.5, gradient="lsq")
+    quantizer.observe_quant_params()
     out = capsys.readouterr().out
     assert "Scale: tensor([0.5000])" in out
     assert "Zero Point: tensor([0.])" in out
     for part in ("static=True", "quant_max=255", "gradient='lsq'", "scale=tensor([0.5000])"):
-        assert part in repr(quantiser)
+        assert part in repr(quantizer)
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
@@ -1102,15 +1156,20 @@ def test_devices_agree_and_the_host_never_waits(observer: Any, dtype: torch.dtyp
 
 @needs_cuda[0]
 @needs_cuda[1]
-def test_a_negative_scale_shows_as_nan_on_a_card() -> None:
-    quantiser = LearnableFakeQuantize(MinMaxObserver).enable_param_learning().to(CUDA)
-    quantiser.scale.data.fill_(-1)
-    assert quantiser(torch.ones(3, device=CUDA)).isnan().all()
+def test_a_negative_scale_is_brought_back_on_a_card() -> None:
+    quantizer = int8(PerChannelMinMaxObserver, channel_len=3).enable_param_learning().to(CUDA)
+    x = torch.ones(3, 4, device=CUDA)
+    quantizer(x)  # kernels are compiled here
+    quantizer.scale.data[1] = -1
+    with no_host_sync():
+        y = quantizer(x)
+    assert quantizer.scale.tolist() == [1.0, EPS, 1.0]
+    assert y[:, 0].tolist() == [1.0, 127 * EPS, 1.0]
 
 
 def test_channels_that_grow_in_inference_mode_can_be_trained() -> None:
-    quantiser = LearnableFakeQuantize(PerChannelMinMaxObserver, 0, 7)
+    quantizer = LearnableFakeQuantize(PerChannelMinMaxObserver, 0, 7)
     with torch.inference_mode():
-        quantiser(torch.linspace(-1, 1, 12).view(3, 4))
-    quantiser.enable_param_learning()(torch.linspace(-1, 1, 12).view(3, 4)).sum().backward()
-    assert quantiser.scale.grad is not None
+        quantizer(torch.linspace(-1, 1, 12).view(3, 4))
+    quantizer.enable_param_learning()(torch.linspace(-1, 1, 12).view(3, 4)).sum().backward()
+    assert quantizer.scale.grad is not None

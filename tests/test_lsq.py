@@ -36,7 +36,7 @@ def rows_of(x: Tensor, axis: int | None = None, group: int = 0) -> Tensor:
 
 
 def started(x: Tensor, **options: Any) -> LSQ:
-    return LSQ(**options).initialise(x)
+    return LSQ(**options).initialize(x)
 
 
 # --- the start of weights ---------------------------------------------------------------------------------------------
@@ -46,21 +46,21 @@ def started(x: Tensor, **options: Any) -> LSQ:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_weights_start_at_the_papers_scale(bits: int, place: dict[str, Any]) -> None:
     weight = normal(*SHAPE)
-    quantiser = started(weight, bits=bits, **place)
+    quantizer = started(weight, bits=bits, **place)
     expected = 2 * rows_of(weight.double(), **place).abs().mean(1) / math.sqrt(2 ** (bits - 1) - 1)
-    torch.testing.assert_close(quantiser.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
-    assert (quantiser.quant_min, quantiser.quant_max) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    torch.testing.assert_close(quantizer.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
+    assert (quantizer.quant_min, quantizer.quant_max) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_lsq_plus_weights_start_at_three_sigmas(place: dict[str, Any]) -> None:
     weight = normal(*SHAPE) + 0.5
-    quantiser = LSQPlus(3, symmetric=True, **place).initialise(weight)
+    quantizer = LSQPlus(3, symmetric=True, **place).initialize(weight)
     rows = rows_of(weight.double(), **place)
     mean, std = rows.mean(1), rows.std(1, correction=0)
     expected = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / 4
-    torch.testing.assert_close(quantiser.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
-    assert quantiser.offset is None
+    torch.testing.assert_close(quantizer.scale.double(), expected, rtol=2 * HALF_ULP, atol=0.0)
+    assert quantizer.offset is None
 
 
 def test_a_first_forward_is_a_start_too() -> None:
@@ -74,27 +74,27 @@ def test_a_channel_of_zeros_gets_the_mean_of_the_others() -> None:
     weight = normal(4, 9)
     weight[2] = 0
     for kind in (LSQ, LSQPlus):
-        scale = kind(4, symmetric=True, axis=0).initialise(weight).scale
+        scale = kind(4, symmetric=True, axis=0).initialize(weight).scale
         torch.testing.assert_close(scale[2], scale[[0, 1, 3]].mean())
-    offset = LSQPlus(4, axis=0).initialise(weight)
+    offset = LSQPlus(4, axis=0).initialize(weight)
     assert (offset.scale > 0).all()
     assert torch.equal(offset(weight)[2], torch.zeros(9))
 
 
 @pytest.mark.parametrize("kind", [LSQ, LSQPlus])
 def test_a_weight_of_zeros_starts_as_if_it_were_of_usual_size(kind: type[LSQ]) -> None:
-    quantiser = kind(4, symmetric=True, axis=0).initialise(torch.zeros(3, 25))
-    torch.testing.assert_close(quantiser.scale, torch.full((3,), 2 / math.sqrt(25 * 7)))
+    quantizer = kind(4, symmetric=True, axis=0).initialize(torch.zeros(3, 25))
+    torch.testing.assert_close(quantizer.scale, torch.full((3,), 2 / math.sqrt(25 * 7)))
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-38, 1e30, 3e38])
-@pytest.mark.parametrize("quantiser", [LSQ(2), LSQ(8), LSQPlus(2), LSQPlus(8, symmetric=True)], ids=str)
-def test_scales_of_extreme_tensors_are_numbers(quantiser: LSQ, size: float) -> None:
+@pytest.mark.parametrize("quantizer", [LSQ(2), LSQ(8), LSQPlus(2), LSQPlus(8, symmetric=True)], ids=str)
+def test_scales_of_extreme_tensors_are_numbers(quantizer: LSQ, size: float) -> None:
     x = size * torch.tensor([-1.0, -0.5, 0.25, 1.0])
-    quantiser = copy.deepcopy(quantiser)
-    y = quantiser(x)
-    assert quantiser.scale.isfinite().all()
-    assert (1 / quantiser.scale).isfinite().all()
+    quantizer = copy.deepcopy(quantizer)
+    y = quantizer(x)
+    assert quantizer.scale.isfinite().all()
+    assert (1 / quantizer.scale).isfinite().all()
     assert not y.isnan().any()
 
 
@@ -103,44 +103,44 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
     weight = normal(3, 4)
     weight[1, 2] = bad
     with pytest.raises(ValueError, match="NaN or Inf"):
-        LSQ(4, axis=0).initialise(weight)
+        LSQ(4, axis=0).initialize(weight)
 
 
 # --- the start of activations -----------------------------------------------------------------------------------------
 
 
 def test_activations_start_at_the_mean_of_the_first_batches() -> None:
-    quantiser = LSQ(4, symmetric=False, init_batches=3)
+    quantizer = LSQ(4, symmetric=False, init_batches=3)
     batches = [normal(5, 7, seed=seed).relu() for seed in range(5)]
     for batch in batches:
-        quantiser(batch)
+        quantizer(batch)
     expected = sum(2 * batch.abs().mean() / math.sqrt(15) for batch in batches[:3]) / 3
     # Two of the three means are rounded on the way, each with two operations.
-    torch.testing.assert_close(quantiser.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
-    assert quantiser.initialised
+    torch.testing.assert_close(quantizer.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
+    assert quantizer.initialized
 
 
-def test_the_scale_belongs_to_the_optimiser_after_the_start() -> None:
-    quantiser = LSQ(4)
-    quantiser(normal(8))
+def test_the_scale_belongs_to_the_optimizer_after_the_start() -> None:
+    quantizer = LSQ(4)
+    quantizer(normal(8))
     with torch.no_grad():
-        quantiser.scale.fill_(0.5)
-    quantiser(100 * normal(8))
-    assert quantiser.scale.item() == 0.5
+        quantizer.scale.fill_(0.5)
+    quantizer(100 * normal(8))
+    assert quantizer.scale.item() == 0.5
 
 
 @pytest.mark.parametrize(
     ("batches", "low"), [([1.0, 1.0], 0), ([-1.0, 1.0], -8), ([1.0, -1.0], -8), ([0.0, 1.0, -1.0], -8)]
 )
 def test_auto_takes_the_sign_of_the_first_batches(batches: list[float], low: int) -> None:
-    quantiser = LSQ(4, symmetric="auto", init_batches=2)
+    quantizer = LSQ(4, symmetric="auto", init_batches=2)
     for batch in batches:
-        quantiser(torch.tensor([batch, 0.5 * abs(batch)]))
-    assert quantiser.initialised
-    assert (quantiser.quant_min, quantiser.quant_max) == (low, low + 15)
-    assert quantiser.quant_range.tolist() == [low, low + 15]
+        quantizer(torch.tensor([batch, 0.5 * abs(batch)]))
+    assert quantizer.initialized
+    assert (quantizer.quant_min, quantizer.quant_max) == (low, low + 15)
+    assert quantizer.quant_range.tolist() == [low, low + 15]
     if low:
-        assert quantiser.scale.item() == pytest.approx(2 * 0.75 / math.sqrt(7))
+        assert quantizer.scale.item() == pytest.approx(2 * 0.75 / math.sqrt(7))
 
 
 @pytest.mark.parametrize(
@@ -148,33 +148,33 @@ def test_auto_takes_the_sign_of_the_first_batches(batches: list[float], low: int
 )
 @pytest.mark.parametrize("kind", [LSQ, LSQPlus])
 def test_a_batch_that_says_nothing_passes_untouched(kind: type[LSQ], batch: Tensor) -> None:
-    quantiser = kind(4, symmetric=False)
+    quantizer = kind(4, symmetric=False)
     for x in (batch, torch.empty(0, 5)):
-        y = quantiser(x)
+        y = quantizer(x)
         torch.testing.assert_close(y.detach(), x, rtol=0, atol=0, equal_nan=True)
         y.nansum().backward()
-    assert not quantiser.initialised
-    assert all(p.grad is not None for p in quantiser.parameters()), "DDP would wait for it"
-    quantiser(normal(9).abs())
-    assert quantiser.initialised
-    assert all(p.isfinite().all() for p in quantiser.parameters())
+    assert not quantizer.initialized
+    assert all(p.grad is not None for p in quantizer.parameters()), "DDP would wait for it"
+    quantizer(normal(9).abs())
+    assert quantizer.initialized
+    assert all(p.isfinite().all() for p in quantizer.parameters())
 
 
 def test_a_bad_batch_between_the_first_ones_does_not_count() -> None:
-    quantiser = LSQ(4, init_batches=2)
+    quantizer = LSQ(4, init_batches=2)
     good = [normal(9, seed=1), normal(9, seed=2)]
     for batch in (good[0], torch.tensor([math.nan]), torch.empty(0), good[1]):
-        quantiser(batch)
+        quantizer(batch)
     expected = (good[0].abs().mean() + good[1].abs().mean()) / math.sqrt(7)
-    torch.testing.assert_close(quantiser.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
-    assert quantiser.initialised
+    torch.testing.assert_close(quantizer.scale[0], expected, rtol=6 * HALF_ULP, atol=0.0)
+    assert quantizer.initialized
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
 def test_lsq_plus_finds_less_error_than_the_whole_range_has(bits: int) -> None:
     x = torch.cat([normal(2, 500), torch.tensor([[30.0], [-40.0]])], 1) + 5
-    quantiser = LSQPlus(bits, axis=0)
-    error = (quantiser(x) - x).square().sum(1)
+    quantizer = LSQPlus(bits, axis=0)
+    error = (quantizer(x) - x).square().sum(1)
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     step = (high - low) / (2**bits - 1)
     whole = (((x - low) / step).round() * step + low - x).square().sum(1)
@@ -184,14 +184,14 @@ def test_lsq_plus_finds_less_error_than_the_whole_range_has(bits: int) -> None:
 
 def test_lsq_plus_reaches_a_range_far_from_zero() -> None:
     x = torch.linspace(100, 101, 16)
-    quantiser = LSQPlus(4)
-    torch.testing.assert_close(quantiser(x), x, rtol=0, atol=1e-4)  # 16 levels, 16 values; fp32 has 7.6e-6 there
-    torch.testing.assert_close(quantiser.offset, torch.tensor([100.0]))
+    quantizer = LSQPlus(4)
+    torch.testing.assert_close(quantizer(x), x, rtol=0, atol=1e-4)  # 16 levels, 16 values; fp32 has 7.6e-6 there
+    torch.testing.assert_close(quantizer.offset, torch.tensor([100.0]))
 
 
 def test_lsq_plus_of_a_constant() -> None:
-    quantiser = LSQPlus(4)
-    torch.testing.assert_close(quantiser(torch.full((5,), -3.0)), torch.full((5,), -3.0))
+    quantizer = LSQPlus(4)
+    torch.testing.assert_close(quantizer(torch.full((5,), -3.0)), torch.full((5,), -3.0))
 
 
 def test_three_sigmas_of_what_is_far_from_zero() -> None:
@@ -216,17 +216,17 @@ def test_values_are_on_the_grid_and_next_to_x(
     bits: int, place: dict[str, Any], symmetric: bool, dtype: torch.dtype, seed: int
 ) -> None:
     x = normal(*SHAPE, seed=seed, dtype=dtype)
-    quantiser = LSQ(bits, symmetric=symmetric, **place)
-    y = quantiser(x)
+    quantizer = LSQ(bits, symmetric=symmetric, **place)
+    y = quantizer(x)
     assert y.dtype == dtype
     assert y.shape == x.shape
-    scale, eps = quantiser.scale.double().unsqueeze(1), torch.finfo(dtype).eps
+    scale, eps = quantizer.scale.double().unsqueeze(1), torch.finfo(dtype).eps
     rows_x, rows_y = rows_of(x.double(), **place), rows_of(y.double(), **place)
     codes = (rows_y / scale).round()
-    assert (codes >= quantiser.quant_min).all()
-    assert (codes <= quantiser.quant_max).all()
+    assert (codes >= quantizer.quant_min).all()
+    assert (codes <= quantizer.quant_max).all()
     assert ((rows_y - codes * scale).abs() <= eps * rows_y.abs()).all(), "the result is rounded to its dtype once"
-    inside = rows_x.clamp(quantiser.quant_min * scale, quantiser.quant_max * scale)
+    inside = rows_x.clamp(quantizer.quant_min * scale, quantizer.quant_max * scale)
     assert ((rows_y - inside).abs() <= scale * (0.5 + 2**-20) + eps * rows_y.abs()).all()
 
 
@@ -234,21 +234,21 @@ def test_values_are_on_the_grid_and_next_to_x(
 @pytest.mark.parametrize("kind", [LSQ, LSQPlus])
 def test_gradients_follow_the_written_rule(kind: type[LSQ], place: dict[str, Any]) -> None:
     x = normal(*SHAPE, dtype=torch.float64).requires_grad_()
-    quantiser = kind(3, symmetric=False, **place)
-    quantiser(x.detach())
-    quantiser.double()
+    quantizer = kind(3, symmetric=False, **place)
+    quantizer(x.detach())
+    quantizer.double()
     grad = normal(*SHAPE, seed=1, dtype=torch.float64)
-    quantiser(x).backward(grad)
+    quantizer(x).backward(grad)
     rows, g = rows_of(x.detach(), **place), rows_of(grad, **place)
-    offset = torch.zeros_like(quantiser.scale) if quantiser.offset is None else quantiser.offset.detach()
-    v = (rows - offset.unsqueeze(1)) * (1 / quantiser.scale.detach().unsqueeze(1))
+    offset = torch.zeros_like(quantizer.scale) if quantizer.offset is None else quantizer.offset.detach()
+    v = (rows - offset.unsqueeze(1)) * (1 / quantizer.scale.detach().unsqueeze(1))
     outside = (v <= 0) | (v >= 7)
     factor = 1 / math.sqrt(rows.shape[1] * 7)
     expected = factor * (g * torch.where(outside, v.round().clamp(0, 7), v.round() - v)).sum(1)
-    torch.testing.assert_close(quantiser.scale.grad, expected)
+    torch.testing.assert_close(quantizer.scale.grad, expected)
     torch.testing.assert_close(rows_of(x.grad, **place), g.masked_fill(outside, 0))
-    if quantiser.offset is not None:
-        torch.testing.assert_close(quantiser.offset.grad, factor * (g * outside).sum(1))
+    if quantizer.offset is not None:
+        torch.testing.assert_close(quantizer.offset.grad, factor * (g * outside).sum(1))
 
 
 def test_a_subclass_may_do_without_the_factor() -> None:
@@ -257,26 +257,26 @@ def test_a_subclass_may_do_without_the_factor() -> None:
 
     x, grads = normal(50), []
     for kind in (LSQ, Plain):
-        quantiser = kind(4)
-        quantiser(x).square().sum().backward()
-        grads.append(quantiser.scale.grad)
+        quantizer = kind(4)
+        quantizer(x).square().sum().backward()
+        grads.append(quantizer.scale.grad)
     torch.testing.assert_close(grads[0] * math.sqrt(50 * 7), grads[1])
 
 
 @pytest.mark.parametrize("group", [0, 4])
-def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
+def test_rows_of_a_table_as_if_all_of_it_were_quantized(group: int) -> None:
     table, rows = normal(10, 8), torch.tensor([1, 3, 3, 0])
     place = {"group": 4} if group else {"axis": 0}
     results = []
     for whole in (True, False):
         weight = table.clone().requires_grad_()
-        quantiser = started(table, bits=3, **place)
-        y = quantiser(weight)[rows] if whole else quantiser(weight[rows], rows=rows)
+        quantizer = started(table, bits=3, **place)
+        y = quantizer(weight)[rows] if whole else quantizer(weight[rows], rows=rows)
         y.square().sum().backward()
-        results.append((y, weight.grad, quantiser.scale.grad))
+        results.append((y, weight.grad, quantizer.scale.grad))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert quantiser(table[rows[:0]], rows=rows[:0]).shape == (0, 8)
+    assert quantizer(table[rows[:0]], rows=rows[:0]).shape == (0, 8)
 
 
 # --- the floor --------------------------------------------------------------------------------------------------------
@@ -284,36 +284,36 @@ def test_rows_of_a_table_as_if_all_of_it_were_quantised(group: int) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "lent"])
 def test_a_scale_below_its_floor_is_raised_and_still_learns(how: str) -> None:
-    quantiser, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
-    start = quantiser.scale.detach().clone()
+    quantizer, x = started(normal(3, 8), bits=4, axis=0), normal(3, 8, seed=1)
+    start = quantizer.scale.detach().clone()
     with torch.no_grad():
-        quantiser.scale[1] = -1.0
-    call = torch.compile(quantiser, fullgraph=True, backend="eager") if how == "compiled" else quantiser
-    lent = quantiser.scale.detach().clone().requires_grad_()
-    y = torch.func.functional_call(quantiser, {"scale": lent}, x) if how == "lent" else call(x)
+        quantizer.scale[1] = -1.0
+    call = torch.compile(quantizer, fullgraph=True, backend="eager") if how == "compiled" else quantizer
+    lent = quantizer.scale.detach().clone().requires_grad_()
+    y = torch.func.functional_call(quantizer, {"scale": lent}, x) if how == "lent" else call(x)
     floor = start.min() / 64
-    assert quantiser.scale_floor == floor
+    assert quantizer.scale_floor == floor
     torch.testing.assert_close(y[1], fake_quantize(x, floor, quant_min=-8, quant_max=7)[1])
     y.backward(-x.sign())
-    grad = lent.grad if how == "lent" else quantiser.scale.grad
+    grad = lent.grad if how == "lent" else quantizer.scale.grad
     assert grad[1] < 0, "all of x is far outside: only a larger scale brings it back"
-    assert quantiser.scale[1] == (floor if how == "eager" else -1.0)
+    assert quantizer.scale[1] == (floor if how == "eager" else -1.0)
 
 
 def test_adam_with_steps_larger_than_scales() -> None:
     weight, x, steps, falls = 0.05 * normal(4, 64), normal(32, 64, seed=1), 100, 0
     target = x @ (0.05 * normal(4, 64, seed=2)).T
-    quantiser = LSQ(8, axis=0).initialise(weight)
-    optimizer = torch.optim.Adam([weight.requires_grad_(), *quantiser.parameters()], lr=0.005)
+    quantizer = LSQ(8, axis=0).initialize(weight)
+    optimizer = torch.optim.Adam([weight.requires_grad_(), *quantizer.parameters()], lr=0.005)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
 
     for _ in range(steps):
-        loss = (x @ quantiser(weight).T - target).square().mean()
+        loss = (x @ quantizer(weight).T - target).square().mean()
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        falls += int((quantiser.scale <= 0).sum())
+        falls += int((quantizer.scale <= 0).sum())
     assert falls
     assert loss < 0.01 * target.square().mean()
 
@@ -338,20 +338,20 @@ def test_a_cast_of_the_model_leaves_scales_as_they_are(dtype: torch.dtype) -> No
 
 
 def test_double_and_back() -> None:
-    quantiser = LSQ(4, axis=0).double()
-    assert quantiser(normal(3, 3, dtype=torch.float64)).dtype == torch.float64
-    assert quantiser.scale.dtype == torch.float64
-    assert quantiser.half().scale.dtype == torch.float32
+    quantizer = LSQ(4, axis=0).double()
+    assert quantizer(normal(3, 3, dtype=torch.float64)).dtype == torch.float64
+    assert quantizer.scale.dtype == torch.float64
+    assert quantizer.half().scale.dtype == torch.float32
 
 
 def test_autocast() -> None:
-    layer, quantiser = nn.Linear(4, 4), LSQ(4)
+    layer, quantizer = nn.Linear(4, 4), LSQ(4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = quantiser(layer(normal(2, 4)))
+        y = quantizer(layer(normal(2, 4)))
     assert y.dtype == torch.bfloat16
     y.sum().backward()
-    assert quantiser.scale.grad is not None
-    assert quantiser.scale.grad.dtype == torch.float32
+    assert quantizer.scale.grad is not None
+    assert quantizer.scale.grad.dtype == torch.float32
 
 
 # --- copies and checkpoints -------------------------------------------------------------------------------------------
@@ -361,36 +361,36 @@ def forms() -> list[LSQ]:
     return [LSQ(4), LSQ(2, axis=-1), LSQ(8, symmetric="auto"), LSQ(3, group=4), LSQPlus(4), LSQPlus(4, axis=0)]
 
 
-def copied(quantiser: LSQ, how: str) -> LSQ:
+def copied(quantizer: LSQ, how: str) -> LSQ:
     if how == "deepcopy":
-        return copy.deepcopy(quantiser)
+        return copy.deepcopy(quantizer)
     if how == "pickle":
-        return pickle.loads(pickle.dumps(quantiser))
+        return pickle.loads(pickle.dumps(quantizer))
     buffer = io.BytesIO()
-    torch.save(quantiser.state_dict(), buffer)
+    torch.save(quantizer.state_dict(), buffer)
     buffer.seek(0)
-    other = next(form for form in forms() if str(form) == str(type(quantiser)(**options_of(quantiser))))
+    other = next(form for form in forms() if str(form) == str(type(quantizer)(**options_of(quantizer))))
     other.load_state_dict(torch.load(buffer, weights_only=True), assign=how == "assign")
     return other
 
 
-def options_of(quantiser: LSQ) -> dict[str, Any]:
-    return {name: getattr(quantiser, name) for name in ("bits", "symmetric", "axis", "group")}
+def options_of(quantizer: LSQ) -> dict[str, Any]:
+    return {name: getattr(quantizer, name) for name in ("bits", "symmetric", "axis", "group")}
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "load", "assign"])
-@pytest.mark.parametrize("quantiser", forms(), ids=str)
-def test_copies_are_alike_before_and_after_the_start(quantiser: LSQ, how: str) -> None:
-    quantiser, x = copy.deepcopy(quantiser), normal(*SHAPE)
-    before = copied(quantiser, how)
-    assert not before.initialised
-    assert torch.equal(before(x), quantiser(x))
-    after = copied(quantiser, how)
-    assert after.initialised
-    assert torch.equal(after(-2 * x), quantiser(-2 * x))
+@pytest.mark.parametrize("quantizer", forms(), ids=str)
+def test_copies_are_alike_before_and_after_the_start(quantizer: LSQ, how: str) -> None:
+    quantizer, x = copy.deepcopy(quantizer), normal(*SHAPE)
+    before = copied(quantizer, how)
+    assert not before.initialized
+    assert torch.equal(before(x), quantizer(x))
+    after = copied(quantizer, how)
+    assert after.initialized
+    assert torch.equal(after(-2 * x), quantizer(-2 * x))
     after(x).sum().backward()
     assert after.scale.grad is not None
-    assert quantiser.scale.grad is None
+    assert quantizer.scale.grad is None
 
 
 def test_a_start_that_is_half_done_is_continued() -> None:
@@ -414,59 +414,59 @@ def test_a_checkpoint_of_other_bits_is_refused() -> None:
     LSQ(4, symmetric="auto").load_state_dict(LSQ(4).state_dict())
 
 
-def test_a_reset_quantiser_starts_again() -> None:
-    quantiser = LSQ(4, symmetric="auto")
-    quantiser(100 * normal(9))
-    quantiser.reset_parameters()
-    assert not quantiser.initialised
+def test_a_reset_quantizer_starts_again() -> None:
+    quantizer = LSQ(4, symmetric="auto")
+    quantizer(100 * normal(9))
+    quantizer.reset_parameters()
+    assert not quantizer.initialized
     x = normal(9).abs()
-    assert torch.equal(quantiser(x), LSQ(4, symmetric="auto")(x))
+    assert torch.equal(quantizer(x), LSQ(4, symmetric="auto")(x))
 
 
 # --- torch.compile, inference mode, lent parameters -------------------------------------------------------------------
 
 
 def test_compiled_after_the_start() -> None:
-    quantiser, x = LSQ(4, axis=-1), normal(5, 6)
-    y = quantiser(x)
-    compiled = torch.compile(quantiser, fullgraph=True, backend="eager")
+    quantizer, x = LSQ(4, axis=-1), normal(5, 6)
+    y = quantizer(x)
+    compiled = torch.compile(quantizer, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), y)
     compiled(x).sum().backward()
-    compiled_grad, quantiser.scale.grad = quantiser.scale.grad, None
-    quantiser(x).sum().backward()
-    torch.testing.assert_close(quantiser.scale.grad, compiled_grad)
+    compiled_grad, quantizer.scale.grad = quantizer.scale.grad, None
+    quantizer(x).sum().backward()
+    torch.testing.assert_close(quantizer.scale.grad, compiled_grad)
 
 
 def test_compiled_before_the_start() -> None:
     x = normal(5, 6)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="calibrate"):
         torch.compile(LSQ(4), fullgraph=True, backend="eager")(x)
-    quantiser = LSQ(4)
-    assert torch.equal(torch.compile(quantiser, backend="eager")(x), quantiser(x))
-    assert quantiser.initialised
+    quantizer = LSQ(4)
+    assert torch.equal(torch.compile(quantizer, backend="eager")(x), quantizer(x))
+    assert quantizer.initialized
 
 
-@pytest.mark.parametrize("quantiser", forms(), ids=str)
-def test_a_start_in_inference_mode_can_be_trained(quantiser: LSQ) -> None:
-    quantiser, x = copy.deepcopy(quantiser), normal(*SHAPE)
+@pytest.mark.parametrize("quantizer", forms(), ids=str)
+def test_a_start_in_inference_mode_can_be_trained(quantizer: LSQ) -> None:
+    quantizer, x = copy.deepcopy(quantizer), normal(*SHAPE)
     with torch.inference_mode():
-        y = quantiser(x)
-    z = quantiser(x)
+        y = quantizer(x)
+    z = quantizer(x)
     assert torch.equal(y, z)
     z.sum().backward()
-    assert quantiser.scale.grad is not None
+    assert quantizer.scale.grad is not None
 
 
-@pytest.mark.parametrize("quantiser", forms(), ids=str)
-def test_functional_gradients_are_those_of_backward(quantiser: LSQ) -> None:
+@pytest.mark.parametrize("quantizer", forms(), ids=str)
+def test_functional_gradients_are_those_of_backward(quantizer: LSQ) -> None:
     x = torch.randn(6, 16, generator=seeded(11)).requires_grad_()
-    quantiser.initialise(x.detach())
-    of = dict(quantiser.named_parameters())
+    quantizer.initialize(x.detach())
+    of = dict(quantizer.named_parameters())
 
     def loss(of: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(quantiser, of, (x,)).square().sum()
+        return torch.func.functional_call(quantizer, of, (x,)).square().sum()
 
-    quantiser(x).square().sum().backward()
+    quantizer(x).square().sum().backward()
     by_parameter, by_x = torch.func.grad(loss, argnums=(0, 1))(of, x.detach())
     assert torch.equal(by_x, x.grad)
     assert all(torch.equal(by_parameter[name], parameter.grad) for name, parameter in of.items())
@@ -476,11 +476,11 @@ def test_functional_gradients_are_those_of_backward(quantiser: LSQ) -> None:
 
 def test_gradients_of_every_sample() -> None:
     x = torch.randn(5, 7, 16, generator=seeded(12))
-    quantiser = LSQ(3).initialise(x)
-    of = dict(quantiser.named_parameters())
+    quantizer = LSQ(3).initialize(x)
+    of = dict(quantizer.named_parameters())
 
     def loss(of: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(quantiser, of, (x,)).square().sum()
+        return torch.func.functional_call(quantizer, of, (x,)).square().sum()
 
     grad = torch.func.grad(loss, argnums=(0, 1))
     by_parameter, by_x = torch.func.vmap(grad, in_dims=(None, 0))(of, x)
@@ -490,11 +490,11 @@ def test_gradients_of_every_sample() -> None:
 
 
 def test_a_start_in_lent_parameters_is_refused() -> None:
-    quantiser = LSQ(4)
+    quantizer = LSQ(4)
     with pytest.raises(RuntimeError, match="calibrate"):
-        torch.func.functional_call(quantiser, {"scale": torch.ones(1)}, normal(3))
-    quantiser(normal(3))
-    y = torch.func.functional_call(quantiser, {"scale": torch.ones(1)}, torch.tensor([2.2]))
+        torch.func.functional_call(quantizer, {"scale": torch.ones(1)}, normal(3))
+    quantizer(normal(3))
+    y = torch.func.functional_call(quantizer, {"scale": torch.ones(1)}, torch.tensor([2.2]))
     assert y.item() == 2.0
 
 
@@ -504,16 +504,16 @@ def test_an_activation_checkpoint_shows_its_batch_once() -> None:
         x = normal(9, seed=seed).requires_grad_()
         plain(x).sum().backward()
         torch.utils.checkpoint.checkpoint(checked, x, use_reentrant=False).sum().backward()
-        assert checked.initialised == bool(seed)
+        assert checked.initialized == bool(seed)
     assert torch.equal(plain.scale, checked.scale)
     assert torch.equal(plain.scale.grad, checked.scale.grad)
 
 
 def test_nothing_is_read_back_after_the_start() -> None:
-    quantiser, x = LSQ(4, symmetric="auto"), normal(7)
-    y = quantiser(x)
-    quantiser.init_left, quantiser.quant_range = quantiser.init_left.to("meta"), quantiser.quant_range.to("meta")
-    assert torch.equal(quantiser(x), y), "a value of these on a GPU would make the host wait"
+    quantizer, x = LSQ(4, symmetric="auto"), normal(7)
+    y = quantizer(x)
+    quantizer.init_left, quantizer.quant_range = quantizer.init_left.to("meta"), quantizer.quant_range.to("meta")
+    assert torch.equal(quantizer(x), y), "a value of these on a GPU would make the host wait"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -538,12 +538,12 @@ def test_wrong_options(kind: type[LSQ], options: dict[str, Any], message: str) -
 
 
 def test_tensors_that_do_not_fit() -> None:
-    quantiser = LSQ(4, axis=0)
-    quantiser(normal(3, 2))
+    quantizer = LSQ(4, axis=0)
+    quantizer(normal(3, 2))
     with pytest.raises(ValueError, match="3 elements, 5 expected"):
-        quantiser(normal(5, 2))
+        quantizer(normal(5, 2))
     with pytest.raises(ValueError, match="5 channels, the quantiser was sized for 3"):
-        quantiser.initialise(normal(5, 2))
+        quantizer.initialize(normal(5, 2))
     with pytest.raises(ValueError, match="axis must be within"):
         LSQ(4, axis=2)(normal(5, 2))
     with pytest.raises(ValueError, match="group=4 does not divide"):
@@ -554,20 +554,20 @@ def test_a_subclass_may_do_without_the_floor() -> None:
     class Bare(LSQ):
         floor_share = 0.0
 
-    quantiser = Bare(4, axis=0).initialise(normal(3, 4))
+    quantizer = Bare(4, axis=0).initialize(normal(3, 4))
     with torch.no_grad():
-        quantiser.scale[1] = -1e-3
+        quantizer.scale[1] = -1e-3
     with pytest.raises(ValueError, match=r"-0\.001 \(channel 1\)"):
-        quantiser(normal(3, 4))
+        quantizer(normal(3, 4))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_scale_that_is_no_number_is_named(bad: float) -> None:
-    quantiser = started(normal(3, 4), bits=4, axis=0)
+    quantizer = started(normal(3, 4), bits=4, axis=0)
     with torch.no_grad():
-        quantiser.scale[1] = bad
+        quantizer.scale[1] = bad
     with pytest.raises(ValueError, match=rf"got {bad} \(channel 1\)"):
-        quantiser(normal(3, 4))
+        quantizer(normal(3, 4))
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -592,36 +592,36 @@ def batch_of(rank: int, batch: int, world: int) -> Tensor:
 
 
 def start_on_a_rank(group: Group, batches: int) -> list[list[bytes]]:
-    quantisers = ranks_forms()
-    for quantiser in quantisers:
+    quantizers = ranks_forms()
+    for quantizer in quantizers:
         for batch in range(batches):
-            quantiser(batch_of(group.rank(), batch, group.size()))
-        assert quantiser.initialised
-    return [[bytes(p.detach().numpy()) for p in quantiser.parameters()] for quantiser in quantisers]
+            quantizer(batch_of(group.rank(), batch, group.size()))
+        assert quantizer.initialized
+    return [[bytes(p.detach().numpy()) for p in quantizer.parameters()] for quantizer in quantizers]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_start_alike_and_from_the_data_of_all(ranks: RankPool, world: int) -> None:
     found = ranks(world).run(start_on_a_rank, 2)
     assert all(one == found[0] for one in found)
-    for quantiser, values in zip(ranks_forms(), found[0], strict=True):
+    for quantizer, values in zip(ranks_forms(), found[0], strict=True):
         for batch in range(2):
             parts = [batch_of(rank, batch, world) for rank in range(world)]
-            quantiser(torch.cat([x for x in parts if x.isfinite().all()], 1))
-        for parameter, value in zip(quantiser.parameters(), values, strict=True):
+            quantizer(torch.cat([x for x in parts if x.isfinite().all()], 1))
+        for parameter, value in zip(quantizer.parameters(), values, strict=True):
             theirs = torch.frombuffer(bytearray(value), dtype=torch.float32)
             torch.testing.assert_close(theirs, parameter.detach(), rtol=4 * HALF_ULP, atol=0.0)
 
 
 def start_alone(group: Group) -> float:
-    quantiser = LSQ(4, process_group="local")
+    quantizer = LSQ(4, process_group="local")
     if group.rank() == 0:
-        quantiser(normal(5))
+        quantizer(normal(5))
     subgroup = dist.new_group([0])
     if group.rank() == 0:
         LSQ(4, process_group=subgroup)(normal(5))
         assert copy.deepcopy(LSQ(4, process_group=subgroup))(normal(5)) is not None
-    return quantiser.scale.item()
+    return quantizer.scale.item()
 
 
 def test_a_start_of_this_process_alone(ranks: RankPool) -> None:
@@ -630,7 +630,7 @@ def test_a_start_of_this_process_alone(ranks: RankPool) -> None:
     assert ranks(2).run(start_alone) == [alone.scale.item(), 1.0]
 
 
-def test_a_loaded_quantiser_compiles_whole() -> None:
+def test_a_loaded_quantizer_compiles_whole() -> None:
     x = torch.linspace(-1, 1, 64)
     first, second = LSQ(4), LSQ(4)
     first(x)
@@ -640,11 +640,11 @@ def test_a_loaded_quantiser_compiles_whole() -> None:
 
 
 def test_the_floor_is_that_of_the_buffer() -> None:
-    quantiser = LSQ(4)
-    quantiser(torch.linspace(-1, 1, 64))
+    quantizer = LSQ(4)
+    quantizer(torch.linspace(-1, 1, 64))
     with torch.no_grad():
-        quantiser.scale_floor.fill_(0.75)  # as a broadcast of DDP does
-    assert quantiser.floored().item() == 0.75
+        quantizer.scale_floor.fill_(0.75)  # as a broadcast of DDP does
+    assert quantizer.floored().item() == 0.75
 
 
 @pytest.mark.parametrize(("wrong", "told"), [({"bits": 4.0}, "bits must be"), ({"axis": "0"}, "axis must be")])

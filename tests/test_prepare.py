@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cases import each_device, seeded
 from ranks import RankPool
 from thinwire import qat
-from thinwire.qat.layers import QuantisedEmbedding, QuantisedLayer, quantise_layer
+from thinwire.qat.layers import QuantizedEmbedding, QuantizedLayer, quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
 
 Group = dist.ProcessGroup
@@ -56,13 +56,13 @@ def tokens(seed: int = 0, batch: int = 3) -> Tensor:
     return torch.randint(0, 12, (batch, 5), generator=seeded(seed))
 
 
-def layers_of(model: nn.Module) -> dict[str, QuantisedLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLayer)}
+def layers_of(model: nn.Module) -> dict[str, QuantizedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
 def bits_of(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     return {
-        name: (layer.weight_quantiser.bits, layer.act_quantiser and layer.act_quantiser.bits)
+        name: (layer.weight_quantizer.bits, layer.act_quantizer and layer.act_quantizer.bits)
         for name, layer in layers_of(model).items()
     }
 
@@ -81,10 +81,10 @@ def test_layers_are_the_same_objects_with_the_same_parameters() -> None:
     assert all(dict(model.named_parameters())[name] is p for name, p in parameters.items())
     assert set(keys) < set(model.state_dict())
     extra = {key.rsplit(".", 2)[1] for key in model.state_dict() if key not in keys}
-    assert extra == {"weight_quantiser", "act_quantiser"}
+    assert extra == {"weight_quantizer", "act_quantizer"}
     model(tokens())
     assert called == ["conv"]
-    assert [model.conv.act_quantiser.training, model.block[0].act_quantiser.training] == [True, False]
+    assert [model.conv.act_quantizer.training, model.block[0].act_quantizer.training] == [True, False]
     assert isinstance(model.conv, nn.Conv1d)
 
 
@@ -97,16 +97,16 @@ def test_bits_of_first_last_and_tied_layers() -> None:
     assert {act for _, act in bits_of(qat.prepare(net(), act_bits=None)).values()} == {None}
 
 
-def test_tied_weights_share_their_quantiser() -> None:
+def test_tied_weights_share_their_quantizer() -> None:
     model = qat.prepare(net(), weight_bits=2, skip="wte", first_last_bits=None)
     assert list(layers_of(model)) == ["conv", "block.0", "block.2", "head"]
     qat.prepare(model, weight_bits=8)
     assert model.wte.weight is model.head.weight
-    assert model.wte.weight_quantiser is model.head.weight_quantiser
-    assert model.wte.weight_quantiser.bits == 2
+    assert model.wte.weight_quantizer is model.head.weight_quantizer
+    assert model.wte.weight_quantizer.bits == 2
     names = [name for name, _ in model.named_parameters()]
-    assert "wte.weight_quantiser.scale" in names
-    assert "head.weight_quantiser.scale" not in names
+    assert "wte.weight_quantizer.scale" in names
+    assert "head.weight_quantizer.scale" not in names
 
 
 def test_tied_weights_have_the_most_bits_of_their_layers() -> None:
@@ -122,7 +122,7 @@ def test_tied_weights_have_the_most_bits_of_their_layers() -> None:
     assert model.a.note == "first layer: 8 bits"
 
 
-def test_values_are_those_of_the_quantised_weight_and_input() -> None:
+def test_values_are_those_of_the_quantized_weight_and_input() -> None:
     layer = nn.Linear(6, 4)
     qat.prepare(layer, weight_bits=3, act_bits=3, first_last_bits=None)
     x = normal(5, 6)
@@ -155,7 +155,7 @@ def test_embeddings_keep_their_options(options: dict[str, Any]) -> None:
     plain = copy.deepcopy(layer)
     qat.prepare(layer, weight_bits=4, first_last_bits=None)
     y, before = layer(index), plain(index)
-    scale = layer.weight_quantiser.scale[index].unsqueeze(-1)
+    scale = layer.weight_quantizer.scale[index].unsqueeze(-1)
     assert torch.equal(layer(torch.tensor(5)), y[1, 0])
     assert layer(index[:0]).shape == (0, 3, 4)
     inside = (before / scale).abs() < 7
@@ -166,16 +166,16 @@ def test_embeddings_keep_their_options(options: dict[str, Any]) -> None:
         assert not layer.weight.grad[2].any()
 
 
-@pytest.mark.parametrize("quantiser", [LSQ, LSQPlus])
-def test_groups_of_weights(quantiser: type[LSQ]) -> None:
+@pytest.mark.parametrize("quantizer", [LSQ, LSQPlus])
+def test_groups_of_weights(quantizer: type[LSQ]) -> None:
     model = nn.Sequential(nn.Conv2d(2, 6, 2), nn.Flatten(), nn.Linear(24, 4), nn.Linear(4, 4))
-    qat.prepare(model, group=4, quantiser=quantiser)
-    sizes = [len(layer.weight_quantiser.scale) for layer in layers_of(model).values()]
+    qat.prepare(model, group=4, quantizer=quantizer)
+    sizes = [len(layer.weight_quantizer.scale) for layer in layers_of(model).values()]
     assert sizes == [6 * 2, 4 * 6, 4]
     model(normal(3, 2, 3, 3)).sum().backward()
     weight = model[0].weight.detach().reshape(-1, 4)
-    once = quantiser(8, symmetric=True, axis=0)
-    torch.testing.assert_close(model[0].quantised_weight().flatten(), once(weight).flatten(), rtol=1e-6, atol=1e-7)
+    once = quantizer(8, symmetric=True, axis=0)
+    torch.testing.assert_close(model[0].quantized_weight().flatten(), once(weight).flatten(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_group_that_does_not_divide_names_the_layers() -> None:
@@ -184,11 +184,11 @@ def test_a_group_that_does_not_divide_names_the_layers() -> None:
 
 
 def test_lsq_plus_for_a_whole_model() -> None:
-    model = qat.prepare(net(), quantiser=LSQPlus, weight_bits=8)
+    model = qat.prepare(net(), quantizer=LSQPlus, weight_bits=8)
     reference = net()(tokens())
     y = model(tokens())
-    assert model.conv.act_quantiser.offset is not None
-    assert model.conv.weight_quantiser.offset is None
+    assert model.conv.act_quantizer.offset is not None
+    assert model.conv.weight_quantizer.offset is None
     # Eight bits, or nearly the noise of a third of a step per layer; each of five layers may double what it is given.
     assert (y - reference).norm() < 0.1 * reference.norm()
 
@@ -200,8 +200,8 @@ def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     for layer in layers_of(model).values():
         assert layer.weight.grad.dtype == dtype
-        assert layer.weight_quantiser.scale.dtype == expected
-        assert layer.weight_quantiser.scale.grad.dtype == expected
+        assert layer.weight_quantizer.scale.dtype == expected
+        assert layer.weight_quantizer.scale.grad.dtype == expected
 
 
 @each_device
@@ -268,7 +268,7 @@ def test_a_skipped_last_layer_leaves_nobody_else_last() -> None:
     assert bits_of(qat.prepare(net(), skip="head"))["block.2"] == (4, 8)
 
 
-def test_nothing_left_to_quantise() -> None:
+def test_nothing_left_to_quantize() -> None:
     model = qat.prepare(net())
     with pytest.raises(ValueError, match=r"of 5 layers .* 0 are skipped and 5 are quantised already"):
         qat.prepare(model)
@@ -293,7 +293,7 @@ def encoder(layers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_transformer_encoders_are_quantised_in_evaluation_too(layers: int) -> None:
+def test_transformer_encoders_are_quantized_in_evaluation_too(layers: int) -> None:
     model, x = qat.prepare(encoder(layers), weight_bits=2, act_bits=2, first_last_bits=None), normal(2, 5, 8)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     y = model(x, src_key_padding_mask=padding)
@@ -344,14 +344,14 @@ def test_what_is_no_model() -> None:
         qat.prepare(nn.DataParallel(net()))
 
 
-def test_quantise_layer_checks_its_arguments() -> None:
+def test_quantize_layer_checks_its_arguments() -> None:
     with pytest.raises(TypeError, match="exactly one of Linear, Conv1d, Conv2d, Embedding, got ReLU"):
-        quantise_layer(nn.ReLU(), weight_quantiser=LSQ())
+        quantize_layer(nn.ReLU(), weight_quantizer=LSQ())
     with pytest.raises(ValueError, match="indices"):
-        quantise_layer(nn.Embedding(3, 4), weight_quantiser=LSQ(axis=0), act_quantiser=LSQ())
+        quantize_layer(nn.Embedding(3, 4), weight_quantizer=LSQ(axis=0), act_quantizer=LSQ())
     with pytest.raises(ValueError, match="axis=0 or a group"):
-        quantise_layer(nn.Embedding(3, 4), weight_quantiser=LSQ())
-    assert isinstance(quantise_layer(nn.Embedding(3, 4), weight_quantiser=LSQ(group=2)), QuantisedEmbedding)
+        quantize_layer(nn.Embedding(3, 4), weight_quantizer=LSQ())
+    assert isinstance(quantize_layer(nn.Embedding(3, 4), weight_quantizer=LSQ(group=2)), QuantizedEmbedding)
 
 
 # --- calibration and checkpoints --------------------------------------------------------------------------------------
@@ -363,17 +363,17 @@ def test_calibrate(wrap: Callable[[Tensor], Any]) -> None:
     used = iter(wrap(tokens(seed)) for seed in range(9))
     qat.calibrate(model, used)
     assert len(list(used)) == 9 - 3, "one more is drawn than is used"
-    assert all(q.initialised for q in model.modules() if isinstance(q, LSQ))
+    assert all(q.initialized for q in model.modules() if isinstance(q, LSQ))
     assert all(p.grad is None for p in model.parameters())
     other(tokens(0))
     other(tokens(1))
-    assert torch.equal(model.block[2].act_quantiser.scale, other.block[2].act_quantiser.scale)
+    assert torch.equal(model.block[2].act_quantizer.scale, other.block[2].act_quantizer.scale)
 
 
 def test_calibrate_names_what_no_batch_came_by() -> None:
     model = qat.prepare(nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)}))
     model.forward = lambda x: model["used"](x)
-    with pytest.warns(UserWarning, match=r"idle\.act_quantiser"):
+    with pytest.warns(UserWarning, match=r"idle\.act_quantizer"):
         qat.calibrate(model, [normal(2, 3)])
     with pytest.raises(TypeError, match="got int"):
         qat.calibrate(model, [3])
@@ -390,7 +390,7 @@ def test_a_trained_model_comes_back_from_its_checkpoint() -> None:
     for other in (fresh, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(tokens(9)), model(tokens(9)))
         assert other.wte.weight is other.head.weight
-        assert other.wte.weight_quantiser is other.head.weight_quantiser
+        assert other.wte.weight_quantizer is other.head.weight_quantizer
 
 
 def test_a_float_checkpoint_makes_a_new_start() -> None:
@@ -400,8 +400,8 @@ def test_a_float_checkpoint_makes_a_new_start() -> None:
     assert missing.missing_keys
     expected = qat.prepare(net(), weight_bits=2)
     model(tokens())
-    torch.testing.assert_close(model.conv.weight_quantiser.scale, 3 * expected.conv.weight_quantiser.scale)
-    assert all(q.initialised for q in model.modules() if isinstance(q, LSQ))
+    torch.testing.assert_close(model.conv.weight_quantizer.scale, 3 * expected.conv.weight_quantizer.scale)
+    assert all(q.initialized for q in model.modules() if isinstance(q, LSQ))
 
 
 def test_a_model_on_the_meta_device_starts_when_it_is_real() -> None:
@@ -409,8 +409,8 @@ def test_a_model_on_the_meta_device_starts_when_it_is_real() -> None:
     trained(tokens())
     with torch.device("meta"):
         model = qat.prepare(Net())
-    assert len(model.conv.weight_quantiser.scale) == 8
-    assert not model.conv.weight_quantiser.initialised
+    assert len(model.conv.weight_quantizer.scale) == 8
+    assert not model.conv.weight_quantizer.initialized
     model.to_empty(device="cpu")
     model.head.weight = model.wte.weight
     model.load_state_dict(trained.state_dict())
@@ -432,7 +432,7 @@ def test_a_scale_that_fell_in_the_last_step_converts_as_it_is_used() -> None:
     model = qat.prepare(net())
     qat.calibrate(model, [tokens()])
     with torch.no_grad():
-        model.conv.weight_quantiser.scale[2] = -1.0
+        model.conv.weight_quantizer.scale[2] = -1.0
     converted = qat.convert(copy.deepcopy(model))
     assert torch.equal(converted(tokens()), model.eval()(tokens()))
 
@@ -441,12 +441,12 @@ def test_a_scale_that_fell_in_the_last_step_converts_as_it_is_used() -> None:
 
 
 def test_every_parameter_is_in_one_group() -> None:
-    model = qat.prepare(net(), quantiser=LSQPlus)
+    model = qat.prepare(net(), quantizer=LSQPlus)
     groups = {group["name"]: group for group in qat.parameter_groups(model, weight_decay=0.1, lr=1e-2, scale_lr=1e-3)}
     held = [p for group in groups.values() for p in group["params"]]
     assert len(held) == len(set(held))
     assert set(held) == set(model.parameters())
-    scales = {p for name, p in model.named_parameters() if "quantiser" in name}
+    scales = {p for name, p in model.named_parameters() if "quantizer" in name}
     assert set(groups["scales"]["params"]) == scales
     assert set(groups["weights"]["params"]) == {p for p in model.parameters() if p.dim() > 1}
     assert [groups[name]["weight_decay"] for name in ("weights", "vectors", "scales")] == [0.1, 0.0, 0.0]
@@ -465,7 +465,7 @@ def test_decay_moves_no_scale(optimizer: Any) -> None:
     assert moved == {"wte.weight", "conv.weight", "block.0.weight", "block.2.weight"}
 
 
-def test_groups_of_torchs_fake_quantisers_and_plain_models() -> None:
+def test_groups_of_torchs_fake_quantizers_and_plain_models() -> None:
     fake = qat.LearnableFakeQuantize(torch.ao.quantization.MovingAverageMinMaxObserver)
     groups = qat.parameter_groups(nn.Sequential(nn.Linear(2, 2), fake))
     assert [group["name"] for group in groups] == ["weights", "vectors", "scales"]
@@ -478,7 +478,7 @@ def test_groups_of_torchs_fake_quantisers_and_plain_models() -> None:
 # --- summary ----------------------------------------------------------------------------------------------------------
 
 
-def test_summary_tells_what_quantisation_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]) -> None:
     model = qat.prepare(net(), weight_bits=2, skip="block.0")
     summary = qat.summary(model)
     printed = capsys.readouterr().out
@@ -494,7 +494,7 @@ def test_summary_tells_what_quantisation_does(capsys: pytest.CaptureFixture[str]
     row = summary.rows[1]
     weight, scale = (
         model.conv.weight.detach().double(),
-        model.conv.weight_quantiser.scale.detach().double().view(-1, 1, 1),
+        model.conv.weight_quantizer.scale.detach().double().view(-1, 1, 1),
     )
     codes = (weight / scale).round().clamp(-2, 1)
     noise = (codes * scale - weight).square().sum()
@@ -527,8 +527,8 @@ def test_summary_of_dead_and_broken_scales() -> None:
     nn.init.zeros_(model[0].weight)
     qat.prepare(model)
     with torch.no_grad():
-        model[1].weight_quantiser.scale[1] = -1.0
-        model[2].weight_quantiser.scale[1] = math.nan
+        model[1].weight_quantizer.scale[1] = -1.0
+        model[2].weight_quantizer.scale[1] = math.nan
     rows = qat.summary(model, quiet=True).rows
     assert rows[0].sqnr_db is None
     assert rows[1].note == "activation: no batch yet; scales at their floor: 1"
@@ -618,7 +618,7 @@ def differ(group: Group) -> list[bytes]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         qat.calibrate(model, [tokens(group.rank())])
-    return [bytes(p.detach().numpy()) for name, p in model.named_parameters() if "quantiser" in name]
+    return [bytes(p.detach().numpy()) for name, p in model.named_parameters() if "quantizer" in name]
 
 
 def test_scales_are_alike_where_nothing_else_is(ranks: RankPool) -> None:

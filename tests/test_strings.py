@@ -49,6 +49,7 @@ leaves = st.one_of(
         st.sampled_from(["symmetric", "affine"]),
         st.sampled_from(["nearest", "stochastic"]),
         seeds,
+        st.booleans(),
     ),
     st.builds(
         Lloyd,
@@ -115,6 +116,7 @@ def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
         ("int4:block=128", BlockInt(4)),
         (" int4:block = 64 , mode=affine ", BlockInt(4, 64, "affine")),
         ("int2:rounding=stochastic,seed=18446744073709551615", BlockInt(2, rounding="stochastic", seed=2**64 - 1)),
+        ("int8:block=104,aligned=true", BlockInt(8, 104, aligned=True)),
         ("lloyd2:block=256", Lloyd(2, 256)),
         ("lloyd1:rotate=false,scale=unbiased", Lloyd(1, rotate=False, scale="unbiased")),
         ("lloyd4:rotate=true", Lloyd(4)),
@@ -132,6 +134,7 @@ def test_defaults_are_not_spelled() -> None:
     plain = ["none", "bf16", "fp16", "int8", "int3", "lloyd4", "lloyd1"]
     assert [str(codec(text)) for text in plain] == plain
     assert str(BlockInt(4, 64, "affine", seed=7)) == "int4:block=64,mode=affine,seed=7"
+    assert str(BlockInt(8, 104, aligned=True)) == "int8:block=104,aligned=true"
     assert str(Lloyd(2, rotate=False)) == "lloyd2:rotate=false"
 
 
@@ -181,6 +184,8 @@ def test_unknown_names_list_the_known(text: str) -> None:
         ("int8:block=4294967296", "block must be a multiple of 8"),
         ("int8:mode=linear", "mode must be 'symmetric' or 'affine', got 'linear'"),
         ("int8:rounding=up", "rounding must be 'nearest' or 'stochastic', got 'up'"),
+        ("int8:aligned=1", "aligned must be True or False, got 1"),
+        ("int8:aligned=yes", "aligned must be True or False, got 'yes'"),
         ("int8:seed=-1", "seed must be 0 .. 2**64 - 1, got -1"),
         ("int8:seed=18446744073709551616", "seed must be"),
         ("lloyd4:block=16", "power of two from 32 to 1024, got 16"),
@@ -217,6 +222,7 @@ BAD_VALUES: list[tuple[Callable[..., Codec], str, list[Any]]] = [
     (BlockInt, "mode", [None, "linear", 0]),
     (BlockInt, "rounding", [True, "up", ""]),
     (BlockInt, "seed", [-1, 2**64, 0.5, "1", None]),
+    (BlockInt, "aligned", [0, 1, "true", None]),
     (Lloyd, "bits", [0, 5, 2.0, "2", None, True]),
     (Lloyd, "block", [0, 16, 48, 2048, 256.0, "256", None, [64]]),
     (Lloyd, "rotate", [0, 1, "true", None]),
@@ -261,6 +267,7 @@ def test_codecs_compare_and_hash_by_value() -> None:
     assert set(EVERY) == set(again)
     assert BlockInt(4) != Lloyd(4)
     assert BlockInt(8) != BlockInt(8, seed=1)
+    assert BlockInt(8) != BlockInt(8, aligned=True)
 
 
 @pytest.mark.parametrize("value", EVERY, ids=str)

@@ -253,7 +253,7 @@ def assert_refused(codec: Codec, wire: Tensor, said: str) -> None:
 @one_of_each
 def test_wrong_length(codec: Codec) -> None:
     wire = cases.wire_of(codec, torch.ones(N))
-    right = rf"expected wires of {wire.numel()} bytes for {N} elements, one a rank, got shape"
+    right = rf"expected wires of {wire.numel()} bytes for {N} elements, one per rank, got shape"
     for wrong in (
         wire[:-1],
         wire[:32],
@@ -297,8 +297,8 @@ def test_a_matrix_of_wires_has_contiguous_rows(codec: Codec) -> None:
     for wrong, said in (
         (spread, r"must be contiguous, got strides \(\d+, 2\)"),
         (wires_WN.t().contiguous().t(), "must be contiguous"),
-        (wires_WN[0], "one a rank, got shape"),
-        (wires_WN[None], "one a rank, got shape"),
+        (wires_WN[0], "one per rank, got shape"),
+        (wires_WN[None], "one per rank, got shape"),
         (wires_WN[:0], r"got shape \(0, "),
         (wires_WN[:, :-1], "expected wires of"),
     ):

@@ -1,21 +1,45 @@
 """The exception tree.
 
 ThinwireError
-├── CollectiveError    (ValueError)    a collective called with tensors, an op or a group it cannot serve
-│   └── DisagreementError              the ranks of a group called different things
-├── CodecError         (ValueError)    a codec string, parameter or input tensor that no codec can serve
-├── RecordError        (ValueError)    a benchmark record that is not one
-├── WireError          (ValueError)    a wire of the wrong length, dtype, device, version or codec
-└── BackendError       (RuntimeError)  a kernel backend was asked for by name and cannot serve
+├── CollectiveError      (ValueError)    a collective called with tensors, an op or a group it cannot serve
+│   └── DisagreementError                the ranks of a group called different things
+├── CodecError           (ValueError)    a codec string, parameter or input tensor that no codec can serve
+├── QatError             (ValueError)    a model, quantiser, tensor or setting that thinwire.qat cannot serve
+│   ├── QatTypeError     (TypeError)     one of the wrong type
+│   └── QatStateError    (RuntimeError)  something that cannot be done now, or not at all
+├── OptimizerError       (ValueError)    a setting, parameter or gradient that an optimiser cannot take
+├── RecordError          (ValueError)    a benchmark record that is not one
+├── WireError            (ValueError)    a wire of the wrong length, dtype, device, version or codec
+├── BackendError         (RuntimeError)  a kernel backend was asked for by name and cannot serve
+└── MissingPackageError  (ImportError)   an optional package is not installed
+
+Outside the tree are what Python's own protocols ask for (AttributeError from a module's __getattr__, TypeError for a
+call that fits no signature), the TimeoutError of a wait that was given a timeout, and what torch raises itself.
 """
 
 
 class ThinwireError(Exception):
-    """Base of every error thinwire raises on purpose."""
+    """Base of the errors that thinwire raises on purpose; the module's docstring names the few that are outside."""
 
 
 class CodecError(ThinwireError, ValueError):
     """A codec string, a codec parameter or an input tensor is not usable; the message lists what is."""
+
+
+class QatError(ThinwireError, ValueError):
+    """A model, a quantiser, a tensor or a setting is not usable for quantisation-aware training."""
+
+
+class QatTypeError(QatError, TypeError):
+    """An argument of thinwire.qat has the wrong type."""
+
+
+class QatStateError(QatError, RuntimeError):
+    """thinwire.qat cannot do this now (a quantiser without a scale, say), or not at all (a second derivative)."""
+
+
+class OptimizerError(ThinwireError, ValueError):
+    """An optimiser of thinwire.optim cannot take a setting, a parameter or a gradient."""
 
 
 class RecordError(ThinwireError, ValueError):
@@ -28,6 +52,10 @@ class WireError(ThinwireError, ValueError):
 
 class BackendError(ThinwireError, RuntimeError):
     """A kernel backend was requested by name but cannot run here."""
+
+
+class MissingPackageError(ThinwireError, ImportError):
+    """What was asked for needs an optional package that is not installed; the message says how to install it."""
 
 
 class CollectiveError(ThinwireError, ValueError):

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.errors import OptimizerError
+
 __all__ = ["OneBitAdam"]
 
 
 class OneBitAdam(Optimizer):
     """Adam for 1-bit gradients: Adam while it warms up, then momentum SGD with the variance that Adam had found.
 
-    Adam divides by the variance of gradients, and one bit a number inflates it. So for `warmup_steps` steps gradients
+    Adam divides by the variance of gradients, and one bit per number inflates it. So for `warmup_steps` steps gradients
     travel uncompressed and this is AdamW. Then the variance is frozen, and what is left is linear: every rank adds its
     gradient to its momentum, and the momentum travels in one bit with error feedback (Tang et al., "1-bit Adam", 2021).
     A parameter whose frozen variance is small would take enormous steps; `floor` bounds it from below.
@@ -40,9 +42,9 @@ class OneBitAdam(Optimizer):
     ) -> None:
         _check(lr=lr, eps=eps, weight_decay=weight_decay, floor=floor)
         if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be from 0 up to, not including, 1, got {betas}")
+            raise OptimizerError(f"betas must be from 0 up to, not including, 1, got {betas}")
         if not isinstance(warmup_steps, int) or warmup_steps < 1:
-            raise ValueError(f"warmup_steps must be 1 or more: the variance comes from them; got {warmup_steps!r}")
+            raise OptimizerError(f"warmup_steps must be 1 or more: the variance comes from them; got {warmup_steps!r}")
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
             "floor": floor, "steps": 0, "mean_variance": 1.0,
@@ -67,9 +69,11 @@ class OneBitAdam(Optimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             group = owners.get(id(parameter))
             if group is None:
-                raise ValueError("OneBitAdam has to own every parameter of the model that DDP averages gradients of")
+                raise OptimizerError(
+                    "OneBitAdam has to own every parameter of the model that DDP averages gradients of"
+                )
             if id(parameter) in self._arrived:
-                raise ValueError(
+                raise OptimizerError(
                     "OneBitAdam: gradients were averaged twice before step(), and the first time they became momentum: "
                     "accumulate them inside DDP's no_sync(); after a skipped step call the optimiser's zero_grad()"
                 )
@@ -112,7 +116,7 @@ class OneBitAdam(Optimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         for p in parameters:
             if p.grad.is_sparse or p.is_complex():
-                raise ValueError("OneBitAdam takes real parameters and dense gradients")
+                raise OptimizerError("OneBitAdam takes real parameters and dense gradients")
             momentum, variance = self._moments(p, group, frozen)
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.addcdiv_(momentum, variance, value=-group["lr"])
@@ -120,10 +124,12 @@ class OneBitAdam(Optimizer):
     def _moments(self, p: Tensor, group: dict[str, Any], frozen: bool) -> tuple[Tensor, Tensor]:
         """The momentum, its bias removed, and what it is divided by."""
         beta1, beta2 = group["betas"]
-        state, grad = self._state(p), p.grad
+        state = self._state(p)
+        grad = p.grad
         assert grad is not None
         state["step"] = t = state["step"] + 1
-        momentum, square = state["exp_avg"], state["exp_avg_sq"]
+        momentum = state["exp_avg"]
+        square = state["exp_avg_sq"]
         if id(p) in self._arrived:
             momentum.copy_(grad)
         else:
@@ -156,4 +162,4 @@ class OneBitAdam(Optimizer):
 def _check(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0.0:
-            raise ValueError(f"{name} must be 0 or more, got {value}")
+            raise OptimizerError(f"{name} must be 0 or more, got {value}")

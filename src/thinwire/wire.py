@@ -1,6 +1,6 @@
 """Byte layout of one encoded shard. The only module that knows an offset.
 
-    header (32 bytes) | scales, 2 bytes a block | minima, 2 bytes a block (affine only) | code planes | pad to 16
+    header (32 bytes) | scales, 2 bytes per block | minima, 2 bytes per block (affine only) | code planes | pad to 16
 
 docs/wire-format.md describes every byte, with a worked example.
 """
@@ -188,9 +188,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def read_key(layout: Layout, wires_WN: Tensor) -> int:
-    """Check the header of every wire (one a row) against `layout` and return the rotation key they share.
+    """Check the header of every wire (one per row) against `layout` and return the rotation key they share.
 
-    Reads 32 bytes a wire on the host, so it serves CPU wires; on another device it would wait for the stream.
+    Reads 32 bytes per wire on the host, so it serves CPU wires; on another device it would wait for the stream.
     """
     heads = _heads(wires_WN)
     key: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
@@ -203,7 +203,8 @@ def read_key(layout: Layout, wires_WN: Tensor) -> int:
 
 def _heads(wires_WN: Tensor) -> list[bytes]:
     if wires_WN.device.type == "cpu":
-        start, stride = wires_WN.data_ptr(), wires_WN.stride(0)
+        start = wires_WN.data_ptr()
+        stride = wires_WN.stride(0)
         return [ctypes.string_at(start + rank * stride, HEADER_BYTES) for rank in range(wires_WN.shape[0])]
     return [bytes(row) for row in wires_WN[:, :HEADER_BYTES].tolist()]
 
@@ -214,8 +215,8 @@ def _mismatch(layout: Layout, rank: int, head: bytes, key: int) -> str:
         return f"wire {rank} does not start with {MAGIC!r} (got {magic!r}): these bytes are not a thinwire wire"
     if version != VERSION:
         return f"wire {rank} has version {version}, this thinwire reads version {VERSION}: use one version on all ranks"
-    want, got = layout.format, (kind, bits, variant, block)
-    if (want.kind, want.bits, want.variant, want.block, layout.numel) != (*got, numel):
+    want = layout.format
+    if (want.kind, want.bits, want.variant, want.block, layout.numel) != (kind, bits, variant, block, numel):
         name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
         return (
             f"wire {rank} was encoded as {name} bits={bits} variant={variant} block={block} numel={numel}, "
@@ -238,7 +239,7 @@ def check_wires(layout: Layout, wires_WN: Tensor, device: torch.device) -> None:
         raise WireError(f"wire and tensor must be on one device, got {wires_WN.device} and {device}")
     if wires_WN.dim() != 2 or wires_WN.shape[0] < 1 or wires_WN.shape[1] != layout.nbytes:
         raise WireError(
-            f"expected wires of {layout.nbytes} bytes for {layout.numel} elements, one a rank, got shape "
+            f"expected wires of {layout.nbytes} bytes for {layout.numel} elements, one per rank, got shape "
             f"{tuple(wires_WN.shape)}: size them with codec.wire_bytes(numel)"
         )
     if wires_WN.stride(1) != 1:
@@ -250,9 +251,12 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
     if not layout.numel:
         return torch.ones((), dtype=torch.bool, device=wires_WN.device)
     if layout.format.block:
-        at, end, dtype = layout.scales_at, layout.scales_at + 2 * layout.num_blocks, torch.bfloat16
+        at = layout.scales_at
+        dtype = torch.bfloat16
+        count = layout.num_blocks
     else:
-        at, dtype = layout.planes[0][1], layout.plain_dtype
-        end = at + layout.numel * dtype.itemsize
-    values = wires_WN[:, at:end].clone(memory_format=torch.contiguous_format).view(dtype)
+        at = layout.planes[0][1]
+        dtype = layout.plain_dtype
+        count = layout.numel
+    values = wires_WN[:, at : at + count * dtype.itemsize].clone(memory_format=torch.contiguous_format).view(dtype)
     return values.isfinite().all()

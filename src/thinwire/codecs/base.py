@@ -21,7 +21,7 @@ from thinwire.kernels import hashing, reference
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import Kind
 
-_MOST_PLANS = 4096  # lengths a codec remembers
+_MOST_RECIPES = 4096  # lengths a codec remembers
 
 
 class Codec(ABC):
@@ -35,7 +35,7 @@ class Codec(ABC):
 
     @property
     def unit(self) -> int:
-        """Elements that collectives keep together when they cut a message."""
+        """Elements that collectives keep together when they cut a message. Ask the codec that `pick` gives."""
         return 1
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Codec(ABC):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Length of the wire of `numel` elements. `dtype` matters to the identity alone."""
-        return _plan(self, numel, dtype).layout.nbytes
+        return _recipe(self, numel, dtype).layout.nbytes
 
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
         """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
@@ -56,17 +56,17 @@ class Codec(ABC):
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
         """
-        plan = _plan(self, x.numel(), x.dtype)
-        _check_wire(plan.layout, wire, x.device)
+        recipe = _recipe(self, x.numel(), x.dtype)
+        _check_wire(recipe.layout, wire, x.device)
         if residual is not None:
             _check_residual(x, residual)
         source = _row(x)
         _check_memory(source, wire)
-        if x.dtype == torch.float64 and not plan.keeps_doubles:
+        if x.dtype == torch.float64 and not recipe.keeps_doubles:
             source = source.float()
         carried = None if residual is None else residual.view(-1)
-        rotation, dither = plan.keys(step, hashing.DITHER)
-        kernels.select(x.device).encode(plan.how, source, wire, carried, rotation=rotation, dither=dither)
+        rotation, dither = recipe.keys(step, hashing.DITHER)
+        kernels.select(x.device).encode(recipe.how, source, wire, carried, rotation=rotation, dither=dither)
         _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
@@ -80,13 +80,13 @@ class Codec(ABC):
         read. Wires that are not what this codec writes for that length raise WireError; on a GPU nothing waits for
         their headers, and the sum of such wires is NaN.
         """
-        plan = _plan(self, out.numel(), out.dtype)
-        rotation = _key_of(plan, wires_WN, out.device, step)
+        recipe = _recipe(self, out.numel(), out.dtype)
+        rotation = _key_of(recipe, wires_WN, out.device, step)
         direct = out.is_contiguous() and not out.is_neg()
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         _check_memory(flat, wires_WN)
-        target = flat.float() if out.dtype == torch.float64 and not plan.keeps_doubles else flat
-        kernels.select(out.device).decode_sum(plan.how.format, wires_WN, target, scale=scale, rotation=rotation)
+        target = flat.float() if out.dtype == torch.float64 and not recipe.keeps_doubles else flat
+        kernels.select(out.device).decode_sum(recipe.how.format, wires_WN, target, scale=scale, rotation=rotation)
         if target is not flat:
             flat.copy_(target)
         if not direct:
@@ -111,17 +111,17 @@ class Codec(ABC):
         """
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
-        plan = _plan(self, numel, dtype)
-        _check_wire(plan.layout, wire, wires_WN.device)
-        rotation = _key_of(plan, wires_WN, wires_WN.device, step if trusted else None)
-        dither = plan.keys(step, hashing.DITHER_RECODE)[1]
+        recipe = _recipe(self, numel, dtype)
+        _check_wire(recipe.layout, wire, wires_WN.device)
+        rotation = _key_of(recipe, wires_WN, wires_WN.device, step if trusted else None)
+        dither = recipe.keys(step, hashing.DITHER_RECODE)[1]
         backend = kernels.select(wire.device)
-        backend.recode(plan.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
+        backend.recode(recipe.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         _mark_written(wire)
 
     def all_finite(self, wires_WN: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Whether every number of these wires is finite, as a tensor of one truth value. Reads the scales alone."""
-        layout = _plan(self, numel, dtype).layout
+        layout = _recipe(self, numel, dtype).layout
         wire.check_wires(layout, wires_WN, wires_WN.device)
         return wire.all_finite(layout, wires_WN)
 
@@ -130,17 +130,17 @@ class Codec(ABC):
 
         Levels that fit the block's power leave numbers beyond them; scales that fit its peak leave none.
         """
-        layout = _plan(self, numel, torch.float32).layout
+        layout = _recipe(self, numel, torch.float32).layout
         if layout.format.kind != Kind.LLOYD or layout.format.bits == 1:
             return None
         return reference.outermost(layout.format, wire, numel), layout.num_codes
 
     @cached_property
-    def _plans(self) -> "dict[tuple[int, torch.dtype], _Plan]":
+    def _recipes(self) -> "dict[tuple[int, torch.dtype], _Recipe]":
         return {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_plans"}
+        return {name: value for name, value in vars(self).items() if name != "_recipes"}
 
     def _spell(self, name: str, *options: str) -> str:
         """name:option=value,... for the options that differ from their default."""
@@ -153,7 +153,7 @@ class Codec(ABC):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Recipe:
     """What one codec does with tensors of one length and dtype."""
 
     codec: Codec  # the one that encodes, where others only choose
@@ -169,28 +169,28 @@ class _Plan:
         step = operator.index(step)
         if not 0 <= step < 1 << 64:
             raise CodecError(f"step must be 0 .. 2**64 - 1, got {step}")
-        seed, how = self.codec.seed, self.how
-        rotation = hashing.key(seed, step, hashing.ROTATION) if how.format.rotated else 0
-        return rotation, hashing.key(seed, step, dither) if how.stochastic else 0
+        seed = self.codec.seed
+        rotation = hashing.key(seed, step, hashing.ROTATION) if self.how.format.rotated else 0
+        return rotation, hashing.key(seed, step, dither) if self.how.stochastic else 0
 
 
-def _plan(codec: Codec, numel: int, dtype: torch.dtype) -> _Plan:
-    plans = codec._plans
-    found = plans.get((numel, dtype))
+def _recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
+    recipes = codec._recipes
+    found = recipes.get((numel, dtype))
     if found is None:
-        if len(plans) >= _MOST_PLANS:
-            plans.clear()
-        found = plans[numel, dtype] = _new_plan(codec, numel, dtype)
+        if len(recipes) >= _MOST_RECIPES:
+            recipes.clear()
+        found = recipes[numel, dtype] = _new_recipe(codec, numel, dtype)
     return found
 
 
-def _new_plan(codec: Codec, numel: int, dtype: torch.dtype) -> _Plan:
+def _new_recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
     chosen = codec._sized(numel)
     if dtype not in chosen.inputs:
         known = ", ".join(str(d).removeprefix("torch.") for d in chosen.inputs)
         raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
     how = chosen.encoding(dtype)
-    return _Plan(chosen, how, how.format.layout(numel))
+    return _Recipe(chosen, how, how.format.layout(numel))
 
 
 def _row(x: Tensor) -> Tensor:
@@ -216,10 +216,10 @@ def _check_wire(layout: wire.Layout, buffer: Tensor, device: torch.device) -> No
         wire.check_wires(layout, buffer.unsqueeze(0), device)
 
 
-def _key_of(plan: _Plan, wires_WN: Tensor, device: torch.device, step: int | None) -> int | None:
+def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int | None) -> int | None:
     """Check the wires and return the key of their rotation; None: it is in their headers, which the kernels check."""
-    wire.check_wires(plan.layout, wires_WN, device)
-    return None if step is None else plan.keys(step, 0)[0]
+    wire.check_wires(recipe.layout, wires_WN, device)
+    return None if step is None else recipe.keys(step, 0)[0]
 
 
 def _check_memory(*tensors: Tensor) -> None:

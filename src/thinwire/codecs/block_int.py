@@ -1,4 +1,4 @@
-"""Integers of 2 to 8 bits under one scale a block."""
+"""Integers of 2 to 8 bits under one scale per block."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.checks import check_bits, check_block, check_seed
+from thinwire.codecs.checks import check_bits, check_block, check_flag, check_seed
 from thinwire.errors import CodecError
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import Format, IntVariant, Kind
@@ -26,6 +26,7 @@ class BlockInt(Codec):
     mode: Literal["symmetric", "affine"] = "symmetric"
     rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic => unbiased, twice the squared error
     seed: int = 0
+    aligned: bool = False  # True => collectives cut messages between blocks only: blocks are those of the whole tensor
 
     def __post_init__(self) -> None:
         check_bits(self.bits, 2, 8)
@@ -35,6 +36,12 @@ class BlockInt(Codec):
             raise CodecError(f"mode must be 'symmetric' or 'affine', got {self.mode!r}")
         if self.rounding not in ("nearest", "stochastic"):
             raise CodecError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+        check_flag("aligned", self.aligned)
+
+    @property
+    def unit(self) -> int:
+        """A block where `aligned` asks for it, else one element."""
+        return self.block if self.aligned else 1
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
         """Block integers, whatever the input's dtype."""
@@ -43,4 +50,4 @@ class BlockInt(Codec):
         return Encoding(format, stochastic=self.rounding == "stochastic")
 
     def __str__(self) -> str:
-        return self._spell(f"int{self.bits}", "block", "mode", "rounding", "seed")
+        return self._spell(f"int{self.bits}", "block", "mode", "rounding", "seed", "aligned")

@@ -31,7 +31,7 @@ class Identity(Codec):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A shorter float. fp16 and the 8-bit formats carry a power-of-two scale a block, so nothing over- or underflows.
+    """A shorter float. fp16 and the 8-bit formats carry a power-of-two scale per block: nothing over- or underflows.
 
     bf16 has the range of fp32, needs no scale and keeps every NaN and Inf where it is.
     """

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.checks import check_bits, check_seed, is_int
+from thinwire.codecs.checks import check_bits, check_flag, check_seed, is_int
 from thinwire.errors import CodecError
 from thinwire.kernels.schema import Encoding
 from thinwire.wire import Format, Kind, LloydVariant
@@ -31,8 +31,7 @@ class Lloyd(Codec):
         check_seed(self.seed)
         if not is_int(self.block) or self.block not in (32, 64, 128, 256, 512, 1024):
             raise CodecError(f"block must be a power of two from 32 to 1024, got {self.block!r}")
-        if not isinstance(self.rotate, bool):
-            raise CodecError(f"rotate must be True or False, got {self.rotate!r}")
+        check_flag("rotate", self.rotate)
         if self.scale not in ("mmse", "unbiased"):
             raise CodecError(f"scale must be 'mmse' or 'unbiased', got {self.scale!r}")
 

@@ -86,7 +86,9 @@ def _composite(name: str, body: str) -> Codec:
 
 def _entries(body: str) -> list[str]:
     """Split at the semicolons that stand outside parentheses."""
-    entries, depth, start = [], 0, 0
+    entries = []
+    depth = 0
+    start = 0
     for i, char in enumerate(body):
         depth += (char == "(") - (char == ")")
         if char == ";" and depth == 0:

@@ -51,7 +51,7 @@ class BySize(Codec):
         return (self.small if numel < self.min_numel else self.large)._sized(numel)
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
-        """None of its own."""
+        """Always an error: a codec made of codecs has no encoding of its own."""
         raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class ByName(Codec):
         return next(c for pattern, c in self.rules if pattern == "*" or (name and fnmatchcase(name, pattern)))
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
-        """None of its own."""
+        """Always an error: a codec made of codecs has no encoding of its own."""
         raise CodecError(f"{self} encodes through the codec it picks: use pick(name, shape)")
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 3  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
-_ELEMENTS_A_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
+_ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantisation; more threads find no work
 _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer => slower memory
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -65,7 +65,7 @@ class _Fake(ctypes.Structure):
 
 
 def serves(device: torch.device) -> bool:
-    """CPU tensors only."""
+    """Whether the tensors are on the CPU."""
     return device.type == "cpu"
 
 
@@ -136,7 +136,7 @@ def fake_quantize_grad(
 
 @lru_cache(maxsize=1024)
 def _fake(grid: Grid, shape: torch.Size, dtype: torch.dtype, threads: int) -> _Fake:
-    parts = max(1, min(_MOST_PARTS, shape.numel() // _ELEMENTS_A_THREAD))
+    parts = max(1, min(_MOST_PARTS, shape.numel() // _ELEMENTS_PER_THREAD))
     numbers = grid.quant_min, grid.quant_max, grid.offset, grid.paper
     return _Fake(_DTYPES[dtype], min(threads, parts), *numbers, *shape, *_cuts(shape, parts))
 
@@ -152,8 +152,8 @@ def _cuts(shape: torch.Size, parts: int) -> tuple[int, int, int]:
 def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) -> _Job:
     job = _Job.from_buffer_copy(_template(how, layout))
     job.dtype = dtype
-    if layout.numel >= 2 * _ELEMENTS_A_THREAD:
-        job.threads = max(1, min(torch.get_num_threads(), layout.numel // _ELEMENTS_A_THREAD))
+    if layout.numel >= 2 * _ELEMENTS_PER_THREAD:
+        job.threads = max(1, min(torch.get_num_threads(), layout.numel // _ELEMENTS_PER_THREAD))
     job.dither = dither
     if layout.format.rotated:
         job.rotation = rotation
@@ -162,7 +162,8 @@ def _job(how: Encoding, layout: Layout, dtype: int, rotation: int, dither: int) 
 
 
 def _take_wires(job: _Job, wires_WN: Tensor, scale: float) -> None:
-    job.world, job.wire_stride = wires_WN.shape[0], wires_WN.stride(0)
+    job.world = wires_WN.shape[0]
+    job.wire_stride = wires_WN.stride(0)
     job.scale = job.scale64 = scale
 
 
@@ -188,11 +189,13 @@ def _template(how: Encoding, layout: Layout) -> bytes:
         nbytes=layout.nbytes,
     )
     for i, (width, at) in enumerate(layout.planes):
-        job.plane_width[i], job.plane_at[i] = width, at
+        job.plane_width[i] = width
+        job.plane_at[i] = at
     job.header[:] = layout.header()
     if format.kind == Kind.LLOYD:
         table = LLOYD[format.bits]
-        job.grid, job.num_levels = table.grid, len(table.levels)
+        job.grid = table.grid
+        job.num_levels = len(table.levels)
         job.edges[: len(table.edges)] = table.edges
         job.levels[: len(table.levels)] = table.levels
     return bytes(job)
@@ -226,7 +229,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    pointer, job = ctypes.c_void_p, ctypes.POINTER(_Job)
+    pointer = ctypes.c_void_p
+    job = ctypes.POINTER(_Job)
     library.tw_encode.argtypes = [job, pointer, pointer, pointer]
     library.tw_decode_sum.argtypes = [job, pointer, pointer]
     library.tw_recode.argtypes = [job, pointer, pointer]

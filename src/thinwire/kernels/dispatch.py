@@ -1,7 +1,8 @@
 """Kernel dispatch: which backend serves a tensor.
 
-To add a backend: write the functions of `schema.Backend` in one module, with `unavailable()` and `serves(device)`, and
-enter it in `BACKENDS`, fastest first. tests/test_kernels.py then compares it with the reference byte for byte.
+Triton serves CUDA tensors, C serves CPU tensors, and the reference in plain torch serves any. To add a backend: write
+the functions of `schema.Backend`, `unavailable()` and `serves(device)` among them, in a module or a package, and enter
+it in `BACKENDS`, fastest first. tests/test_kernels.py then compares it with the reference byte for byte.
 """
 
 import contextlib
@@ -34,9 +35,10 @@ def select(device: torch.device) -> Backend:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block every codec of this process runs on backend `name` ("auto", "cpu", "reference") or raises.
+    """Within the block every kernel of this process runs on backend `name`, or raises.
 
-    The environment variable THINWIRE_BACKEND sets the same thing from outside.
+    The names are those of `BACKENDS` ("triton", "cpu", "reference"), and "auto" for the fastest that can run. The
+    environment variable THINWIRE_BACKEND sets the same thing from outside.
     """
     global _requested
     _check_name(name)

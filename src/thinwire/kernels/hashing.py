@@ -3,7 +3,10 @@
 from functools import lru_cache
 
 _MASK64 = (1 << 64) - 1
-ROTATION, DITHER, DITHER_RECODE = 1, 2, 3  # streams: one seed and step feed independent uses
+# Streams: one seed and step feed independent uses.
+ROTATION = 1
+DITHER = 2
+DITHER_RECODE = 3
 
 
 def _mix64(z: int) -> int:

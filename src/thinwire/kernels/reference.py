@@ -38,12 +38,12 @@ _CASTS = {  # dtype, exponent that a block's peak is brought to
 
 
 def serves(device: torch.device) -> bool:
-    """Everywhere torch runs."""
+    """Always: torch runs on every device."""
     return True
 
 
 def unavailable() -> str | None:
-    """Never."""
+    """None: plain torch can always run."""
     return None
 
 
@@ -83,7 +83,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     for span in _spans(layout):
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
         norm = f32(scale)
-        if format.kind == Kind.LLOYD and format.variant == LloydVariant.ROTATED:
+        if format.rotated:
             z_KB = _flip(_hadamard(z_KB), span.lo, rotation)
             norm = norm * root(span.codes)
         z_KB = z_KB * norm
@@ -129,10 +129,12 @@ def recode(
 
 def outermost(format: Format, wire: Tensor, numel: int) -> Tensor:
     """How many codes of a wire stand for the lowest or the highest level, blocks that are not finite left out."""
-    layout, top = format.layout(numel), (1 << format.bits) - 1
+    layout = format.layout(numel)
+    top = (1 << format.bits) - 1
     total = torch.zeros((), dtype=torch.int64, device=wire.device)
     for span in _spans(layout):
-        codes_KB, scale_K1 = _unpack(layout, wire, span), _read_scales(layout, wire[None], span, layout.scales_at)[0]
+        codes_KB = _unpack(layout, wire, span)
+        scale_K1 = _read_scales(layout, wire[None], span, layout.scales_at)[0]
         total += (((codes_KB == 0) | (codes_KB == top)) & scale_K1.isfinite()).sum()
     return total
 
@@ -150,7 +152,8 @@ class _Span(NamedTuple):
 
 
 def _spans(layout: Layout) -> list[_Span]:
-    block, full = layout.format.block, layout.numel // layout.format.block
+    block = layout.format.block
+    full = layout.numel // block
     spans = [_Span(0, full * block, full, block)] if full else []
     if full < layout.num_blocks:
         spans.append(_Span(full * block, layout.numel, 1, layout.tail))
@@ -189,15 +192,15 @@ def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> 
 
 
 def _read_plain(layout: Layout, wire: Tensor) -> Tensor:
-    dtype, at = layout.plain_dtype, layout.planes[0][1]
+    dtype = layout.plain_dtype
+    at = layout.planes[0][1]
     values = wire[at : at + layout.numel * dtype.itemsize].clone().view(dtype)
     return values if dtype == torch.float64 else values.float()
 
 
 def _write(layout: Layout, parts: list[tuple[Tensor, Tensor, Tensor]], wire: Tensor, rotation: int) -> None:
     """Lay out (scales, minima, codes) of each span."""
-    rotated = layout.format.kind == Kind.LLOYD and layout.format.variant == LloydVariant.ROTATED
-    _write_header(layout, wire, rotation if rotated else 0)
+    _write_header(layout, wire, rotation if layout.format.rotated else 0)
     if not parts:
         return
     _put(wire, layout.scales_at, torch.cat([scales.reshape(-1) for scales, _, _ in parts]))
@@ -251,7 +254,8 @@ def _unpack(layout: Layout, wire: Tensor, span: _Span) -> Tensor:
 def _into_domain(x_KB: Tensor) -> tuple[Tensor, Tensor]:
     """x times 2**64, 1 or 2**-32 by the size of its peak, and the factor that undoes it."""
     peak_K1 = x_KB.abs().amax(1, keepdim=True)
-    tiny, huge = (peak_K1 < TINY_PEAK) & (peak_K1 > 0), peak_K1 >= HUGE_PEAK
+    tiny = (peak_K1 < TINY_PEAK) & (peak_K1 > 0)
+    huge = peak_K1 >= HUGE_PEAK
     one = torch.ones_like(peak_K1)
     factor_K1 = torch.where(tiny, LIFT * one, torch.where(huge, LOWER * one, one))
     return x_KB * factor_K1, 1 / factor_K1
@@ -406,7 +410,8 @@ def _encode_lloyd(
     how: Encoding, z_KB: Tensor, power_K1: Tensor, unscale_K1: Tensor, post_K1: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of the block by its mean square; the scale then fits the codes to the block, in integers."""
-    table, codes = LLOYD[how.format.bits], z_KB.shape[1]
+    table = LLOYD[how.format.bits]
+    codes = z_KB.shape[1]
     bad_K1 = ~z_KB.isfinite().all(1, keepdim=True)
     z_KB = torch.where(bad_K1, torch.zeros_like(z_KB), z_KB)
     blank_K1 = bad_K1 | (power_K1 == 0)
@@ -496,7 +501,8 @@ def _hadamard(z_KB: Tensor) -> Tensor:
 def _hash(index: Tensor, key: int) -> Tensor:
     """32 hashed bits of a 64-bit counter, in an int64 tensor."""
     mask = 0xFFFFFFFF
-    low, high = index & mask, index >> 32
+    low = index & mask
+    high = index >> 32
     h = low ^ (key & mask) ^ (high * 0x9E3779B9 & mask)
     h = (h ^ h >> 16) * 0x7FEB352D & mask
     h = (h ^ h >> 15) + (key >> 32) & mask

@@ -59,7 +59,7 @@ class Grid:
 class Backend(Protocol):
     """The operations of a kernel backend, and whether it can run. Modules serve as backends.
 
-    Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire a row.
+    Arguments are checked before they get here: x and out are flat and contiguous, wires_WN has one wire per row.
     `rotation` is the key of the block rotation, `dither` the key of stochastic rounding. Each operation writes every
     byte of its output. Where wires are read, rotation None says that nobody looked at their headers yet: the operation
     checks them, takes the key from there, and raises WireError if one does not fit, or where that would make the host
@@ -156,8 +156,10 @@ OTHER_REACH = 1 + 2.0**-5  # block integers and casts: half a step and the round
 # scales, their inverses and sums neither overflow nor fall into subnormals. Powers of two are exact, so the codes are
 # those of the block itself. A tiny block says so in the sign bit of its scale, which is otherwise unused. In the middle
 # domain the squares of a block are safe as well; outside it, where squares are needed, its peak is brought to [1, 2).
-LIFT, LOWER = 2.0**64, 2.0**-32
-TINY_PEAK, HUGE_PEAK = 2.0**-40, 2.0**48  # peak < TINY_PEAK => lifted; peak (or a stored scale) >= HUGE_PEAK => lowered
+LIFT = 2.0**64
+LOWER = 2.0**-32
+TINY_PEAK = 2.0**-40  # peak below it => lifted
+HUGE_PEAK = 2.0**48  # peak, or a stored scale, from it on => lowered
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import QatError
+
 Ranks = dist.ProcessGroup | Literal["local"] | None
 
 
@@ -23,7 +25,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks = None) -> None:
         if not (ranks is None or isinstance(ranks, dist.ProcessGroup) or ranks == "local"):
-            raise ValueError(
+            raise QatError(
                 f"process_group must be a ProcessGroup of this rank, None (the world) or 'local', got {ranks!r}"
             )
         self._ranks = ranks

@@ -1,14 +1,22 @@
-"""A weight as the codes of its quantiser, and back: the numbers are exactly those of fake quantisation."""
+"""A weight as packed codes of its quantiser, and back: the numbers are exactly those of fake quantisation.
+
+A width is stored as planes of 8, 4, 2 or 1 bits, the low bits of a code first, as on the wire (thinwire.wire.PLANES).
+Byte j of a plane holds the codes j, j + L, j + 2L, ... of the row, the first in its low bits, where L is the number of
+the plane's bytes. A row is filled up to a multiple of eight codes. Shape suffixes: R rows, N codes of a row, B bytes of
+a row.
+"""
 
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from thinwire.kernels import Grid
 from thinwire.kernels.fake_quantize import codes_of, values_of
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import Laid, lay_out
+from thinwire.wire import PLANES
 
 
 @dataclass(frozen=True)
@@ -25,10 +33,10 @@ class Coding:
     group: int
 
     @classmethod
-    def of(cls, quantiser: LSQ) -> Self:
-        """That of a quantiser whose start is over."""
-        grid = Grid(quantiser.quant_min, quantiser.quant_max, offset=quantiser.offset is not None, paper=True)
-        return cls(quantiser.bits, grid, quantiser.axis, quantiser.group)
+    def of(cls, quantizer: LSQ) -> Self:
+        """The coding of a quantiser whose start is over."""
+        grid = Grid(quantizer.quant_min, quantizer.quant_max, offset=quantizer.offset is not None, paper=True)
+        return cls(quantizer.bits, grid, quantizer.axis, quantizer.group)
 
     def lay_out(self, x: Tensor, scale: Tensor) -> Laid:
         """How kernels see x, which is contiguous."""
@@ -41,6 +49,37 @@ class Coding:
         return codes_of(self.grid, laid.view(x), scale, offset).view(x.shape)
 
     def values(self, codes: Tensor, scale: Tensor, offset: Tensor | None, out: Tensor) -> None:
-        """out = the numbers of these codes; of a channel whose scale is NaN they are NaN."""
+        """out = the numbers of these codes; where a channel's scale is NaN, so are its numbers."""
         laid = self.lay_out(out, scale)
         values_of(self.grid, laid.view(codes), scale, offset, laid.view(out))
+
+
+def packed_bytes(numel: int, bits: int) -> int:
+    """Bytes of a row of `numel` codes."""
+    return -(-numel // 8) * bits
+
+
+def pack(codes_RN: Tensor, bits: int) -> Tensor:
+    """uint8 codes below 2**bits as bytes."""
+    rows, numel = codes_RN.shape
+    full_RN = torch.nn.functional.pad(codes_RN, (0, -numel % 8))
+    planes = []
+    shift = 0
+    for width in PLANES[bits]:
+        lanes = (full_RN.view(rows, 8 // width, -1) >> shift) & ((1 << width) - 1)
+        planes.append(sum((lanes[:, k] << k * width for k in range(1, 8 // width)), start=lanes[:, 0]))
+        shift += width
+    return torch.cat(planes, 1)
+
+
+def unpack(packed_RB: Tensor, bits: int, numel: int) -> Tensor:
+    """The codes of `pack`."""
+    eighth = -(-numel // 8)
+    codes_RN = packed_RB.new_zeros(len(packed_RB), 8 * eighth)
+    shift = 0
+    for width in PLANES[bits]:
+        plane = packed_RB[:, shift * eighth : (shift + width) * eighth]
+        lanes = [(plane >> k * width) & ((1 << width) - 1) for k in range(8 // width)]
+        codes_RN |= torch.cat(lanes, 1) << shift
+        shift += width
+    return codes_RN[:, :numel]

@@ -14,17 +14,10 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.qat.agreement import is_sharded
-from thinwire.qat.codes import Coding
-from thinwire.qat.integers import pack, unpack
-from thinwire.qat.layers import (
-    FORMS as TRAINED,
-    QuantisedConv1d,
-    QuantisedConv2d,
-    QuantisedEmbedding,
-    QuantisedLayer,
-    QuantisedLinear,
-)
+from thinwire.errors import QatError, QatTypeError
+from thinwire.qat import layers
+from thinwire.qat.codes import Coding, pack, unpack
+from thinwire.qat.layers import QuantizedLayer, check_model, waiting
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import never_narrow
 
@@ -34,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 class IntegerWeight(nn.Module):
     """A weight as packed codes and the scales of its channels. Its numbers exist only while a layer uses them.
 
-    Buffers: `packed`, a row of bytes for every index of the first axis (`thinwire.qat.integers`); `scale` and `offset`
+    Buffers: `packed`, a row of bytes for every index of the first axis (`thinwire.qat.codes`); `scale` and `offset`
     (or None) in fp32, fp64 after `.double()`; `quant_range`, the lowest and the highest integer. The numbers come in
     the floating-point type the model was last cast to.
     """
@@ -44,21 +37,20 @@ class IntegerWeight(nn.Module):
     offset: Tensor | None
     quant_range: Tensor
 
-    def __init__(self, weight: Tensor, quantiser: LSQ) -> None:
+    def __init__(self, weight: Tensor, quantizer: LSQ) -> None:
         super().__init__()
-        self.coding = Coding.of(quantiser)
-        self.shape, self.dtype = weight.shape, weight.dtype
-        last = (
-            weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
-        )
-        self.memory_format = torch.channels_last if last else torch.contiguous_format
-        scale, offset = (None if p is None else p.detach().clone() for p in (quantiser.floored(), quantiser.offset))
-        assert scale is not None
+        self.coding = Coding.of(quantizer)
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        plain = weight.is_contiguous() or not weight.is_contiguous(memory_format=torch.channels_last)
+        self.memory_format = torch.contiguous_format if plain else torch.channels_last
+        scale = quantizer.floored().detach().clone()
+        offset = None if quantizer.offset is None else quantizer.offset.detach().clone()
         codes = self.coding.codes(weight.detach().contiguous(), scale, offset)
         self.register_buffer("packed", pack(codes.flatten(1), self.coding.bits))
         self.register_buffer("scale", scale)
         self.register_buffer("offset", offset)
-        self.register_buffer("quant_range", quantiser.quant_range.clone())
+        self.register_buffer("quant_range", quantizer.quant_range.clone())
 
     def forward(self) -> Tensor:
         """The whole weight."""
@@ -72,8 +64,8 @@ class IntegerWeight(nn.Module):
     def rows(self, index: Tensor) -> Tensor:
         """The rows of a table at these indices; no other is decoded."""
         flat = index.reshape(-1)
-        scale, offset = (None if p is None else p.view(len(self.packed), -1)[flat] for p in (self.scale, self.offset))
-        assert scale is not None
+        scale = self.scale.view(len(self.packed), -1)[flat]
+        offset = None if self.offset is None else self.offset.view(len(self.packed), -1)[flat]
         codes = unpack(self.packed.index_select(0, flat), self.coding.bits, self.shape[1])
         return self._values(codes, scale, offset).view(*index.shape, self.shape[1])
 
@@ -84,7 +76,7 @@ class IntegerWeight(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Its shape and its integers."""
+        """The weight's shape, and the range of its integers."""
         grid = self.coding.grid
         return f"{tuple(self.shape)}, bits={self.coding.bits}, {grid.quant_min}..{grid.quant_max}"
 
@@ -102,15 +94,15 @@ class IntegerWeight(nn.Module):
 
 
 class IntegerLayer(nn.Module):
-    """What converted layers share. They have no `weight`; `quantised_weight()` gives the numbers, as before."""
+    """What converted layers share. They have no `weight`; `quantized_weight()` gives the numbers, as before."""
 
     integer_weight: IntegerWeight
-    act_quantiser: LSQ | None
+    act_quantizer: LSQ | None
     note: str
 
-    quantised_input = QuantisedLayer.quantised_input
+    quantized_input = QuantizedLayer.quantized_input
 
-    def quantised_weight(self) -> Tensor:
+    def quantized_weight(self) -> Tensor:
         """The weight as the layer uses it."""
         weight: Tensor = self.integer_weight()
         return weight
@@ -119,19 +111,19 @@ class IntegerLayer(nn.Module):
 class IntegerLinear(IntegerLayer, nn.Linear):
     """nn.Linear of an integer weight."""
 
-    forward = QuantisedLinear.forward
+    forward = layers.QuantizedLinear.forward
 
 
 class IntegerConv1d(IntegerLayer, nn.Conv1d):
     """nn.Conv1d of an integer weight."""
 
-    forward = QuantisedConv1d.forward
+    forward = layers.QuantizedConv1d.forward
 
 
 class IntegerConv2d(IntegerLayer, nn.Conv2d):
     """nn.Conv2d of an integer weight."""
 
-    forward = QuantisedConv2d.forward
+    forward = layers.QuantizedConv2d.forward
 
 
 class IntegerEmbedding(IntegerLayer, nn.Embedding):
@@ -143,10 +135,10 @@ class IntegerEmbedding(IntegerLayer, nn.Embedding):
 
 
 FORMS: dict[type[nn.Module], type[IntegerLayer]] = {
-    QuantisedLinear: IntegerLinear,
-    QuantisedConv1d: IntegerConv1d,
-    QuantisedConv2d: IntegerConv2d,
-    QuantisedEmbedding: IntegerEmbedding,
+    layers.QuantizedLinear: IntegerLinear,
+    layers.QuantizedConv1d: IntegerConv1d,
+    layers.QuantizedConv2d: IntegerConv2d,
+    layers.QuantizedEmbedding: IntegerEmbedding,
 }
 
 
@@ -163,14 +155,17 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
     """
     _check(model)
     model = model if inplace else copy.deepcopy(model)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLayer)}
+    trained = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     ties: dict[tuple[int, int], IntegerWeight] = {}
     held = {}
-    for name, layer in layers.items():
-        tie = id(layer.weight), id(layer.weight_quantiser)
+    for name, layer in trained.items():
+        tie = id(layer.weight), id(layer.weight_quantizer)
         held[name] = ties[tie] = ties.get(tie) or _integers(name, layer)
-    for name, layer in layers.items():
-        _replace(layer, held[name])
+    for name, layer in trained.items():
+        form = FORMS[type(layer)]
+        del layer.weight, layer.weight_quantizer
+        layer.__class__ = form  # type: ignore[assignment]
+        layer.register_module("integer_weight", held[name])
     for module in model.modules():
         if isinstance(module, LSQ):
             module.requires_grad_(False)
@@ -191,61 +186,40 @@ def _weight_of(module: nn.Module) -> list[Tensor]:
         weight = module.integer_weight
         return [weight.packed, weight.scale, *([] if weight.offset is None else [weight.offset])]
     trained: Any = module
-    return [trained.weight] if isinstance(module, tuple(TRAINED)) else []
+    return [trained.weight] if isinstance(module, tuple(layers.FORMS)) else []
 
 
-def _integers(name: str, layer: QuantisedLayer) -> IntegerWeight:
+def _integers(name: str, layer: QuantizedLayer) -> IntegerWeight:
     """The layer's weight as integers. [Note: Exactly the trained numbers]"""
     if type(layer) not in FORMS:
-        raise TypeError(f"{name} is a {type(layer).__name__}; remove parametrisations from it, then convert")
+        raise QatTypeError(f"{name} is a {type(layer).__name__}; remove parametrisations from it, then convert")
     if getattr(layer, "max_norm", None) is not None:
-        raise ValueError(
-            f"{name} rescales rows when they are looked up, which integers cannot: set its max_norm to None"
-        )
-    found = IntegerWeight(layer.weight, layer.weight_quantiser).train(layer.training)
+        raise QatError(f"{name} rescales rows when they are looked up, which integers cannot: set its max_norm to None")
+    found = IntegerWeight(layer.weight, layer.weight_quantizer).train(layer.training)
     if layer.weight.is_meta:
         return found
-    wanted = layer.quantised_weight()
+    wanted = layer.quantized_weight()
     if wanted.isnan().any():
-        raise ValueError(
-            f"the weight of {name} is not a number in places, and no integer is: mend it before converting"
-        )
+        raise QatError(f"the weight of {name} is not a number in places, and no integer is: mend it before converting")
     if not torch.equal(found(), wanted):
-        kind = type(layer.weight_quantiser).__name__
-        raise TypeError(
+        kind = type(layer.weight_quantizer).__name__
+        raise QatTypeError(
             f"{name} has a {kind}, whose numbers are not those of its scales; convert knows LSQ and LSQPlus"
         )
     return found
 
 
-def _replace(layer: QuantisedLayer, held: IntegerWeight) -> None:
-    """Give the layer integers and another class, in place."""
-    form = FORMS[type(layer)]
-    del layer.weight, layer.weight_quantiser
-    layer.__class__ = form  # type: ignore[assignment]
-    layer.register_module("integer_weight", held)
-
-
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"convert the model itself (model.module), not the {type(model).__name__} around it")
-    if not any(isinstance(module, QuantisedLayer) for module in model.modules()):
+    sharded = "parameters are sharded: load a full state_dict into a prepared model, and convert that"
+    check_model(model, "convert", sharded)
+    if not any(isinstance(module, QuantizedLayer) for module in model.modules()):
         done = any(isinstance(module, IntegerLayer) for module in model.modules())
         why = "it is converted already" if done else "run qat.prepare(model) and train it first"
-        raise ValueError(f"this {type(model).__name__} has no quantised layers: {why}")
-    if any(is_sharded(parameter) for parameter in model.parameters()):
-        raise ValueError("parameters are sharded: load a full state_dict into a prepared model, and convert that")
-    _check_started(model)
-
-
-def _check_started(model: nn.Module) -> None:
-    """Quantisers without a scale cannot be frozen. On the meta device nobody has one."""
-    quantisers = [(name, module) for name, module in model.named_modules() if isinstance(module, LSQ)]
-    waiting = [name for name, q in quantisers if not q.initialised and not q.init_left.is_meta]
-    if waiting:
-        raise ValueError(
-            f"these quantisers have no scale yet: {', '.join(waiting)}; "
+        raise QatError(f"this {type(model).__name__} has no quantised layers: {why}")
+    # On the meta device no quantiser has a scale, and none is needed.
+    late = [name for name, quantizer in waiting(model).items() if not quantizer.init_left.is_meta]
+    if late:
+        raise QatError(
+            f"these quantisers have no scale yet: {', '.join(late)}; "
             "run qat.calibrate(model, batches), or train the model, before converting it"
         )

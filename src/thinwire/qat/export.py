@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from thinwire.errors import MissingPackageError, QatError
 from thinwire.qat.codes import Coding
 from thinwire.qat.convert import IntegerLayer, IntegerWeight, convert
-from thinwire.qat.layers import QuantisedLayer
+from thinwire.qat.layers import QuantizedLayer, arguments
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ
 
 OPSETS = 18, 21  # the oldest that torch's exporter writes; the oldest with integers of four bits
-_NEEDED = ("onnx", "onnxscript")
 
 
 def export(
@@ -43,8 +43,10 @@ def export(
     and an Add after the pair. The file passes onnx's checker. `example_inputs`: a tensor, a tuple or a dict.
     """
     _check(opset)
+    import onnx
+
     ready = _exportable(model, opset)
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = arguments(example_inputs)
     with _quiet():
         program = torch.onnx.export(
             ready,
@@ -61,7 +63,7 @@ def export(
         assert program is not None
         _pack_nibbles(program.model.graph, ready)
         program.save(path)
-    _verify(path)
+    onnx.checker.check_model(os.fspath(path), full_check=True)
 
 
 # --- quantisers in ONNX's own operators ------------------------------------------------------------------------------
@@ -76,7 +78,8 @@ class _Exported(nn.Module):
 
     def __init__(self, coding: Coding, integers: Tensor, scale: Tensor, offset: Tensor | None, opset: int) -> None:
         super().__init__()
-        self.signed, self.width = coding.grid.quant_min < 0, 4 if coding.bits <= 4 and opset >= OPSETS[1] else 8
+        self.signed = coding.grid.quant_min < 0
+        self.width = 4 if coding.bits <= 4 and opset >= OPSETS[1] else 8
         self.axis = 0 if coding.group else coding.axis
         self.register_buffer("integers", integers.to(torch.int8 if self.signed else torch.uint8))
         self.register_buffer("scale", self._numbered(scale))
@@ -89,15 +92,15 @@ class _Exported(nn.Module):
         return ir.DataType[f"{'' if self.signed else 'U'}INT{self.width}"]
 
     def _numbered(self, x: Tensor) -> Tensor:
-        """As ONNX takes it: a list for an axis, otherwise a scalar."""
+        """x in the shape ONNX takes: a list for an axis, otherwise a scalar."""
         return x.detach().float().reshape(() if self.axis is None else -1)
 
     def _beside(self, x: Tensor, like: Tensor) -> Tensor:
-        """A number of every channel in a shape that fits `like`."""
+        """x, one number per channel, in a shape that fits `like`."""
         dim = like.dim()
         return x if self.axis is None else x.view([-1 if at == self.axis % dim else 1 for at in range(dim)])
 
-    def _dequantised(self, q: Tensor, *zero: Tensor) -> Tensor:
+    def _dequantized(self, q: Tensor, *zero: Tensor) -> Tensor:
         y = self._operator("DequantizeLinear", q, self.scale, *zero, dtype=torch.float32)
         return y if self.offset is None else y + self._beside(self.offset, y)
 
@@ -113,10 +116,11 @@ class _ExportedWeight(_Exported):
         shape = (-1, weight.coding.group) if weight.coding.group else weight.shape
         integers = weight.codes().view(shape).short() + weight.coding.grid.quant_min
         super().__init__(weight.coding, integers, weight.scale, weight.offset, opset)
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self.shape = weight.shape
+        self.dtype = weight.dtype
 
     def forward(self) -> Tensor:
-        return self._dequantised(self.integers).reshape(self.shape).to(self.dtype)
+        return self._dequantized(self.integers).reshape(self.shape).to(self.dtype)
 
     def rows(self, index: Tensor) -> Tensor:
         return embedding(index, self())
@@ -128,11 +132,12 @@ class _ExportedInput(_Exported):
     low: Tensor
     high: Tensor
 
-    def __init__(self, quantiser: LSQ, opset: int) -> None:
-        coding = Coding.of(quantiser)
-        super().__init__(coding, torch.zeros_like(quantiser.scale), quantiser.floored(), quantiser.offset, opset)
+    def __init__(self, quantizer: LSQ, opset: int) -> None:
+        coding = Coding.of(quantizer)
+        super().__init__(coding, torch.zeros_like(quantizer.scale), quantizer.floored(), quantizer.offset, opset)
         self.integers = self.integers.reshape(self.scale.shape)
-        self.narrow, self.kind = coding.bits < self.width, int(self.onnx_type())
+        self.narrow = coding.bits < self.width
+        self.kind = int(self.onnx_type())
         self.register_buffer("low", coding.grid.quant_min * self.scale)
         self.register_buffer("high", coding.grid.quant_max * self.scale)
 
@@ -141,7 +146,7 @@ class _ExportedInput(_Exported):
         if self.narrow:
             y = y.clamp(self._beside(self.low, y), self._beside(self.high, y))
         q = self._operator("QuantizeLinear", y, self.scale, self.integers, dtype=self.kind)
-        return self._dequantised(q, self.integers).to(x.dtype)
+        return self._dequantized(q, self.integers).to(x.dtype)
 
 
 # --- before and after torch's exporter -------------------------------------------------------------------------------
@@ -150,7 +155,7 @@ class _ExportedInput(_Exported):
 def _exportable(model: nn.Module, opset: int) -> nn.Module:
     """A converted copy in evaluation mode, its quantisers exchanged for what ONNX has."""
     ours = [module for module in model.modules() if isinstance(module, IntegerLayer)]
-    trained = any(isinstance(module, QuantisedLayer) for module in model.modules())
+    trained = any(isinstance(module, QuantizedLayer) for module in model.modules())
     ready = convert(model) if trained or not ours else copy.deepcopy(model)
     exchanged: dict[int, nn.Module] = {}
     for name, module in list(ready.named_modules(remove_duplicate=False)):
@@ -167,12 +172,10 @@ def _in_onnx(name: str, module: nn.Module, opset: int) -> nn.Module:
     if isinstance(module, LSQ) and not module.group:
         return _ExportedInput(module, opset)
     if isinstance(module, LSQ):
-        raise ValueError(
+        raise QatError(
             f"{name} quantises an activation in groups, which QuantizeLinear cannot: give it an axis or none"
         )
-    raise ValueError(
-        f"{name} is a {type(module).__name__}; only what qat.prepare makes can be exported: remove it first"
-    )
+    raise QatError(f"{name} is a {type(module).__name__}; only what qat.prepare makes can be exported: remove it first")
 
 
 def _pack_nibbles(graph: Any, ready: nn.Module) -> None:
@@ -187,38 +190,25 @@ def _pack_nibbles(graph: Any, ready: nn.Module) -> None:
             value.dtype = kind
 
 
-def _arguments(example: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (example,) if isinstance(example, Tensor) else tuple(example), {}
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """torch's exporter logs which packages it did not find, and warns of what it calls itself."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    ignored = warnings.catch_warnings
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with ignored(action="ignore", category=FutureWarning), ignored(action="ignore", category=DeprecationWarning):
             yield
     finally:
         logger.setLevel(level)
 
 
-def _verify(path: str | os.PathLike[str]) -> None:
-    import onnx
-
-    onnx.checker.check_model(os.fspath(path), full_check=True)
-
-
 def _check(opset: int) -> None:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
-        raise ImportError(
+        raise MissingPackageError(
             f"qat.export needs {' and '.join(missing)}, not installed here: pip install 'thinwire[export]'"
         )
     if opset < OPSETS[0]:
-        raise ValueError(f"opset must be {OPSETS[0]} or more ({OPSETS[1]} for integers of four bits), got {opset}")
+        raise QatError(f"opset must be {OPSETS[0]} or more ({OPSETS[1]} for integers of four bits), got {opset}")

@@ -1,7 +1,7 @@
 """Quantise before gather: a sharded weight travels an all-gather as the codes of its quantiser.
 
-A weight is cut along its first axis as FSDP2 cuts it: a rank has ceil(rows / world) rows, the last ones fewer or none.
-All wires of a gather are equally long:
+A weight is cut along its first axis as FSDP2 cuts it: every rank has ceil(rows / world) rows, the last ones fewer or
+none. All wires of a gather are equally long:
 
     scales of the shard's channels | their offsets, where there are any | codes at `bits`, packed as one row
 
@@ -14,23 +14,23 @@ counts the elements of the whole weight under that scale, of which a shard may h
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from thinwire.errors import QatError
 from thinwire.kernels import select
 from thinwire.qat.agreement import is_sharded
-from thinwire.qat.codes import Coding
-from thinwire.qat.integers import pack, packed_bytes, unpack
+from thinwire.qat.codes import Coding, pack, packed_bytes, unpack
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import gradient_factor
 
 
-class Gradients(NamedTuple):
-    """Of the weight's shard, and of scale and offset in the shape in which the quantiser holds them."""
+class ShardGradients(NamedTuple):
+    """Gradients of a weight's shard, and of scale and offset in the shape in which the quantiser holds them."""
 
     weight: Tensor
     scale: Tensor
@@ -44,63 +44,66 @@ class WeightCodes:
     the rows, so that a rank holds its own only: that is what `fully_shard` makes of `axis=0`.
     """
 
-    def __init__(self, quantiser: LSQ, shape: Sequence[int], *, rank: int, world: int) -> None:
+    def __init__(self, quantizer: LSQ, shape: Sequence[int], *, rank: int, world: int) -> None:
         if not 0 <= rank < world:
-            raise ValueError(f"rank must be within 0..{world - 1}, got {rank}")
-        if not quantiser.initialised:
-            raise ValueError("the quantiser has no scale yet: run qat.calibrate(model, batches) before sharding")
+            raise QatError(f"rank must be within 0..{world - 1}, got {rank}")
+        if not quantizer.initialized:
+            raise QatError("the quantiser has no scale yet: run qat.calibrate(model, batches) before sharding")
         if not math.prod(shape):
-            raise ValueError(f"a weight of shape {tuple(shape)} has nothing to send")
-        self.quantiser, self.shape, self.rank, self.world = quantiser, torch.Size(shape), rank, world
-        self._row, self._most = self.shape[1:].numel(), -(-self.shape[0] // world)
+            raise QatError(f"a weight of shape {tuple(shape)} has nothing to send")
+        self.quantizer = quantizer
+        self.shape = torch.Size(shape)
+        self.rank = rank
+        self.world = world
+        self._row = self.shape[1:].numel()
+        self._most = -(-self.shape[0] // world)  # rows of a full shard
         self._per_row = self._scales_per_row()
         self._every = self._scales_of(self.shape[0])
         self._check_scales()
 
-    # --- the wire ----------------------------------------------------------------------------------------------------
-
     @property
     def wire_bytes(self) -> int:
         """Bytes of every wire of the gather."""
-        return self._codes_at + packed_bytes(self._most * self._row, self.quantiser.bits)
+        return self._codes_at + packed_bytes(self._most * self._row, self.quantizer.bits)
 
     def rows(self, rank: int) -> slice:
-        """The rows of the whole weight that a rank holds."""
-        start, stop = (min(at * self._most, self.shape[0]) for at in (rank, rank + 1))
-        return slice(start, stop)
+        """The rows of the whole weight that rank `rank` holds."""
+        return slice(*(min(at * self._most, self.shape[0]) for at in (rank, rank + 1)))
 
     @torch.no_grad()
     def encode(self, shard: Tensor, wire: Tensor) -> None:
         """wire = the shard's scales and codes. A channel in which a weight is not finite gets a scale of NaN."""
         self._check_shard(shard)
         self._check_wire(wire)
-        coding, shard, (scale, offset) = self._coding, shard.contiguous(), self._own(self.quantiser.scale.dtype)
+        shard = shard.contiguous()
+        coding = Coding.of(self.quantizer)
+        scale, offset = self._own(self.quantizer.scale.dtype)
         codes = coding.codes(shard, scale, offset)
         finite_C = coding.lay_out(shard, scale).view(shard).isfinite().all(2).all(0)
         heads = [scale.where(finite_C, torch.nan), *([] if offset is None else [offset])]
-        heads = [_filled(head, self._scales_of(self._most)).view(torch.uint8) for head in heads]
-        packed = pack(_filled(codes.view(-1), self._most * self._row).view(1, -1), coding.bits)
-        wire.copy_(torch.cat([*heads, packed[0]]))
+        heads = [pad(head, (0, self._scales_of(self._most) - len(head))).view(torch.uint8) for head in heads]
+        full_1N = pad(codes.view(1, -1), (0, self._most * self._row - codes.numel()))
+        wire.copy_(torch.cat([*heads, pack(full_1N, coding.bits)[0]]))
 
     @torch.no_grad()
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """out = the numbers of a wire: those of fake quantisation, in out's type. out has that rank's rows."""
+        """out = the numbers of a wire: those of fake quantisation, in out's type. out has the rows of that rank."""
         self._check_wire(wire)
-        scale, *offset = self._sections(wire, len(out))
-        codes = unpack(wire[self._codes_at :].view(1, -1), self.quantiser.bits, self._most * self._row)
-        self._coding.values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
+        head = wire[: self._codes_at].clone()  # a wire may lie at any address
+        heads = head.view(self.quantizer.scale.dtype).view(-1, self._scales_of(self._most))
+        scale, *offset = heads[:, : self._scales_of(len(out))]
+        codes = unpack(wire[self._codes_at :].view(1, -1), self.quantizer.bits, self._most * self._row)
+        Coding.of(self.quantizer).values(codes[0, : out.numel()], scale, offset[0] if offset else None, out)
 
     def decode_all(self, wires_WN: Tensor, out: Tensor) -> None:
         """out = the whole weight, of the wires of all ranks."""
         if out.shape != self.shape or not out.is_contiguous():
-            raise ValueError(f"out must be contiguous and of shape {tuple(self.shape)}, got {tuple(out.shape)}")
+            raise QatError(f"out must be contiguous and of shape {tuple(self.shape)}, got {tuple(out.shape)}")
         for rank, wire in enumerate(wires_WN.reshape(self.world, self.wire_bytes)):
             self.decode(wire, out[self.rows(rank)])
 
-    # --- the gradients -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def gradients(self, shard: Tensor, grad: Tensor) -> Gradients:
+    def gradients(self, shard: Tensor, grad: Tensor) -> ShardGradients:
         """LSQ's rule for the shard, given the reduce-scattered gradient of the quantised weight's rows.
 
         [Note: Gradients after the scatter] Where the quantiser holds all scales, their gradients are this shard's part
@@ -109,84 +112,60 @@ class WeightCodes:
         """
         self._check_shard(shard)
         self._check_shard(grad)
-        shard, coding = shard.contiguous(), self._coding
+        shard = shard.contiguous()
+        coding = Coding.of(self.quantizer)
         scale, offset = self._own(torch.promote_types(shard.dtype, torch.float32))
-        dx, sums_2C, laid = torch.empty_like(shard), scale.new_zeros(2, len(scale)), coding.lay_out(shard, scale)
+        dx = torch.empty_like(shard)
+        sums_2C = scale.new_zeros(2, len(scale))
         if shard.numel():
+            laid = coding.lay_out(shard, scale)
             views = laid.view(shard), laid.view(grad.to(shard.dtype))
+            factor = gradient_factor(self.shape.numel(), self._every, coding.grid, self.quantizer.scale_gradient)
             kernel = select(shard.device).fake_quantize_grad
-            kernel(coding.grid, *views, scale, offset, laid.view(dx), sums_2C, factor=self._factor)
+            kernel(coding.grid, *views, scale, offset, laid.view(dx), sums_2C, factor=factor)
         dscale, doffset = map(self._held, sums_2C)
-        return Gradients(dx, dscale, None if offset is None else doffset)
-
-    @property
-    def _factor(self) -> float:
-        if not self.quantiser.scale_gradient:
-            return 1.0
-        return gradient_factor(self.shape.numel(), self._every, self._coding.grid)
-
-    # --- whose scales ------------------------------------------------------------------------------------------------
+        return ShardGradients(dx, dscale, None if offset is None else doffset)
 
     def _scales_per_row(self) -> int:
         """0 where scales do not belong to rows: every wire then carries all of them."""
-        if self.quantiser.group:
-            return self._row // self.quantiser.group
-        return int(self.quantiser.axis is not None and self.quantiser.axis % len(self.shape) == 0)
+        if self.quantizer.group:
+            return self._row // self.quantizer.group
+        return int(self.quantizer.axis is not None and self.quantizer.axis % len(self.shape) == 0)
 
     def _scales_of(self, rows: int) -> int:
         if self._per_row:
             return rows * self._per_row
-        return 1 if self.quantiser.axis is None else self.shape[self.quantiser.axis]
+        return 1 if self.quantizer.axis is None else self.shape[self.quantizer.axis]
 
     def _own(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Scale and offset of this rank's rows."""
-        scale, offset = (None if p is None else self._part(_local(p)).to(dtype) for p in self._parameters())
-        assert scale is not None
-        return scale, offset
+        scale = self._part(_local(self.quantizer.floored().detach())).to(dtype)
+        offset = self.quantizer.offset
+        return scale, None if offset is None else self._part(_local(offset.detach())).to(dtype)
 
     def _part(self, held: Tensor) -> Tensor:
-        """Of what belongs to scales, as the quantiser holds it, that of this rank's rows: a view."""
+        """The part, a view, for this rank's rows of what the quantiser holds, one element for each scale."""
         rows = self.rows(self.rank)
         apart = self._per_row and len(held) == self._every
         return held[self._scales_of(rows.start) : self._scales_of(rows.stop)] if apart else held
 
     def _held(self, sums_C: Tensor) -> Tensor:
         """Gradients of this rank's scales in the shape in which the quantiser holds them."""
-        grad = torch.zeros_like(_local(self.quantiser.scale))
+        grad = torch.zeros_like(_local(self.quantizer.scale))
         self._part(grad).copy_(sums_C)
         return grad
 
-    def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        offset = self.quantiser.offset
-        return self.quantiser.floored().detach(), None if offset is None else offset.detach()
-
-    # --- its layout --------------------------------------------------------------------------------------------------
-
-    @property
-    def _coding(self) -> Coding:
-        return Coding.of(self.quantiser)
-
-    @property
-    def _section_bytes(self) -> int:
-        return self._scales_of(self._most) * self.quantiser.scale.itemsize
-
     @property
     def _codes_at(self) -> int:
-        return self._section_bytes * (1 if self.quantiser.offset is None else 2)
-
-    def _sections(self, wire: Tensor, rows: int) -> Iterator[Tensor]:
-        """Scales, then offsets, of so many rows. Copies, since a wire may lie at any address."""
-        for at in range(0, self._codes_at, self._section_bytes):
-            section = wire[at : at + self._section_bytes].clone().view(self.quantiser.scale.dtype)
-            yield section[: self._scales_of(rows)]
-
-    # --- what cannot be ----------------------------------------------------------------------------------------------
+        sections = 1 if self.quantizer.offset is None else 2
+        return sections * self._scales_of(self._most) * self.quantizer.scale.itemsize
 
     def _check_scales(self) -> None:
-        held, rows = len(_local(self.quantiser.scale)), self.rows(self.rank)
+        held = len(_local(self.quantizer.scale))
+        rows = self.rows(self.rank)
         own = self._scales_of(rows.stop - rows.start)
         if held not in (self._every, own):
-            raise ValueError(
+            raise QatError(
                 f"a weight of shape {tuple(self.shape)} has {self._every} scales, {own} of them of rank {self.rank}; "
                 f"the quantiser holds {held}"
             )
@@ -195,20 +174,14 @@ class WeightCodes:
         rows = self.rows(self.rank)
         want = (rows.stop - rows.start, *self.shape[1:])
         if shard.shape != want:
-            raise ValueError(f"the shard of rank {self.rank} must be of shape {want}, got {tuple(shard.shape)}")
+            raise QatError(f"the shard of rank {self.rank} must be of shape {want}, got {tuple(shard.shape)}")
 
     def _check_wire(self, wire: Tensor) -> None:
         if wire.dtype != torch.uint8 or wire.shape != (self.wire_bytes,):
-            want = f"{self.wire_bytes} bytes (uint8)"
-            raise ValueError(f"a wire must be {want}, got {tuple(wire.shape)} of {wire.dtype}")
+            raise QatError(f"a wire must be {self.wire_bytes} bytes (uint8), got {tuple(wire.shape)} of {wire.dtype}")
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """What this rank holds of a parameter."""
     held: Tensor = parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
     return held
-
-
-def _filled(x: Tensor, length: int) -> Tensor:
-    """x and zeros after it."""
-    return pad(x, (0, length - len(x)))

@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import nn
 
+from thinwire.errors import QatError
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ
 
-_QUANTISERS = (LSQ, LearnableFakeQuantize)
+_QUANTIZERS = (LSQ, LearnableFakeQuantize)
 
 
 def parameter_groups(
@@ -21,16 +22,17 @@ def parameter_groups(
     """
     for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scale_lr", scale_lr)):
         if value is not None and not value >= 0:
-            raise ValueError(f"{name} must be 0 or more, got {value!r}")
-    scales = {p for module in model.modules() if isinstance(module, _QUANTISERS) for p in module.parameters()}
+            raise QatError(f"{name} must be 0 or more, got {value!r}")
+    scales = {p for module in model.modules() if isinstance(module, _QUANTIZERS) for p in module.parameters()}
     named: dict[str, list[nn.Parameter]] = {"weights": [], "vectors": [], "scales": []}
     for parameter in model.parameters():
         kind = "scales" if parameter in scales else "weights" if parameter.dim() > 1 else "vectors"
         named[kind].append(parameter)
     rates = {"weights": lr, "vectors": lr, "scales": lr if scale_lr is None else scale_lr}
-    return [_group(kind, held, weight_decay, rates[kind]) for kind, held in named.items() if held]
-
-
-def _group(kind: str, parameters: list[nn.Parameter], weight_decay: float, lr: float | None) -> dict[str, Any]:
-    group = {"name": kind, "params": parameters, "weight_decay": weight_decay if kind == "weights" else 0.0}
-    return group if lr is None else group | {"lr": lr}
+    groups = []
+    for kind, held in named.items():
+        if held:
+            rate = {} if rates[kind] is None else {"lr": rates[kind]}
+            decay = weight_decay if kind == "weights" else 0.0
+            groups.append({"name": kind, "params": held, "weight_decay": decay, **rate})
+    return groups

@@ -1,116 +1,145 @@
 """Layers that see their weight, and what comes in, through quantisers.
 
-[Note: The same module] `quantise_layer` gives a layer another class and two submodules; it stays the same object with
+[Note: The same module] `quantize_layer` gives a layer another class and two submodules; it stays the same object with
 the same parameters. So hooks, names, ties, devices and whoever else holds the layer know nothing of it, and
 `isinstance(layer, nn.Linear)` is still true.
 
-To add a layer: subclass it with `QuantisedLayer` first, write its forward, enter it in `FORMS`.
+To add a layer: subclass it with `QuantizedLayer` first, write its forward, enter it in `FORMS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from thinwire.errors import QatError, QatTypeError
+from thinwire.qat.agreement import is_sharded
 from thinwire.qat.lsq import LSQ
 
 
-class QuantisedLayer(nn.Module):
-    """What quantised layers share. They are made by `quantise_layer` from a layer that exists."""
+class QuantizedLayer(nn.Module):
+    """What quantised layers share. They are made by `quantize_layer` from a layer that exists."""
 
     weight: Tensor
-    weight_quantiser: LSQ
-    act_quantiser: LSQ | None  # None => what comes in is left as it is
+    weight_quantizer: LSQ
+    act_quantizer: LSQ | None  # None => what comes in is left as it is
     note: str  # what is special about it, for the summary
 
     def weight_rows(self) -> Tensor:
         """The weight as its quantiser takes it: groups run through all that one output is made of."""
-        return self.weight.flatten(1) if self.weight_quantiser.group else self.weight
+        return self.weight.flatten(1) if self.weight_quantizer.group else self.weight
 
-    def quantised_weight(self) -> Tensor:
+    def quantized_weight(self) -> Tensor:
         """The weight as the layer uses it."""
-        quantised: Tensor = self.weight_quantiser(self.weight_rows())
-        return quantised.view_as(self.weight)
+        quantized: Tensor = self.weight_quantizer(self.weight_rows())
+        return quantized.view_as(self.weight)
 
-    def quantised_input(self, x: Tensor) -> Tensor:
+    def quantized_input(self, x: Tensor) -> Tensor:
         """What comes in as the layer uses it."""
-        return x if self.act_quantiser is None else self.act_quantiser(x)
+        return x if self.act_quantizer is None else self.act_quantizer(x)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        fresh = prefix + "weight" in state_dict and prefix + "weight_quantiser.scale" not in state_dict
+        fresh = prefix + "weight" in state_dict and prefix + "weight_quantizer.scale" not in state_dict
         if fresh:  # a checkpoint of the float model, loaded with strict=False: these are other weights
-            for quantiser in filter(None, (self.weight_quantiser, self.act_quantiser)):
-                quantiser.reset_parameters()
+            for quantizer in filter(None, (self.weight_quantizer, self.act_quantizer)):
+                quantizer.reset_parameters()
 
 
-class QuantisedLinear(QuantisedLayer, nn.Linear):
+class QuantizedLinear(QuantizedLayer, nn.Linear):
     """nn.Linear through quantisers."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
-        return linear(self.quantised_input(input), self.quantised_weight(), self.bias)
+        return linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class _QuantisedConvolution(QuantisedLayer):
-    """Padding is added to the quantised input."""
+class _QuantizedConvolution(QuantizedLayer):
+    """A convolution that pads its input after quantising it."""
 
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
         """As the convolution it is made of."""
-        return self._conv_forward(self.quantised_input(input), self.quantised_weight(), self.bias)
+        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class QuantisedConv1d(_QuantisedConvolution, nn.Conv1d):
+class QuantizedConv1d(_QuantizedConvolution, nn.Conv1d):
     """nn.Conv1d through quantisers."""
 
 
-class QuantisedConv2d(_QuantisedConvolution, nn.Conv2d):
+class QuantizedConv2d(_QuantizedConvolution, nn.Conv2d):
     """nn.Conv2d through quantisers."""
 
 
-class QuantisedEmbedding(QuantisedLayer, nn.Embedding):
+class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
     """nn.Embedding of a quantised table. Only the rows looked up are quantised, so sparse gradients stay sparse."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Embedding."""
-        if not self.weight_quantiser.initialised:
-            self.weight_quantiser.initialise(self.weight)
+        if not self.weight_quantizer.initialized:
+            self.weight_quantizer.initialize(self.weight)
         found = super().forward(input)
-        quantised: Tensor = self.weight_quantiser(found.view(-1, self.embedding_dim), rows=input.reshape(-1))
-        return quantised.view_as(found)
+        quantized: Tensor = self.weight_quantizer(found.view(-1, self.embedding_dim), rows=input.reshape(-1))
+        return quantized.view_as(found)
 
 
-FORMS: dict[type[nn.Module], type[QuantisedLayer]] = {
-    nn.Linear: QuantisedLinear,
-    nn.Conv1d: QuantisedConv1d,
-    nn.Conv2d: QuantisedConv2d,
-    nn.Embedding: QuantisedEmbedding,
+FORMS: dict[type[nn.Module], type[QuantizedLayer]] = {
+    nn.Linear: QuantizedLinear,
+    nn.Conv1d: QuantizedConv1d,
+    nn.Conv2d: QuantizedConv2d,
+    nn.Embedding: QuantizedEmbedding,
 }
+KINDS = ", ".join(kind.__name__ for kind in FORMS)
 
 
-def quantise_layer(
-    layer: nn.Module, *, weight_quantiser: LSQ, act_quantiser: LSQ | None = None, note: str = ""
-) -> QuantisedLayer:
+def quantize_layer(
+    layer: nn.Module, *, weight_quantizer: LSQ, act_quantizer: LSQ | None = None, note: str = ""
+) -> QuantizedLayer:
     """Make the layer a quantised one, in place. A weight quantiser that is not initialised starts from the weight."""
     form = FORMS.get(type(layer))
     if form is None:
-        kinds = ", ".join(kind.__name__ for kind in FORMS)
-        raise TypeError(f"expected a layer that is exactly one of {kinds}, got {type(layer).__name__}")
-    if act_quantiser is not None and form is QuantisedEmbedding:
-        raise ValueError("an embedding takes indices: it has a weight_quantiser only")
-    if form is QuantisedEmbedding and not (weight_quantiser.group or weight_quantiser.axis == 0):
-        raise ValueError("the rows of an embedding need scales of their own: axis=0 or a group")
+        raise QatTypeError(f"expected a layer that is exactly one of {KINDS}, got {type(layer).__name__}")
+    if act_quantizer is not None and form is QuantizedEmbedding:
+        raise QatError("an embedding takes indices: it has a weight_quantizer only")
+    if form is QuantizedEmbedding and not (weight_quantizer.group or weight_quantizer.axis == 0):
+        raise QatError("the rows of an embedding need scales of their own: axis=0 or a group")
     layer.__class__ = form
-    assert isinstance(layer, QuantisedLayer)
+    assert isinstance(layer, QuantizedLayer)
     layer.note = note
-    layer.register_module("weight_quantiser", weight_quantiser)
-    layer.register_module("act_quantiser", act_quantiser)
-    for quantiser in filter(None, (weight_quantiser, act_quantiser)):
-        quantiser.to(layer.weight.device, layer.weight.dtype).train(layer.training)
-    if not weight_quantiser.initialised:
-        weight_quantiser.initialise(layer.weight_rows())
+    layer.register_module("weight_quantizer", weight_quantizer)
+    layer.register_module("act_quantizer", act_quantizer)
+    for quantizer in filter(None, (weight_quantizer, act_quantizer)):
+        quantizer.to(layer.weight.device, layer.weight.dtype).train(layer.training)
+    if not weight_quantizer.initialized:
+        weight_quantizer.initialize(layer.weight_rows())
     return layer
+
+
+def check_model(model: nn.Module, verb: str, sharded: str) -> None:
+    """Refuse what is no module, or is wrapped already; `sharded` is what to say of parameters that are cut."""
+    if not isinstance(model, nn.Module):
+        raise QatTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise QatError(f"{verb} the model itself (model.module), not the {type(model).__name__} around it")
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise QatError(sharded)
+
+
+def waiting(model: nn.Module) -> dict[str, LSQ]:
+    """The quantisers that have no scale yet, by name."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, LSQ))
+    return {name: quantizer for name, quantizer in found if not quantizer.initialized}
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for a batch: a tensor, a tuple of positional arguments or a mapping of named ones."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    raise QatTypeError(f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}")

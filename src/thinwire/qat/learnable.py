@@ -13,7 +13,7 @@ checkpoint. Then both parameters grow, and stay the objects they were: an optimi
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.ao.quantization import FakeQuantizeBase
 from torch.nn import Parameter
 
+from thinwire.errors import QatError, QatTypeError
 from thinwire.qat import ranges
 from thinwire.qat.agreement import Ranks
-from thinwire.qat.ops import GRADIENTS, channels_of, check_range, check_scale, fake_quantize, never_narrow
+from thinwire.qat.ops import Gradient, channels_of, check_grid, check_scale, fake_quantize, never_narrow
 
 
 class _Modes(NamedTuple):
@@ -38,7 +39,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     `observer` is a torch.ao observer class, or what its `with_args` gives; keywords unknown here are for it. `gradient`
     is the rule for scale and zero point: "torch", or "lsq", the paper's, with `use_grad_scaling` by the elements of a
-    channel. Starts in static estimation, and as in torch with parameters that require gradients. More in docs/qat.md.
+    channel. Starts in static estimation, with parameters that require no gradient. More in docs/qat.md.
     """
 
     fake_quant_enabled: Tensor
@@ -56,51 +57,51 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         channel_len: int = -1,
         use_grad_scaling: bool = False,
         *,
-        gradient: str = "torch",
+        gradient: Gradient = "torch",
         **observer_kwargs: Any,
     ) -> None:
         super().__init__()
-        check_range(quant_min, quant_max)
-        if gradient not in GRADIENTS:
-            raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
-        self.quant_min, self.quant_max = quant_min, quant_max
+        check_grid(quant_min, quant_max, gradient)
+        self.quant_min = quant_min
+        self.quant_max = quant_max
         self.bitwidth = (quant_max - quant_min + 1).bit_length() - 1
-        self.use_grad_scaling, self.gradient = use_grad_scaling, gradient
+        self.use_grad_scaling = use_grad_scaling
+        self.gradient = gradient
         self.activation_post_process: Any = observer(quant_min=quant_min, quant_max=quant_max, **observer_kwargs)
         self._copy_observer()
         self.channel_len = self._checked_length(channel_len)
         self._register(float(scale), float(zero_point), observer_kwargs.get("factory_kwargs"))
 
     def _copy_observer(self) -> None:
-        """What of the observer is an attribute here too."""
+        """Take over the observer's attributes that are attributes here too."""
         observer = self.activation_post_process
         self.dtype: torch.dtype = observer.dtype
         self.qscheme: torch.qscheme = observer.qscheme
         self.ch_axis: int = getattr(observer, "ch_axis", -1)
         holds = torch.iinfo(self.dtype)
         if self.quant_min < holds.min or self.quant_max > holds.max:
-            raise ValueError(
+            raise QatError(
                 f"quant_min and quant_max must lie within {holds.min}..{holds.max} for {self.dtype}, "
                 f"got {self.quant_min} and {self.quant_max}; give the observer another dtype"
             )
 
     def _checked_length(self, channel_len: int) -> int:
         if channel_len != -1 and (not isinstance(channel_len, int) or channel_len < 1):
-            raise ValueError(f"channel_len must be a positive integer, or -1 to infer it, got {channel_len!r}")
+            raise QatError(f"channel_len must be a positive integer, or -1 to infer it, got {channel_len!r}")
         if channel_len > 1 and self._axis is None:
-            raise ValueError(f"channel_len={channel_len} needs a per-channel observer; {self.qscheme} has one scale")
+            raise QatError(f"channel_len={channel_len} needs a per-channel observer; {self.qscheme} has one scale")
         return channel_len
 
     def _register(self, scale: float, zero_point: float, factory_kwargs: dict[str, Any] | None) -> None:
         """Parameters and buffers, by the names they have in torch's checkpoints."""
         full = partial(torch.full, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        self.scale = Parameter(full((max(self.channel_len, 1),), scale))
-        self.zero_point = Parameter(full((max(self.channel_len, 1),), zero_point))
+        self.scale = Parameter(full((max(self.channel_len, 1),), scale), requires_grad=False)
+        self.zero_point = Parameter(full((max(self.channel_len, 1),), zero_point), requires_grad=False)
         check_scale(self.scale)
         self.register_buffer("static_enabled", torch.ones(1, dtype=torch.uint8))
         self.register_buffer("learning_enabled", torch.zeros(1, dtype=torch.uint8))
         self.register_buffer("eps", full((1,), torch.finfo(torch.float32).eps))
-        self._modes, self._stamps = _Modes(), self._current_stamps()
+        self._enter(_Modes())
         # Also makes 32 bits of what an observer for a 16-bit model has made in 16: see _apply.
         self.to(torch.nn.factory_kwargs(factory_kwargs).get("device"))
 
@@ -137,21 +138,11 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         self.zero_point.requires_grad_(bool(enabled))
         return self
 
-    def enable_observer(self, enabled: bool = True) -> Self:  # type: ignore[override]
-        """The same as toggle_observer_update."""
-        return self.toggle_observer_update(enabled)
-
-    def disable_observer(self) -> Self:
-        """The same as toggle_observer_update(False)."""
-        return self.toggle_observer_update(False)
-
-    def enable_fake_quant(self, enabled: bool = True) -> Self:  # type: ignore[override]
-        """The same as toggle_fake_quant."""
-        return self.toggle_fake_quant(enabled)
-
-    def disable_fake_quant(self) -> Self:
-        """The same as toggle_fake_quant(False)."""
-        return self.toggle_fake_quant(False)
+    # The same switches by the names that torch's functions over models call.
+    enable_observer = toggle_observer_update  # type: ignore[assignment]
+    enable_fake_quant = toggle_fake_quant  # type: ignore[assignment]
+    disable_observer = partialmethod(toggle_observer_update, False)
+    disable_fake_quant = partialmethod(toggle_fake_quant, False)
 
     def _seen_modes(self) -> _Modes:
         """What the flags say. [Note: Modes]"""
@@ -164,11 +155,14 @@ class LearnableFakeQuantize(FakeQuantizeBase):
             self._enter(_Modes(bool(self.fake_quant_enabled), bool(self.static_enabled)))
 
     def _enter(self, modes: _Modes) -> Self:
-        self._modes, self._stamps = modes, self._current_stamps()
+        self._modes = modes
+        self._stamps = self._current_stamps()
         return self
 
-    def _current_stamps(self) -> tuple[tuple[int, int], ...]:
-        return _stamp(self.fake_quant_enabled), _stamp(self.static_enabled)
+    def _current_stamps(self) -> list[tuple[int, int]]:
+        """They change when a flag is replaced or written to. Tensors made in inference mode count no writes."""
+        flags = self.fake_quant_enabled, self.static_enabled
+        return [(id(flag), 0 if flag.is_inference() else flag._version) for flag in flags]
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -181,16 +175,16 @@ class LearnableFakeQuantize(FakeQuantizeBase):
                 return X  # it has no channels
         if modes.static and not _recomputing():
             self._observe(X.detach(), adopt=modes.fake_quant)
-        if not modes.fake_quant:
-            return X
-        self._hold()
-        return self._quantized(X)
+        if modes.fake_quant or not modes.static:
+            self._hold()
+        return self._quantized(X) if modes.fake_quant else X
 
     def _quantized(self, x: Tensor) -> Tensor:
-        scale, zero_point = self.scale.clone(), self.zero_point.clone()  # [Note: Snapshots]
+        scale = self.scale.clone()  # [Note: Snapshots]
+        zero_point = self.zero_point.clone()
         # A real zero point is an offset said in steps; autograd turns the offset's gradients into its own.
         shift: dict[str, Any] = (
-            {"offset": -zero_point * scale} if ranges.is_float(self.qscheme) else {"zero_point": zero_point}
+            {"offset": -zero_point * scale} if self.qscheme == ranges.FLOAT else {"zero_point": zero_point}
         )
         return fake_quantize(
             x,
@@ -205,17 +199,15 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     @torch.no_grad()
     def _observe(self, x: Tensor, *, adopt: bool) -> None:
+        """Show x to the observer; `adopt` takes over its estimates, the same on all ranks."""
+        observer = self.activation_post_process
         ranks = ranges.ranks_in_step()
-        news = ranges.observe(self.activation_post_process, x, ranks)
+        news = ranges.observe(observer, x, ranks)
         if adopt:
-            self._adopt(*self._estimates(news, ranks))
-
-    def _estimates(self, news: bool, ranks: Ranks) -> list[Tensor]:
-        """What scale and zero point should be now: the same on all `ranks`."""
-        observer, parameters = self.activation_post_process, (self.scale, self.zero_point)
-        found = ranges.estimate(observer) if news else parameters
-        fitted = [t.to(p).expand_as(p) for t, p in zip(found, parameters, strict=True)]
-        return fitted if ranges.is_min_max(observer) else ranges.mean(fitted, ranks)
+            parameters = self.scale, self.zero_point
+            found = ranges.estimate(observer) if news else parameters
+            fitted = [t.to(p).expand_as(p) for t, p in zip(found, parameters, strict=True)]
+            self._adopt(*(fitted if ranges.is_min_max(observer) else ranges.mean(fitted, ranks)))
 
     def _adopt(self, scale: Tensor, zero_point: Tensor) -> None:
         """Take what the observer says, where it has seen anything."""
@@ -225,14 +217,16 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     @torch.no_grad()
     def _hold(self) -> None:
-        """Keep scales at eps or above, symmetric zero points in the middle. Negative scales stay, to be reported."""
-        _write(self.scale, torch.maximum(self.scale, self.eps).where(self.scale >= 0, self.scale))
-        if ranges.is_symmetric(self.qscheme):
-            _write(self.zero_point, torch.full_like(self.zero_point, _middle(self.quant_min, self.quant_max)))
+        """Keep scales at eps or above, whatever the optimiser did, and symmetric zero points in the middle."""
+        _write(self.scale, torch.maximum(self.scale, self.eps))
+        if self.qscheme in ranges.SYMMETRIC:
+            # The middle: 0 where the range has both signs, else the integer that halves it.
+            middle = 0 if self.quant_min < 0 < self.quant_max else (self.quant_min + self.quant_max + 1) // 2
+            _write(self.zero_point, torch.full_like(self.zero_point, middle))
 
     @property
     def _axis(self) -> int | None:
-        return self.ch_axis if ranges.is_per_channel(self.qscheme) else None
+        return self.ch_axis if self.qscheme in ranges.PER_CHANNEL else None
 
     @property
     def _unfitted(self) -> bool:
@@ -244,9 +238,9 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         if length == self.scale.numel() and not self._unfitted:
             return
         if not self._unfitted:
-            raise ValueError(f"axis {self.ch_axis} of {tuple(x.shape)} must have {self.scale.numel()} channels")
+            raise QatError(f"axis {self.ch_axis} of {tuple(x.shape)} must have {self.scale.numel()} channels")
         if torch.compiler.is_compiling() or ranges.ranks_in_step() != "local":
-            raise ValueError(
+            raise QatError(
                 "the number of channels must be known before the model is compiled or wrapped in DDP; "
                 "give channel_len, or run one batch before"
             )
@@ -265,9 +259,10 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Scale, and zero point as an integer of the range (as it is for schemes with real zero points)."""
         self._hold()
-        scale, zero_point = self.scale.detach().clone(), self.zero_point.detach().clone()
+        scale = self.scale.detach().clone()
+        zero_point = self.zero_point.detach().clone()
         check_scale(scale.cpu())
-        if ranges.is_float(self.qscheme):
+        if self.qscheme == ranges.FLOAT:
             return scale, zero_point
         return scale, zero_point.round().clamp(self.quant_min, self.quant_max).long()
 
@@ -310,41 +305,20 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter(self._modes)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         scale = state_dict.get(f"{prefix}scale")
         if self._unfitted and scale is not None and scale.numel() > 1:
             self._grow(scale.numel())
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self._read_modes()
         if f"{prefix}learning_enabled" in state_dict and not self.learning_enabled.is_meta:
             self.toggle_qparam_learning(bool(self.learning_enabled))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        raise TypeError(
+        raise QatTypeError(
             "LearnableFakeQuantize cannot be scripted (torch's own class cannot either); "
             "use torch.compile or torch.export, or convert the model first"
         )
-
-
-def _middle(quant_min: int, quant_max: int) -> int:
-    """The zero point of symmetric schemes: 0 where the range has both signs, else the integer that halves it."""
-    return 0 if quant_min < 0 < quant_max else (quant_min + quant_max + 1) // 2
-
-
-def _stamp(buffer: Tensor) -> tuple[int, int]:
-    """Changes when a buffer is replaced or written to. Tensors made in inference mode count no writes."""
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
 
 
 def _write(parameter: Parameter, value: Tensor) -> None:

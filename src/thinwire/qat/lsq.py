@@ -1,7 +1,7 @@
 """Quantisers whose step is learned: LSQ (Esser et al., 2020) and LSQ+ (Bhalgat et al., 2020).
 
 [Note: The start] A scale that starts badly stays bad, so the papers say where to start: weights from the weights
-themselves (`initialise`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
+themselves (`initialize`), activations from the first batches that come by (`init_batches`). A batch that is empty, all
 zero or not finite is let through untouched and does not count. Where torch.distributed runs, statistics are those of
 all ranks, so that every rank starts with the same bits.
 
@@ -10,7 +10,7 @@ all ranks, so that every rank starts with the same bits.
 nothing is left `_ready` says so, and they are not read again.
 
 [Note: The floor] An optimiser that divides by the size of gradients, as Adam does, moves a scale of 0.004 by its whole
-learning rate a step, past zero within a few. A scale is therefore not let below `scale_floor`, a small share of where
+learning rate per step, past zero within a few. A scale is therefore not let below `scale_floor`, a small share of where
 the start left it: it is raised to that before it is used, and gradients reach it there as anywhere.
 
 [Note: Parameters that are lent] Inside a forward, FSDP2 and torch.func.functional_call show a module other parameters
@@ -24,11 +24,13 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import QatError, QatStateError
 from thinwire.qat.agreement import Agreement, Ranks
 from thinwire.qat.ops import channels_of, fake_quantize, never_narrow
 from thinwire.qat.starts import least_error, living, mean_magnitude, three_sigmas
 
 BITS = range(2, 9)
+_UNSIZED: Any = nn.UninitializedParameter  # torch's types do not know its keywords
 _BEFORE_COMPILE = (
     "this quantiser has no scale yet, and a compiled graph cannot give it one: "
     "run qat.calibrate(model, batches), or one forward, before torch.compile"
@@ -61,6 +63,7 @@ class LSQ(nn.Module):
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without
+    learns_offset = False  # whether there is an offset where integers are not symmetric
     floor_share = 1 / 64  # of the least scale at the start, below which none falls; in a subclass 0 => no floor
     scale: nn.Parameter
     offset: nn.Parameter | None
@@ -72,21 +75,28 @@ class LSQ(nn.Module):
         self,
         bits: int = 4,  # fewer => smaller, coarser
         *,
-        symmetric: bool | Literal["auto"] = True,
+        symmetric: bool | Literal["auto"] | None = None,  # None => as the class is made for: LSQ True, LSQPlus False
         axis: int | None = None,
         group: int = 0,
         init_batches: int = 1,  # more => a calmer start of activations; at each the ranks wait for each other
         process_group: Ranks = None,  # whose statistics count: None => the world's, "local" => this process's alone
     ) -> None:
         super().__init__()
-        _check(bits, group, axis, init_batches)
-        self.bits, self.axis, self.group, self.init_batches = bits, axis, group, init_batches
-        self.symmetric = self._judged(symmetric)
+        _check(bits, symmetric, group, axis, init_batches)
+        if symmetric is None:
+            symmetric = not self.learns_offset
+        elif symmetric == "auto" and self.learns_offset:
+            symmetric = False  # an offset serves both signs: nothing is left for the first batches to decide
+        self.bits = bits
+        self.symmetric = symmetric
+        self.axis = axis
+        self.group = group
+        self.init_batches = init_batches
         self._agreement = Agreement(process_group)
         self._ready = False
         self.quant_min, self.quant_max = self._range(signed=symmetric is True)
         self.scale = self._parameter(1.0)
-        self.register_parameter("offset", self._parameter(0.0) if self._shifts else None)
+        self.register_parameter("offset", self._parameter(0.0) if self.learns_offset and not symmetric else None)
         self.register_buffer("init_left", torch.tensor(init_batches))
         self.register_buffer("quant_range", torch.tensor([self.quant_min, self.quant_max]))
         self.register_buffer("scale_floor", torch.zeros((), dtype=torch.float32))
@@ -99,9 +109,21 @@ class LSQ(nn.Module):
         if not self._ready and not self._started(x):
             return self._untouched(x)
         scale = self.floored()
-        if rows is not None:
-            return self._quantise_rows(x, scale, rows)
-        return self._quantise(x, scale, self.offset, self.axis)
+        offset: Tensor | None = self.offset
+        if rows is not None:  # as if all had been quantised, then looked up: as many elements are under a scale
+            per_row = x.shape[-1] // self.group if self.group else 1
+            scale = scale.view(-1, per_row)[rows]
+            offset = None if offset is None else offset.view(-1, per_row)[rows]
+        return fake_quantize(
+            x,
+            scale,
+            quant_min=self.quant_min,
+            quant_max=self.quant_max,
+            offset=offset,
+            axis=self.axis,
+            group=self.group,
+            scale_gradient=self.scale_gradient,
+        )
 
     def floored(self) -> Tensor:
         """The scale, nowhere below its floor. [Note: The floor]"""
@@ -112,26 +134,6 @@ class LSQ(nn.Module):
         self.scale.data.clamp_(min=self.scale_floor)
         return self.scale
 
-    def _quantise(self, x: Tensor, scale: Tensor, offset: Tensor | None, axis: int | None) -> Tensor:
-        return fake_quantize(
-            x,
-            scale,
-            quant_min=self.quant_min,
-            quant_max=self.quant_max,
-            offset=offset,
-            axis=axis,
-            group=self.group,
-            gradient="lsq",
-            scale_gradient=self.scale_gradient,
-        )
-
-    def _quantise_rows(self, x: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-        """As if the whole table had been quantised, then looked up: as many elements are under a scale either way."""
-        per_row = x.shape[-1] // self.group if self.group else 1
-        scale = scale.view(-1, per_row)[rows]
-        offset = None if self.offset is None else self.offset.view(-1, per_row)[rows]
-        return self._quantise(x, scale, offset, self.axis)
-
     def _untouched(self, x: Tensor) -> Tensor:
         # Parameters stay in the graph: DDP waits for a gradient of each.
         for parameter in () if self._unsized() else self.parameters():
@@ -141,7 +143,7 @@ class LSQ(nn.Module):
     # --- how it starts: [Note: The start] ----------------------------------------------------------------------------
 
     @property
-    def initialised(self) -> bool:
+    def initialized(self) -> bool:
         """Whether the start is over and the scale is the optimiser's."""
         return self._ready or self._left() == 0
 
@@ -155,7 +157,7 @@ class LSQ(nn.Module):
         return left
 
     @torch.no_grad()
-    def initialise(self, weight: Tensor) -> Self:
+    def initialize(self, weight: Tensor) -> Self:
         """Start from a weight. Every rank of the process group must call.
 
         One on the meta device only gives the number of scales; the first forward with a real one makes the start.
@@ -217,10 +219,10 @@ class LSQ(nn.Module):
         """A start for a weight of zeros: as if its elements were as large as 1 / sqrt(n), n of them to a channel."""
         w_CN = self.by_channel(weight)
         if not w_CN.isfinite().all():
-            raise ValueError("a weight with NaN or Inf gives no scale; mend the weight, or skip its layer")
+            raise QatError("a weight with NaN or Inf gives no scale; mend the weight, or skip its layer")
         signed = self.symmetric is not False
         scale_C = w_CN.new_full((len(w_CN),), 2 / math.sqrt(max(w_CN.shape[1], 1) * self._range(signed)[1]))
-        return Start(scale_C, torch.zeros_like(scale_C) if self._shifts else None, signed)
+        return Start(scale_C, None if self.offset is None else torch.zeros_like(scale_C), signed)
 
     def _write(self, start: Start, share: float) -> None:
         """Move scale and offset by `share` of the way to the start."""
@@ -240,7 +242,7 @@ class LSQ(nn.Module):
             parameter.materialize((channels,))
             parameter.data.fill_(name == "scale")
         if len(self.scale) != channels:
-            raise ValueError(f"x has {channels} channels, the quantiser was sized for {len(self.scale)}")
+            raise QatError(f"x has {channels} channels, the quantiser was sized for {len(self.scale)}")
 
     def _unsized(self) -> dict[str, Any]:
         """Parameters that do not know their number of channels yet: all, or none."""
@@ -248,7 +250,7 @@ class LSQ(nn.Module):
 
     def _refuse_lent(self) -> None:
         if self._lent():
-            raise RuntimeError(_LENT)
+            raise QatStateError(_LENT)
 
     def _lent(self) -> bool:
         """[Note: Parameters that are lent]"""
@@ -259,28 +261,19 @@ class LSQ(nn.Module):
 
     # --- its range and its channels ----------------------------------------------------------------------------------
 
-    @property
-    def _shifts(self) -> bool:
-        """Whether there is an offset to learn."""
-        return False
-
     def _parameter(self, value: float) -> nn.Parameter:
         """Of one element, or of as many as will turn out."""
         if self.axis is None and not self.group:
             return nn.Parameter(torch.full((1,), value, dtype=torch.float32))
-        return _sizeless(dtype=torch.float32)
-
-    def _judged(self, symmetric: bool | Literal["auto"]) -> bool | Literal["auto"]:
-        if symmetric not in (True, False, "auto"):
-            raise ValueError(f"symmetric must be True, False or 'auto', got {symmetric!r}")
-        return symmetric
+        unsized: nn.Parameter = _UNSIZED(dtype=torch.float32)
+        return unsized
 
     def _range(self, signed: bool) -> tuple[int, int]:
         low = -(1 << self.bits - 1) if signed else 0
         return low, low + (1 << self.bits) - 1
 
     def by_channel(self, x: Tensor) -> Tensor:
-        """x in fp32 or more, a channel a row."""
+        """x in fp32 or more, one row per channel."""
         channels = channels_of(x, self.axis, self.group)
         x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         if self.axis is not None:
@@ -288,7 +281,7 @@ class LSQ(nn.Module):
         return x.reshape(channels, x.numel() // max(channels, 1))
 
     def extra_repr(self) -> str:
-        """What was chosen, and what came of it."""
+        """The bits, the integers in use, where scales lie, and whether the start is over."""
         where = f"group={self.group}" if self.group else f"axis={self.axis}"
         state = "" if self._ready else ", not initialised"
         return f"bits={self.bits}, {self.quant_min}..{self.quant_max}, {where}{state}"
@@ -300,7 +293,7 @@ class LSQ(nn.Module):
         super()._apply(partial(never_narrow, fn), recurse)  # type: ignore[no-untyped-call]
         for name in unsized.keys() - self._unsized().keys():  # on the way to the meta device they became empty ones
             moved = getattr(self, name)
-            setattr(self, name, _sizeless(device=moved.device, dtype=moved.dtype))
+            setattr(self, name, _UNSIZED(device=moved.device, dtype=moved.dtype))
         self._hold()
         return self
 
@@ -346,26 +339,7 @@ class LSQPlus(LSQ):
     max(|mean - 3 std|, |mean + 3 std|) / 2**(bits - 1).
     """
 
-    def __init__(
-        self,
-        bits: int = 4,
-        *,
-        symmetric: bool | Literal["auto"] = False,
-        axis: int | None = None,
-        group: int = 0,
-        init_batches: int = 1,
-        process_group: Ranks = None,
-    ) -> None:
-        where: Any = {"axis": axis, "group": group, "init_batches": init_batches, "process_group": process_group}
-        super().__init__(bits, symmetric=symmetric, **where)
-
-    @property
-    def _shifts(self) -> bool:
-        return not self.symmetric
-
-    def _judged(self, symmetric: bool | Literal["auto"]) -> bool | Literal["auto"]:
-        # The offset serves both signs: nothing is left for the first batches to decide.
-        return False if symmetric == "auto" else super()._judged(symmetric)
+    learns_offset = True
 
     def estimate(self, x: Tensor) -> Start | None:
         """The paper's start for x, of all ranks together. None where x says nothing."""
@@ -377,20 +351,16 @@ class LSQPlus(LSQ):
         return None if ends is None else Start(living((ends[1] - ends[0]) / self.quant_max), ends[0], False)
 
 
-def _sizeless(**where: Any) -> nn.Parameter:
-    kind: Any = nn.UninitializedParameter
-    made: nn.Parameter = kind(**where)
-    return made
-
-
-def _check(bits: int, group: int, axis: int | None, init_batches: int) -> None:
+def _check(bits: int, symmetric: bool | str | None, group: int, axis: int | None, init_batches: int) -> None:
     if not isinstance(bits, int) or bits not in BITS:
-        raise ValueError(f"bits must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
+        raise QatError(f"bits must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
+    if symmetric not in (True, False, "auto", None):
+        raise QatError(f"symmetric must be True, False or 'auto', got {symmetric!r}")
     if not isinstance(group, int) or group < 0:
-        raise ValueError(f"group must be a number of elements, or 0 for none, got {group!r}")
+        raise QatError(f"group must be a number of elements, or 0 for none, got {group!r}")
     if not isinstance(axis, int | None):
-        raise ValueError(f"axis must be a dimension's number or None, got {axis!r}")
+        raise QatError(f"axis must be a dimension's number or None, got {axis!r}")
     if group and axis is not None:
-        raise ValueError("give an axis or a group, not both")
+        raise QatError("give an axis or a group, not both")
     if not isinstance(init_batches, int) or init_batches < 1:
-        raise ValueError(f"init_batches must be 1 or more, got {init_batches!r}")
+        raise QatError(f"init_batches must be 1 or more, got {init_batches!r}")

@@ -5,24 +5,25 @@ dimension is the outermost in memory does not matter to the elements, so a dense
 channels_last for one, is taken as it lies, and its result lies the same way. Groups are runs of the rows of a
 contiguous tensor: (1, all groups, group).
 
-[Note: Entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much a call, but it
-is what torch.compile and torch.export can put into a graph whole, so they get one; torch.func's transforms take neither
-and get a Function that keeps its context apart. All run the same two functions.
+[Note: Entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much per call, but
+torch.compile and torch.export can put one into a graph whole, so they get one. torch.func's transforms take neither and
+get a Function that keeps its context apart. All run the same two functions.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
+from thinwire.errors import QatError, QatStateError, QatTypeError
 from thinwire.kernels import Grid, select
 
-GRADIENTS = ("torch", "lsq")
+Gradient = Literal["torch", "lsq"]
 MOST_LEVELS = 1 << 20  # of a range; kernels round in fp32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -37,7 +38,7 @@ def fake_quantize(
     offset: Tensor | None = None,
     axis: int | None = None,
     group: int = 0,
-    gradient: str = "lsq",
+    gradient: Gradient = "lsq",
     scale_gradient: bool = True,
 ) -> Tensor:
     """x on the grid of `scale`, and straight-through gradients for x, the scale and the shift.
@@ -47,31 +48,35 @@ def fake_quantize(
     the paper's rule, "torch" that of torch's learnable fake quantisation. `scale_gradient` multiplies the gradients of
     scale and shift by 1 / sqrt(n * quant_max), where n are the elements of a channel ("lsq") or of x ("torch").
     """
-    check_range(quant_min, quant_max)
-    if gradient not in GRADIENTS:
-        raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
+    check_grid(quant_min, quant_max, gradient)
     if zero_point is not None and offset is not None:
-        raise ValueError("give a zero_point or an offset, not both")
+        raise QatError("give a zero_point or an offset, not both")
     shift = zero_point if offset is None else offset
-    settings = axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient
-    enter: Callable[..., Tensor] = _eager
+    settings = _Settings(axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient)
+    y: Tensor
     if torch.compiler.is_compiling():
-        enter = _op
+        y = _op(x, scale, shift, *settings)
     elif torch._C._are_functorch_transforms_active():
-        enter = _Transformed.apply
-    return enter(x, scale, shift, *settings)
+        y = _Transformed.apply(x, scale, shift, *settings)  # type: ignore[no-untyped-call]
+    else:
+        y = _Function.apply(x, scale, shift, settings)  # type: ignore[no-untyped-call]
+    return y
 
 
-def check_range(quant_min: int, quant_max: int) -> None:
-    """Refuse ranges without two integers, and those that fp32 cannot round in."""
+def check_grid(quant_min: int, quant_max: int, gradient: Gradient) -> None:
+    """Refuse ranges without two integers, those that fp32 cannot round in, and unknown rules for gradients."""
     if quant_min >= quant_max:
-        raise ValueError(f"quant_min must be below quant_max, got {quant_min} and {quant_max}")
+        raise QatError(f"quant_min must be below quant_max, got {quant_min} and {quant_max}")
     if max(-quant_min, quant_max, quant_max - quant_min) >= MOST_LEVELS:
-        raise ValueError(f"quant_min and quant_max must lie within 2**20, got {quant_min} and {quant_max}")
+        raise QatError(f"quant_min and quant_max must lie within 2**20, got {quant_min} and {quant_max}")
+    if gradient not in get_args(Gradient):
+        raise QatError(f"gradient must be one of {', '.join(get_args(Gradient))}, got {gradient!r}")
 
 
-def gradient_factor(x_numel: int, channels: int, grid: Grid) -> float:
-    """1 / sqrt(n * quant_max). Ranges below zero count by their lower end, an empty x as one element."""
+def gradient_factor(x_numel: int, channels: int, grid: Grid, scale_gradient: bool) -> float:
+    """1 / sqrt(n * quant_max), or 1. Ranges below zero count by their lower end, an empty x as one element."""
+    if not scale_gradient:
+        return 1.0
     n = x_numel / channels if grid.paper else x_numel
     reach = grid.quant_max if grid.quant_max > 0 else -grid.quant_min
     return 1 / math.sqrt(max(n, 1) * reach)
@@ -110,26 +115,26 @@ def _empty(x: Tensor, group: int) -> Tensor:
 
 def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
     if x.dtype not in _DTYPES:
-        raise TypeError(f"x must be floating point ({', '.join(map(str, _DTYPES))}), got {x.dtype}")
+        raise QatTypeError(f"x must be floating point ({', '.join(map(str, _DTYPES))}), got {x.dtype}")
     want = channels_of(x, axis, group)
     if scale.numel() != want:
-        raise ValueError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")
+        raise QatError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")
     if shift is not None and shift.numel() != scale.numel():
-        raise ValueError(f"zero point or offset has {shift.numel()} elements, the scale {scale.numel()}")
+        raise QatError(f"zero point or offset has {shift.numel()} elements, the scale {scale.numel()}")
 
 
 def channels_of(x: Tensor, axis: int | None, group: int) -> int:
     """How many scales x needs."""
     if group:
         if axis is not None:
-            raise ValueError("give an axis or a group, not both")
+            raise QatError("give an axis or a group, not both")
         if group < 0 or x.dim() == 0 or x.shape[-1] % group:
-            raise ValueError(f"group={group} does not divide the rows of a tensor of shape {tuple(x.shape)}")
+            raise QatError(f"group={group} does not divide the rows of a tensor of shape {tuple(x.shape)}")
         return x.numel() // group
     if axis is None:
         return 1
     if not -x.dim() <= axis < x.dim():
-        raise ValueError(
+        raise QatError(
             f"axis must be within {-x.dim()}..{x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {axis}"
         )
     return x.shape[axis]
@@ -142,7 +147,7 @@ def check_scale(scale: Tensor) -> None:
     good = (scale > 0) & (scale < math.inf) & (1 / scale < math.inf)
     if not good.all():
         at = int(good.flatten().logical_not().nonzero()[0])
-        raise ValueError(
+        raise QatError(
             f"a scale and its inverse must be positive and finite, got {scale.flatten()[at].item():g} (channel {at}); "
             "lower the learning rate of the scales or start from a smaller one (qat.parameter_groups keeps them apart)"
         )
@@ -151,62 +156,56 @@ def check_scale(scale: Tensor) -> None:
 # --- the two functions, and their entrances: [Note: Entrances] -------------------------------------------------------
 
 
-def _forward(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    axis: int | None,
-    group: int,
-    quant_min: int,
-    quant_max: int,
-    offset: bool,
-    paper: bool,
-    scale_gradient: bool,
-) -> Tensor:
-    _check(x, scale, shift, axis, group)
-    out, parameters, good = _empty(x, group), _parameters(x, scale, shift), False
+_grid = lru_cache(maxsize=256)(Grid)
+
+
+class _Settings(NamedTuple):
+    """What a call has besides its tensors."""
+
+    axis: int | None
+    group: int
+    quant_min: int
+    quant_max: int
+    offset: bool
+    paper: bool
+    scale_gradient: bool
+
+    @property
+    def grid(self) -> Grid:
+        return _grid(self.quant_min, self.quant_max, self.offset, self.paper)
+
+
+def _forward(x: Tensor, scale: Tensor, shift: Tensor | None, *settings: Any) -> Tensor:
+    how = _Settings(*settings)
+    _check(x, scale, shift, how.axis, how.group)
+    out = _empty(x, how.group)
+    parameters = _parameters(x, scale, shift)
+    good = False
     if x.numel():
-        laid, grid = lay_out(out, scale.numel(), axis, group), _grid(quant_min, quant_max, offset, paper)
-        good = select(x.device).fake_quantize(grid, laid.view(x), *parameters, laid.view(out)) is not False
+        laid = lay_out(out, scale.numel(), how.axis, how.group)
+        good = select(x.device).fake_quantize(how.grid, laid.view(x), *parameters, laid.view(out)) is not False
     if not good:
         check_scale(parameters[0])
     return out
 
 
 def _gradients(
-    x: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    axis: int | None,
-    group: int,
-    quant_min: int,
-    quant_max: int,
-    offset: bool,
-    paper: bool,
-    scale_gradient: bool,
-    want_dx: bool,
+    x: Tensor, grad: Tensor, want_dx: bool, scale: Tensor, shift: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     """(dx or nothing, gradients of scale and shift as two rows)."""
-    dx, parameters = _empty(x, group), _parameters(x, scale, shift)
+    how = _Settings(*settings)
+    dx = _empty(x, how.group)
+    parameters = _parameters(x, scale, shift)
     sums_2C = parameters[0].new_empty(2, scale.numel())
     if not x.numel():
         sums_2C.zero_()
     else:
-        laid = lay_out(dx, scale.numel(), axis, group)
-        grid = _grid(quant_min, quant_max, offset, paper)
-        factor = gradient_factor(x.numel(), scale.numel(), grid) if scale_gradient else 1.0
+        laid = lay_out(dx, scale.numel(), how.axis, how.group)
+        factor = gradient_factor(x.numel(), scale.numel(), how.grid, how.scale_gradient)
         views = laid.view(x), laid.view(grad if grad.dtype == x.dtype else grad.to(x.dtype))
         dx_OCI = laid.view(dx) if want_dx else None
-        select(x.device).fake_quantize_grad(grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
+        select(x.device).fake_quantize_grad(how.grid, *views, *parameters, dx_OCI, sums_2C, factor=factor)
     return dx if want_dx else x.new_empty(0), sums_2C
-
-
-_grid = lru_cache(maxsize=256)(Grid)
-
-
-def _compute(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def never_narrow(fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
@@ -221,8 +220,8 @@ def _parameters(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor,
     """Scale and shift as kernels take them: flat, in the dtype of the computation, beside x."""
     if scale.device != x.device or (shift is not None and shift.device != x.device):
         others = scale.device if shift is None else f"{scale.device}, its shift on {shift.device}"
-        raise ValueError(f"x is on {x.device} and the scale on {others}; move the quantiser with the model")
-    dtype = _compute(x)
+        raise QatError(f"x is on {x.device} and the scale on {others}; move the quantiser with the model")
+    dtype = torch.promote_types(x.dtype, torch.float32)
     return _flat(scale, dtype), None if shift is None else _flat(shift, dtype)
 
 
@@ -237,16 +236,10 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, scale, shift = ctx.saved_tensors
     wants = ctx.needs_input_grad
-    dx, sums_2C = gradients(x, grad, scale, shift, *ctx.settings, wants[0])
-    dscale = _as(sums_2C[0], scale) if wants[1] else None
-    dshift = _as(sums_2C[1], shift) if wants[2] else None
+    dx, sums_2C = gradients(x, grad, wants[0], scale, shift, *ctx.settings)
+    dscale = sums_2C[0].view_as(scale).to(scale.dtype) if wants[1] else None
+    dshift = sums_2C[1].view_as(shift).to(shift.dtype) if wants[2] else None
     return dx if wants[0] else None, dscale, dshift
-
-
-def _as(row_C: Tensor, parameter: Tensor) -> Tensor:
-    if parameter.dtype == row_C.dtype and parameter.dim() == 1:
-        return row_C
-    return row_C.view(parameter.shape).to(parameter.dtype)
 
 
 def _eager_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -257,7 +250,7 @@ _once = once_differentiable(_eager_backward)  # with create_graph: to differenti
 
 
 class _Function(torch.autograd.Function):
-    # A setup_context of its own would cost 100 microseconds a call, and every argument a few.
+    # A setup_context of its own would cost 100 microseconds per call, and every argument a few.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
@@ -270,11 +263,6 @@ class _Function(torch.autograd.Function):
         return (_once if torch.is_grad_enabled() else _eager_backward)(ctx, grad)
 
 
-def _eager(x: Tensor, scale: Tensor, shift: Tensor | None, *settings: Any) -> Tensor:
-    apply: Callable[..., Tensor] = _Function.apply
-    return apply(x, scale, shift, settings)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, shift, *ctx.settings = inputs
     ctx.save_for_backward(x, scale, shift)
@@ -284,8 +272,17 @@ def _backward_by(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad
     return *_backward(gradients, ctx, grad), *[None] * len(ctx.settings)
 
 
-_op = custom_op("thinwire::fake_quantize", _forward, mutates_args=())
-_gradients_op = custom_op("thinwire::fake_quantize_grad", _gradients, mutates_args=())
+_REST = (  # of what both ops take: scale, shift and the fields of _Settings
+    "Tensor scale, Tensor? shift, int? axis, int group, int quant_min, int quant_max, bool offset, bool paper, "
+    "bool scale_gradient"
+)
+_op = custom_op("thinwire::fake_quantize", _forward, mutates_args=(), schema=f"(Tensor x, {_REST}) -> Tensor")
+_gradients_op = custom_op(
+    "thinwire::fake_quantize_grad",
+    _gradients,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor grad, bool want_dx, {_REST}) -> (Tensor, Tensor)",
+)
 _op.register_autograd(partial(_backward_by, _gradients_op), setup_context=_keep)
 
 
@@ -297,17 +294,10 @@ def _(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: i
 
 @_gradients_op.register_fake
 def _(
-    x: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    axis: int | None,
-    group: int,
-    *settings: int | bool,
+    x: Tensor, grad: Tensor, want_dx: bool, scale: Tensor, shift: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    want_dx = settings[-1]
-    sums_2C = x.new_empty((2, scale.numel()), dtype=_compute(x))
-    return _empty(x, group) if want_dx else x.new_empty(0), sums_2C
+    sums_2C = x.new_empty((2, scale.numel()), dtype=torch.promote_types(x.dtype, torch.float32))
+    return _empty(x, _Settings(*settings).group) if want_dx else x.new_empty(0), sums_2C
 
 
 class _Transformed(torch.autograd.Function):
@@ -331,7 +321,7 @@ class _TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError("fake quantisation has first derivatives only: its steps have no second one")
+        raise QatStateError("fake quantisation has first derivatives only: its steps have no second one")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:

@@ -2,16 +2,17 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from thinwire.qat.agreement import Ranks, is_sharded
-from thinwire.qat.layers import FORMS, QuantisedLayer, quantise_layer
+from thinwire.errors import QatError
+from thinwire.qat.agreement import Ranks
+from thinwire.qat.layers import FORMS, KINDS, QuantizedLayer, arguments, check_model, quantize_layer, waiting
 from thinwire.qat.lsq import BITS, LSQ
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -26,14 +27,14 @@ def prepare(
     skip: str | Sequence[str] = (),
     first_last_bits: int | None = 8,  # None => they are like the others
     group: int = 0,
-    quantiser: type[LSQ] = LSQ,
+    quantizer: type[LSQ] = LSQ,
     init_batches: int = 1,
     process_group: Ranks = None,
 ) -> Model:
     """Quantise the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
 
-    Layers stay the same objects with the same parameters. Each gets a `weight_quantiser`, with a scale for every output
-    channel or for every `group` weights of one, and an `act_quantiser`, with one scale for what comes in, whose sign
+    Layers stay the same objects with the same parameters. Each gets a `weight_quantizer`, with a scale for every output
+    channel or for every `group` weights of one, and an `act_quantizer`, with one scale for what comes in, whose sign
     the first batches decide. Weights that are tied stay tied and share their quantiser.
 
     `skip` leaves layers in full precision: by name, by the name of a module around them, or by pattern ("*.fc1").
@@ -43,22 +44,23 @@ def prepare(
     Load pretrained weights before this, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
     initialised, all ranks of `process_group` must call: they share their statistics ("local": nobody has to).
     """
-    _check_model(model)
+    sharded = "parameters are sharded already: prepare the model, calibrate it, then call fully_shard"
+    check_model(model, "prepare", sharded)
     _check_bits(weight_bits=weight_bits, act_bits=act_bits, first_last_bits=first_last_bits)
     found = list(_layers(model))
     chosen = _chosen(model, found, [skip] if isinstance(skip, str) else list(skip))
     _check_group(chosen, group)
     common: dict[str, Any] = {"init_batches": init_batches, "process_group": process_group}
     scales: dict[str, Any] = {"group": group} if group else {"axis": 0}
-    ties = {id(one.layer.weight): one.layer.weight_quantiser for one in found if isinstance(one.layer, QuantisedLayer)}
+    ties = {id(one.layer.weight): one.layer.weight_quantizer for one in found if isinstance(one.layer, QuantizedLayer)}
     for tie, bits in _bits_of_ties(chosen, weight_bits, first_last_bits).items():
-        ties.setdefault(tie, quantiser(bits, symmetric=True, **scales, **common))
+        ties.setdefault(tie, quantizer(bits, symmetric=True, **scales, **common))
     for one in chosen:
         act = None
         if act_bits is not None and not isinstance(one.layer, nn.Embedding):
-            act = quantiser(one.bits(act_bits, first_last_bits), symmetric="auto", **common)
+            act = quantizer(one.bits(act_bits, first_last_bits), symmetric="auto", **common)
         tied = ties[id(one.layer.weight)]
-        quantise_layer(one.layer, weight_quantiser=tied, act_quantiser=act, note=one.note(tied, weight_bits))
+        quantize_layer(one.layer, weight_quantizer=tied, act_quantizer=act, note=one.note(tied, weight_bits))
     _leave_fast_paths(model)
     return model
 
@@ -72,29 +74,15 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
     Where torch.distributed is initialised, all ranks must call with as many batches. Warns of quantisers that no batch
     came by; they start in the first forward that does.
     """
-    waiting = _waiting(model)
+    left = waiting(model)
     for batch in batches:
-        if not waiting:
+        if not left:
             return
-        _call(model, batch)
-        waiting = _waiting(model)
-    if waiting:
-        warnings.warn(f"no usable batch came by {', '.join(waiting)}", stacklevel=2)
-
-
-def _waiting(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, LSQ) and not module.initialised]
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    elif isinstance(batch, Tensor):
-        model(batch)
-    else:
-        raise TypeError(f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}")
+        args, kwargs = arguments(batch)
+        model(*args, **kwargs)
+        left = waiting(model)
+    if left:
+        warnings.warn(f"no usable batch came by {', '.join(left)}", stacklevel=2)
 
 
 # --- which layers ----------------------------------------------------------------------------------------------------
@@ -104,7 +92,7 @@ def _call(model: nn.Module, batch: Any) -> None:
 class _Found:
     """A layer that has a quantised form, or is one."""
 
-    names: tuple[str, ...]  # all that it is registered under
+    names: tuple[str, ...]  # every name that it is registered under
     layer: Any
     place: str  # "first", "last", "first and last", or ""
 
@@ -123,7 +111,7 @@ def _layers(model: nn.Module) -> Iterator[_Found]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     served = {child for module in names if isinstance(module, nn.MultiheadAttention) for child in module.modules()}
-    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantisedLayer)) and m not in served]
+    layers = [m for m in names if (type(m) in FORMS or isinstance(m, QuantizedLayer)) and m not in served]
     for at, layer in enumerate(layers):
         places = [place for place, here in (("first", at == 0), ("last", at == len(layers) - 1)) if here]
         yield _Found(tuple(names[layer]), layer, " and ".join(places))
@@ -134,12 +122,11 @@ def _chosen(model: nn.Module, found: list[_Found], skip: list[str]) -> list[_Fou
     left = [one for one in found if not any(_matches(name, pattern) for name in one.names for pattern in skip)]
     for pattern in skip:
         if not any(_matches(name, pattern) for one in found for name in one.names):
-            raise ValueError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
-    chosen = [one for one in left if not isinstance(one.layer, QuantisedLayer)]
+            raise QatError(f"skip={pattern!r} names no layer that could be quantised; {_near(pattern, found)}")
+    chosen = [one for one in left if not isinstance(one.layer, QuantizedLayer)]
     if not chosen:
-        kinds = ", ".join(kind.__name__ for kind in FORMS)
-        raise ValueError(
-            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({kinds}) "
+        raise QatError(
+            f"nothing to quantise in this {type(model).__name__}: of {len(found)} layers ({KINDS}) "
             f"{len(found) - len(left)} are skipped and {len(left)} are quantised already"
         )
     return chosen
@@ -170,25 +157,16 @@ def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> d
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"prepare the model itself (model.module), then wrap it in {type(model).__name__}")
-    if any(is_sharded(parameter) for parameter in model.parameters()):
-        raise ValueError("parameters are sharded already: prepare the model, calibrate it, then call fully_shard")
-
-
 def _check_bits(**named: int | None) -> None:
     for name, bits in named.items():
         if bits is not None and bits not in BITS:
-            raise ValueError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
+            raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
 
 
 def _check_group(chosen: list[_Found], group: int) -> None:
     odd = [one.names[0] for one in chosen if group and one.layer.weight[0].numel() % group]
     if odd:
-        raise ValueError(
+        raise QatError(
             f"group={group} does not divide the weights of an output channel of {', '.join(odd)}; skip them, "
             "and prepare them by a second call without a group"
         )
@@ -197,7 +175,7 @@ def _check_group(chosen: list[_Found], group: int) -> None:
 def _leave_fast_paths(model: nn.Module) -> None:
     """In evaluation torch's encoder layers read weights past their layers' forward, by flags that can be lowered."""
     for module in model.modules():
-        if any(isinstance(inner, QuantisedLayer) for inner in module.modules()):
+        if any(isinstance(inner, QuantizedLayer) for inner in module.modules()):
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0
             elif isinstance(module, nn.TransformerEncoder):

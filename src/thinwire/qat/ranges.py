@@ -12,39 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.ao.quantization.observer import (
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    MovingAveragePerChannelMinMaxObserver,
-    PerChannelMinMaxObserver,
-)
+from torch.ao.quantization import observer as observers
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import QatError
 from thinwire.qat.agreement import Agreement, Ranks
 
 _MIN_MAX = (
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
-    MovingAveragePerChannelMinMaxObserver,
-    PerChannelMinMaxObserver,
+    observers.MinMaxObserver,
+    observers.MovingAverageMinMaxObserver,
+    observers.MovingAveragePerChannelMinMaxObserver,
+    observers.PerChannelMinMaxObserver,
 )
-_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
-_SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)
-
-
-def is_per_channel(qscheme: torch.qscheme) -> bool:
-    """Whether a scheme has a scale for every index of an axis."""
-    return qscheme in _PER_CHANNEL
-
-
-def is_symmetric(qscheme: torch.qscheme) -> bool:
-    """Whether a scheme keeps its zero point in the middle of the range."""
-    return qscheme in _SYMMETRIC
-
-
-def is_float(qscheme: torch.qscheme) -> bool:
-    """Whether the zero points of a scheme are real numbers, not integers of the range."""
-    return qscheme == torch.per_channel_affine_float_qparams
+FLOAT = torch.per_channel_affine_float_qparams  # the scheme whose zero points are real numbers
+PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, FLOAT)
+SYMMETRIC = (torch.per_tensor_symmetric, torch.per_channel_symmetric)  # the zero point is the middle of the range
 
 
 def is_min_max(observer: Any) -> bool:
@@ -58,7 +40,7 @@ def observe(observer: Any, x: Tensor, ranks: Ranks) -> bool:
     Any other observer must not meet a NaN, and only the host can keep it from being called.
     """
     if is_min_max(observer):
-        low, high = _range(x, observer.ch_axis if is_per_channel(observer.qscheme) else None)
+        low, high = _range(x, observer.ch_axis if observer.qscheme in PER_CHANNEL else None)
         _remember(observer, *_widest(low, high, ranks))
         return True
     if good := bool(x.isfinite().all()) and x.numel() > 0:
@@ -71,7 +53,8 @@ def estimate(observer: Any) -> tuple[Tensor, Tensor]:
     if not is_min_max(observer):
         scale, zero_point = observer.calculate_qparams()
         return scale.reshape(-1), zero_point.reshape(-1)
-    low, high = observer.min_val.reshape(-1), observer.max_val.reshape(-1)
+    low = observer.min_val.reshape(-1)
+    high = observer.max_val.reshape(-1)
     scale, zero_point = _formula(observer, low, high)
     return scale.where(low <= high, torch.nan), zero_point
 
@@ -79,12 +62,13 @@ def estimate(observer: Any) -> tuple[Tensor, Tensor]:
 def _formula(observer: Any, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     # A tensor, since torch multiplies by the inverse of a number on GPUs: there the last bit would be another.
     steps = torch.full_like(low, observer.quant_max - observer.quant_min)
-    if is_float(observer.qscheme):
+    if observer.qscheme == FLOAT:
         scale = (high - low) / steps
         scale = scale.where(scale > observer.eps, 1.0)
         return scale, -low / scale
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    if is_symmetric(observer.qscheme):
+    low = low.clamp(max=0)
+    high = high.clamp(min=0)
+    if observer.qscheme in SYMMETRIC:
         return torch.maximum(torch.maximum(-low, high) / (steps / 2), observer.eps), torch.zeros_like(low)
     scale = torch.maximum((high - low) / steps, observer.eps)
     return scale, (observer.quant_min - (low / scale).round()).clamp(observer.quant_min, observer.quant_max)
@@ -105,7 +89,7 @@ def _remember(observer: Any, low: Tensor, high: Tensor) -> None:
         observer.min_val.resize_(low.shape).fill_(torch.inf)
         observer.max_val.resize_(high.shape).fill_(-torch.inf)
     if observer.min_val.numel() != low.numel():
-        raise ValueError(f"the observer has seen {observer.min_val.numel()} channels before, now {low.numel()}")
+        raise QatError(f"the observer has seen {observer.min_val.numel()} channels before, now {low.numel()}")
     for kept, now, wider in ((observer.min_val, low, torch.minimum), (observer.max_val, high, torch.maximum)):
         now = now.to(kept).view_as(kept)
         constant = getattr(observer, "averaging_constant", None)
@@ -115,9 +99,6 @@ def _remember(observer: Any, low: Tensor, high: Tensor) -> None:
 def _averaged(kept: Tensor, now: Tensor, constant: float) -> Tensor:
     moved = torch.where(kept.isfinite(), kept + constant * (now - kept), now)
     return torch.where(now.isfinite(), moved, kept)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def ranks_in_step() -> Ranks:

@@ -1,6 +1,6 @@
 """Where quantisers begin: the statistics behind the papers' formulas, taken over all ranks.
 
-Shape suffixes: C channels (whatever has a scale of its own), N a rank's elements of one, K candidates.
+Shape suffixes: C channels (whatever has a scale of its own), N elements of a channel on this rank, K candidates.
 
 A rank whose x is empty or not finite adds nothing. Where no rank has anything to add, the answer is None; it is on all
 ranks or on none.
@@ -15,8 +15,9 @@ from thinwire.qat.agreement import Agreement, widest
 from thinwire.qat.ops import fake_quantize
 
 _SHARES = [0.9**k for k in range(32)]  # of a range, tried as its new length
-_SAMPLE = 1 << 18  # elements of a rank on which they are tried
-_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # scales with a finite inverse
+_SAMPLE = 1 << 18  # elements per rank on which they are tried
+_LEAST = torch.finfo(torch.float32).tiny  # of scales with a finite inverse
+_MOST = torch.finfo(torch.float32).max
 
 
 def mean_magnitude(x_CN: Tensor, ranks: Agreement) -> tuple[Tensor, bool] | None:
@@ -34,7 +35,8 @@ def three_sigmas(x_CN: Tensor, ranks: Agreement) -> Tensor | None:
     sums = _sums([x_CN, x_CN.square()], ranks)
     if sums is None or not sums[1].any():
         return None
-    mean_C, square_C = sums[0] / sums[2], sums[1] / sums[2]
+    mean_C = sums[0] / sums[2]
+    square_C = sums[1] / sums[2]
     return mean_C.abs() + 3 * (square_C - mean_C.square()).clamp(min=0).sqrt()
 
 
@@ -60,7 +62,7 @@ def living(scale_C: Tensor) -> Tensor:
 
 
 def _sums(terms: list[Tensor], ranks: Agreement) -> list[Tensor] | None:
-    """The sum of each term over a channel and over ranks, and at last the number of elements."""
+    """The sum of each term over a channel and over ranks, and last the number of elements."""
     wide = widest(terms[0])
     rows = [term_CN.sum(1, dtype=wide) for term_CN in terms]
     sums_TC = torch.stack([*rows, torch.full_like(rows[0], terms[0].shape[1])])

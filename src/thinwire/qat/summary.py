@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.qat.agreement import whole, widest
 from thinwire.qat.convert import IntegerLayer, weight_bytes
-from thinwire.qat.layers import FORMS, QuantisedLayer
+from thinwire.qat.layers import FORMS, QuantizedLayer
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import fake_quantize
 
@@ -23,7 +23,7 @@ _NUMBERS = ("weight bits", "act bits", "saturated", "SQNR dB")
 
 @dataclass(frozen=True)
 class Row:
-    """A layer. What it does not have is None."""
+    """One layer of a model. What it does not have is None."""
 
     layer: str
     kind: str
@@ -44,10 +44,10 @@ class Summary:
         self.rows = rows
 
     def __str__(self) -> str:
-        quantised = [row for row in self.rows if row.weight_bits is not None]
-        widths = sorted({row.weight_bits for row in quantised if row.weight_bits is not None})
+        quantized = [row for row in self.rows if row.weight_bits is not None]
+        widths = sorted({row.weight_bits for row in quantized if row.weight_bits is not None})
         bits = " and ".join(map(str, widths)) or "no"
-        return f"{len(quantised)} layers quantised ({bits} bits), {len(self.rows) - len(quantised)} in full precision"
+        return f"{len(quantized)} layers quantised ({bits} bits), {len(self.rows) - len(quantized)} in full precision"
 
     def __rich__(self) -> "Table":
         return self._table(ruled=True)
@@ -63,12 +63,12 @@ class Summary:
 
     def show(self) -> None:
         """Print the table: ruled on a terminal, in plain aligned columns elsewhere."""
-        if not sys.stdout.isatty():
-            print(self.text())
-            return
         from rich.console import Console
 
-        Console(highlight=False, markup=False, emoji=False).print(self)
+        if sys.stdout.isatty():
+            Console(highlight=False, markup=False, emoji=False).print(self)
+        else:
+            print(self.text())
 
     def _table(self, *, ruled: bool) -> "Table":
         from rich import box
@@ -88,7 +88,7 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 
     Sharded weights (FSDP2) are gathered for it: then all ranks must call.
     """
-    prepared = any(isinstance(module, QuantisedLayer | IntegerLayer) for module in model.modules())
+    prepared = any(isinstance(module, QuantizedLayer | IntegerLayer) for module in model.modules())
     found = Summary([row for name, module in model.named_modules() for row in _rows(name, module, prepared)])
     if not quiet:
         found.show()
@@ -98,10 +98,10 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
     if isinstance(module, LSQ):
         return []
-    if isinstance(module, QuantisedLayer):
-        return [_quantised(name, module)]
+    if isinstance(module, QuantizedLayer):
+        return [_trained(_with_act(name, module), module)]
     if isinstance(module, IntegerLayer):
-        return [_converted(name, module)]
+        return [_converted(_with_act(name, module), module)]
     if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
     return []
@@ -117,50 +117,51 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     return f"a subclass of {base}: left as it is" if base else "no quantised form"
 
 
-def _quantised(name: str, layer: QuantisedLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Quantised"), layer.weight_quantiser, layer.act_quantiser
-    act_bits = None if act is None else act.bits
-    notes = [layer.note, *_waiting(weight=weight, activation=act)]
-    row = _with_act(Row(name, kind, weight.bits, act_bits, note="; ".join(filter(None, notes))), act)
-    return row if not weight.initialised or layer.weight.is_meta else _measured(row, layer)
-
-
-def _converted(name: str, layer: IntegerLayer) -> Row:
-    kind, weight, act = type(layer).__name__.removeprefix("Integer"), layer.integer_weight, layer.act_quantiser
-    notes = [layer.note, f"integers, {weight_bytes(layer)} bytes"]
-    row = Row(name, kind, weight.coding.bits, None if act is None else act.bits, note="; ".join(filter(None, notes)))
-    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
-    return _with_act(replace(row, scale=scale), act)
-
-
-def _with_act(row: Row, act: LSQ | None) -> Row:
-    if act is None or not act.initialised:
+def _with_act(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
+    """What is known of a layer without its weight."""
+    row = Row(name, type(layer).__name__.removeprefix("Quantized").removeprefix("Integer"), note=layer.note)
+    act = layer.act_quantizer
+    if act is None:
+        return row
+    row = replace(row, act_bits=act.bits)
+    if not act.initialized:
         return row
     return replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
 
 
-def _waiting(**quantisers: LSQ | None) -> list[str]:
-    return [f"{name}: no batch yet" for name, q in quantisers.items() if q is not None and not q.initialised]
+def _converted(row: Row, layer: IntegerLayer) -> Row:
+    weight = layer.integer_weight
+    scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
+    row = replace(row, weight_bits=weight.coding.bits, scale=scale)
+    return _noted(row, f"integers, {weight_bytes(layer)} bytes")
 
 
-def _measured(row: Row, layer: QuantisedLayer) -> Row:
-    """With the scales of the weight, and what quantisation does to it."""
-    quantiser, floor = layer.weight_quantiser, float(layer.weight_quantiser.scale_floor)
-    scale_C = whole(quantiser.scale).clamp(min=floor)
+def _trained(row: Row, layer: QuantizedLayer) -> Row:
+    """The row with the scales of the weight, and what quantisation does to it."""
+    quantizer = layer.weight_quantizer
+    row = replace(row, weight_bits=quantizer.bits)
+    for name, one in (("weight", quantizer), ("activation", layer.act_quantizer)):
+        if one is not None and not one.initialized:
+            row = _noted(row, f"{name}: no batch yet")
+    if not quantizer.initialized or layer.weight.is_meta:
+        return row
+    floor = float(quantizer.scale_floor)
+    scale_C = whole(quantizer.scale).clamp(min=floor)
     if not scale_C.isfinite().all():
         return _noted(row, "a scale is NaN or Inf")
     if fallen := int((scale_C <= floor).sum()):
         row = _noted(row, f"scales at their floor: {fallen}")
     row = replace(row, scale=(float(scale_C.min()), float(scale_C.max())))
-    return _compared(row, quantiser, quantiser.by_channel(whole(layer.weight_rows())), scale_C)
+    return _compared(row, quantizer, quantizer.by_channel(whole(layer.weight_rows())), scale_C)
 
 
-def _compared(row: Row, quantiser: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
-    low, high = quantiser.quant_min, quantiser.quant_max
-    offset_C = torch.zeros_like(scale_C) if quantiser.offset is None else whole(quantiser.offset)
+def _compared(row: Row, quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
+    low = quantizer.quant_min
+    high = quantizer.quant_max
+    offset_C = torch.zeros_like(scale_C) if quantizer.offset is None else whole(quantizer.offset)
     v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
-    signal, noise = _energy(w_CN), _energy(y_CN - w_CN)
+    signal, noise = (x_CN.square().sum(dtype=widest(w_CN)) for x_CN in (w_CN, y_CN - w_CN))
     return replace(
         row,
         saturation=float(((v_CN <= low) | (v_CN >= high)).double().mean()),
@@ -170,10 +171,6 @@ def _compared(row: Row, quantiser: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
 
 def _noted(row: Row, note: str) -> Row:
     return replace(row, note="; ".join(filter(None, [row.note, note])))
-
-
-def _energy(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=widest(x))
 
 
 def _cells(row: Row) -> list[str]:

@@ -14,7 +14,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 
 from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
-from thinwire.qat.layers import QuantisedLayer
+from thinwire.qat.layers import QuantizedLayer
 from thinwire.qat.lsq import Start
 
 FP32 = "fp32"
@@ -105,16 +105,16 @@ def _leave(model: nn.Module, bits: int) -> None:
     """Nothing is quantised."""
 
 
-def _by_lsq(quantiser: type[LSQ], model: nn.Module, bits: int) -> None:
-    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantiser=quantiser)
+def _by_lsq(quantizer: type[LSQ], model: nn.Module, bits: int) -> None:
+    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantizer=quantizer)
 
 
 def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int) -> None:
     """As torch's module is meant: observers give the first ranges, symmetric for weights, affine for activations."""
     _by_lsq(LSQ, model, bits)
-    for layer in [module for module in model.modules() if isinstance(module, QuantisedLayer)]:
-        layer.register_module("weight_quantiser", Slot(_weights(kind, bits, len(layer.weight))))
-        layer.register_module("act_quantiser", Slot(_activations(kind, bits)))
+    for layer in [module for module in model.modules() if isinstance(module, QuantizedLayer)]:
+        layer.register_module("weight_quantizer", Slot(_weights(kind, bits, len(layer.weight))))
+        layer.register_module("act_quantizer", Slot(_activations(kind, bits)))
 
 
 def _weights(kind: Callable[..., nn.Module], bits: int, channels: int) -> nn.Module:

@@ -24,13 +24,15 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.qat import fake_quantize
+from thinwire.qat.ops import Gradient
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Row
 from thinwire.tools.bench.timing import Call
 
 OPS = ("forward", "backward", "forward_backward")
 GRAINS = ("tensor", "channel")
-GRADIENTS = ("lsq", "torch")  # a scale alone by the paper's rule; scale and zero point by torch's, as torch's op has
+# A scale alone by the paper's rule; scale and zero point by torch's, as torch's op has.
+GRADIENTS: tuple[Gradient, ...] = ("lsq", "torch")
 DTYPES = (torch.float32, torch.bfloat16)
 NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
 QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -61,7 +63,7 @@ class Case:
 
     grain: str
     dtype: torch.dtype
-    gradient: str
+    gradient: Gradient
     numel: int
     threads: int
     device: torch.device
