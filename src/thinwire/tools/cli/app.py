@@ -1,15 +1,24 @@
-"""The root of the command line: every command is entered here, one line each."""
+"""The root of the command line: every command is entered here, one line each, and imported when it is called."""
 
+import importlib
 import io
 import sys
 import warnings
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from thinwire.tools.bench import record
-from thinwire.tools.cli import advise, bench, demo, doctor, report, screen
+from thinwire.tools.cli import screen
 
+_COMMANDS = {  # each a module of this room
+    "demo": "See it work: train a small GPT plainly and compressed.",
+    "bench": "Measure codecs, kernels, collectives and training.",
+    "advise": "Which codec and algorithm, if any, suit your links.",
+    "report": "Show records as tables, plots, an HTML page.",
+    "doctor": "Say what works on this machine, and what to do.",
+}
 _EPILOG = """\b
 Exit status:
   0    done
@@ -26,21 +35,37 @@ Example:
   thinwire report codec.json --html codec.html
   thinwire --install-completion
 """
-app = typer.Typer(
-    name="thinwire",
-    cls=screen.Group,
-    help="Everything a PyTorch training job puts on the wire, in 1 to 8 bits.",
-    epilog=_EPILOG,
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("demo")(demo.command)
-app.add_typer(bench.app, name="bench")
-app.command("advise")(advise.command)
-app.command("report")(report.command)
-app.command("doctor")(doctor.command)
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name. One is imported when it is asked for: most need torch, `thinwire --help` does not."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _COMMANDS:
+            raise KeyError(name)
+        module = importlib.import_module(f"thinwire.tools.cli.{name}")
+        holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
+        if hasattr(module, "app"):
+            holder.add_typer(module.app, name=name)
+        else:
+            holder.command(name)(module.command)
+        return get_command(holder).commands[name]  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _Root(screen.Group):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Commands()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def start() -> None:
@@ -53,17 +78,27 @@ def start() -> None:
     app(prog_name="thinwire")
 
 
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _one_line(message: Warning | str, *where: object) -> str:
     """A warning is for the user of the command: its text, not where the code gave it."""
     return f"Warning: {message}\n"
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"thinwire {record.version()}")
+        typer.echo(f"thinwire {sys.modules['thinwire'].__version__}")
         raise typer.Exit
+
+
+app = typer.Typer(
+    name="thinwire",
+    cls=_Root,
+    help="Everything a PyTorch training job puts on the wire, in 1 to 8 bits.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()

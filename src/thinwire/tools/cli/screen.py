@@ -5,9 +5,8 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +20,9 @@ from rich.progress import (
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Progress
+
+if TYPE_CHECKING:
+    from thinwire.tools.bench.record import Progress  # with torch
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 
@@ -114,7 +115,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> "Iterator[Progress]":
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
     parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -156,8 +157,8 @@ def plain_errors() -> Iterator[None]:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a type for that on a GPU; on the CPU it is known by its text."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or any(text in str(error) for text in _NO_MEMORY)
 
 
