@@ -5,6 +5,7 @@ ThinwireError
 │   └── DisagreementError              the ranks of a group called different things
 ├── CodecError         (ValueError)    a codec string, parameter or input tensor that no codec can serve
 ├── RecordError        (ValueError)    a benchmark record that is not one
+├── AdviceError        (ValueError)    a job, link or machine that cannot be, or a quantity without its unit
 ├── WireError          (ValueError)    a wire of the wrong length, dtype, device, version or codec
 └── BackendError       (RuntimeError)  a kernel backend was asked for by name and cannot serve
 """
@@ -20,6 +21,10 @@ class CodecError(ThinwireError, ValueError):
 
 class RecordError(ThinwireError, ValueError):
     """A file or a set of rows is not a benchmark record of this schema."""
+
+
+class AdviceError(ThinwireError, ValueError):
+    """Advice was asked for on a job, a cluster or a machine that cannot be; the message says what can."""
 
 
 class WireError(ThinwireError, ValueError):

@@ -21,7 +21,8 @@ def omega(codec: Codec) -> float:
     if isinstance(codec, Identity):
         return 0.0
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
-    wire, back = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8), torch.empty(_NUMEL)
+    wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8)
+    back = torch.empty(_NUMEL)
     codec.encode(x, wire)
     codec.decode(wire, back)
     return float((back - x).square().sum() / x.square().sum())
@@ -42,5 +43,6 @@ def of_plain(codec: Codec, cluster: Cluster, *, cast: bool) -> float:
 
     Round a ring all ranks are added one after the other; in a tree those of a node are, and every level adds all.
     """
-    chain, levels = (cluster.per_node, cluster.levels) if cluster.sums_in_tree else (cluster.world, 0)
+    chain = cluster.per_node if cluster.sums_in_tree else cluster.world
+    levels = cluster.levels if cluster.sums_in_tree else 0
     return omega(codec) * ((chain + 1) / 2 - 1 / chain + levels + cast)

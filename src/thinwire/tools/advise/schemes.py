@@ -19,7 +19,7 @@ _SMALL = 8  # ranks; beyond, one_shot sends far too much
 
 
 @dataclass(frozen=True)
-class Scheme:
+class SumScheme:
     """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
 
     algorithm: str  # "ring" is torch's own all_reduce (NCCL's may be a tree), in `codec`, which is "none" or a cast
@@ -33,7 +33,6 @@ class Scheme:
 
     @property
     def narrowest(self) -> Codec:
-        """The codec with the fewest bits."""
         return self.across or self.codec
 
     def feedback(self, family: str) -> str:
@@ -70,26 +69,21 @@ class Scheme:
         return f"{self.codec} (ring)" if self.algorithm == "ring" else f"{self.codec} {self.algorithm}"
 
 
-PLAIN = Scheme("ring", Identity())
+PLAIN = SumScheme("ring", Identity())
 
 
-def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[Scheme]:
+def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[SumScheme]:
     """No compression, torch's bf16, thinwire's codecs: flat, and in a hierarchy where there are levels."""
-    narrow = [Scheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
+    narrow = [SumScheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
     used = [codec for codec in codecs if not isinstance(codec, Identity)]
-    flat = [Scheme(algorithm, codec) for codec in used for algorithm in _algorithms(cluster.world)]
-    if not cluster.has_levels:
-        return [PLAIN, *narrow, *flat]
+    algorithms = [fewest_roundings(cluster.world)]  # what compress_ddp takes by itself
+    if "one_shot" not in algorithms and cluster.world <= _SMALL:
+        algorithms.append("one_shot")
+    flat = [SumScheme(algorithm, codec) for codec in used for algorithm in algorithms]
     levels = [
-        Scheme("hierarchical", inside, across)
+        SumScheme("hierarchical", inside, across)
         for inside in INSIDE
         for across in used
-        if policy.bits_of(across) <= policy.bits_of(inside)
+        if cluster.has_levels and policy.bits_of(across) <= policy.bits_of(inside)
     ]
     return [PLAIN, *narrow, *flat, *levels]
-
-
-def _algorithms(world: int) -> list[str]:
-    """What compress_ddp takes by itself, and for a few ranks one message instead of two."""
-    usual = fewest_roundings(world)
-    return [usual, "one_shot"] if usual != "one_shot" and world <= _SMALL else [usual]

@@ -10,7 +10,7 @@ from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.verdict import duration
 from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.schemes import BF16, NONE
-from thinwire.tools.report.cells import ABSENT, Grid, counted, fixed, number, signed, significant, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, signed, significant, text
 from thinwire.tools.report.charts import Axis, Bars, Chart, Values
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
@@ -18,7 +18,7 @@ CHART = "predicted"  # the name of its file
 TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
 
 
-def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
+def grids(rows: Sequence[Row], machine: Machine) -> list[TextGrid]:
     """What was measured, and what is predicted; nothing for no rows."""
     return [_measured(rows), _predicted(rows, machine)] if rows else []
 
@@ -48,9 +48,9 @@ def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _measured(rows: Sequence[Row]) -> Grid:
+def _measured(rows: Sequence[Row]) -> TextGrid:
     header = ["codec", "feedback", "loss", "log ratio", "bytes a step", "fewer", "step", "×none"]
-    return Grid(_measured_title(rows), header, [_measured_cells(row, rows[0]) for row in rows], labels=2)
+    return TextGrid(_measured_title(rows), header, [_measured_cells(row, rows[0]) for row in rows], labels=2)
 
 
 def _measured_title(rows: Sequence[Row]) -> str:
@@ -124,7 +124,7 @@ def _step_s(row: Row, link: str, machine: Machine) -> float | None:
     return None if found is None else found.step_s
 
 
-def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
+def _predicted(rows: Sequence[Row], machine: Machine) -> TextGrid:
     outlooks = _outlooks(rows, machine)
     cells = [[name, *(cell for outlook in outlooks for cell in _outlook_cells(outlook, name))]
              for name in map(_label, rows)]  # fmt: skip
@@ -133,7 +133,7 @@ def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
         f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}. "
         f"Compressed steps of so small a network are predicted up to {TOO_SHORT:.0%} too short"
     )
-    return Grid(title, ["codec", *(name for outlook in outlooks for name in (outlook.link, "×none"))], cells)
+    return TextGrid(title, ["codec", *(name for outlook in outlooks for name in (outlook.link, "×none"))], cells)
 
 
 def _outlook_cells(outlook: _Outlook, name: str) -> tuple[str, str]:

@@ -113,9 +113,10 @@ def _why_not(records: list[Record]) -> str:
 
 def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> None:
     target = html if html is None or _is_page(html) else html / page.INDEX
-    paths = [] if target is None else [page.write_page(records, target, names=names)]
+    if target is not None:
+        page.save(page.page(records, names=names), target)
     plots = [] if png is None else page.write_pngs(records, png)
-    for path in (*paths, *plots):
+    for path in (*([] if target is None else [target]), *plots):
         typer.echo(f"wrote {path}", err=True)
     if png is not None and not plots:
         typer.echo("no plots: the records hold nothing to draw", err=True)

@@ -1,14 +1,15 @@
 """One self-contained HTML page: tables, and charts as inline SVG. No scripts, no fonts, nothing to fetch."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.tools.bench.record import Record, version
+from thinwire.tools.bench.record import Record, Value, version
 from thinwire.tools.report import charts, compare, tables
-from thinwire.tools.report.cells import ABSENT, Grid, distinct, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, distinct, text
 from thinwire.tools.report.charts import Chart, draw
-from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
+from thinwire.tools.report.charts.look import DARK, LIGHT
 from thinwire.tools.report.markup import Html, element, join, trusted
 
 TITLE = "thinwire report"
@@ -30,10 +31,10 @@ class Section:
     """A heading and what stands under it."""
 
     heading: str
-    paragraphs: list[str] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    grids: list[Grid] = field(default_factory=list)
-    conditions: dict[str, str] = field(default_factory=dict)
+    told: str = ""
+    charts: Sequence[Chart] = ()
+    grids: Sequence[TextGrid] = ()
+    conditions: Mapping[str, Value] = field(default_factory=dict)
 
 
 def write(
@@ -42,7 +43,7 @@ def write(
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
+    grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
 ) -> list[Path]:
     """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
@@ -50,35 +51,25 @@ def write(
     `notes` are paragraphs under the title; `grids` and `drawings` come before the records' own: predictions, say.
     """
     index = Path(directory) / INDEX
-    return [
-        write_page(records, index, title=title, notes=notes, grids=grids, drawings=drawings),
-        *write_pngs(records, directory, drawings),
-    ]
+    save(page(records, title=title, notes=notes, grids=grids, drawings=drawings), index)
+    return [index, *write_pngs(records, directory, drawings)]
 
 
-def write_page(
-    records: Sequence[Record],
-    path: str | Path,
-    *,
-    title: str = TITLE,
-    notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
-    drawings: Sequence[Chart] = (),
-    names: Sequence[str] = (),
-) -> Path:
-    """Write the page alone; `names` of the records, where given, stand in their headings."""
-    text_of_page = page(records, title=title, notes=notes, grids=grids, drawings=drawings, names=names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text_of_page, encoding="utf-8")
-    return Path(path)
+def save(text_of_page: str, path: Path) -> None:
+    """Write a page, in a directory that is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of_page, encoding="utf-8")
 
 
 def write_pngs(records: Sequence[Record], directory: str | Path, drawings: Sequence[Chart] = ()) -> list[Path]:
     """Write loss.png, bytes.png and so on; where several charts have one name, loss-2.png and on."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    found: list[Path] = []
+    seen: Counter[str] = Counter()
+    found = []
     for chart in (*drawings, *(chart for record in records for chart in charts.of(record))):
-        found.append(_unused(Path(directory) / f"{chart.name}.png", found))
+        seen[chart.name] += 1
+        name = chart.name if seen[chart.name] == 1 else f"{chart.name}-{seen[chart.name]}"
+        found.append(Path(directory) / f"{name}.png")
         found[-1].write_bytes(draw.png(chart))
     return found
 
@@ -88,27 +79,24 @@ def page(
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
+    grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> str:
-    """The text of the page."""
-    sections = [Section("Summary", charts=list(drawings), grids=list(grids))] if grids or drawings else []
-    sections += [_comparison(*records)] if compare.comparable(records) else []
-    sections += [_section(record, name) for record, name in zip(records, names or [""] * len(records), strict=True)]
-    body = element("body", _header(title, notes, sections), element("main", map(_drawn, _placed(sections))), _footer())
+    """The text of the page; `names` of the records, where given, stand in their headings."""
+    sections = [Section("Summary", charts=drawings, grids=grids)] if grids or drawings else []
+    if compare.comparable(records):
+        found = compare.compare(*records)
+        sections += [Section(f"Comparison: {compare.summary(found)}", grids=[compare.grid(found)])]
+    for record, name in zip(records, names or [""] * len(records), strict=True):
+        heading = f"{_heading(record)} ({name})" if name else _heading(record)
+        told = tables.conditions(record)
+        sections += [Section(heading, told, charts.of(record), tables.grids(record), record.conditions)]
+    placed = {f"part{number}": section for number, section in enumerate(sections, 1)}
+    footer = element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
+    main = element("main", [_drawn(place, section) for place, section in placed.items()])
+    body = element("body", _header(title, notes, placed), main, footer)
     return f"<!doctype html>\n{element('html', _head(title), body, lang='en')}\n"
-
-
-def _unused(path: Path, taken: Sequence[Path]) -> Path:
-    names = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
-
-
-def _section(record: Record, name: str) -> Section:
-    heading = f"{_heading(record)} ({name})" if name else _heading(record)
-    told = {name: text(value) for name, value in record.conditions.items()}
-    return Section(heading, [tables.conditions(record)], charts.of(record), tables.grids(record), told)
 
 
 def _heading(record: Record) -> str:
@@ -118,16 +106,6 @@ def _heading(record: Record) -> str:
         subjects = [text(record.conditions["cpu" if record.conditions["device"] == "cpu" else "device"])]
     told = ", ".join(subject for subject in subjects if subject != ABSENT)
     return f"{_NOUNS[record.kind]}: {told}" if told else _NOUNS[record.kind]
-
-
-def _comparison(old: Record, new: Record) -> Section:
-    found = compare.compare(old, new)
-    return Section(f"Comparison: {compare.summary(found)}", grids=[compare.grid(found)])
-
-
-def _placed(sections: Sequence[Section]) -> list[tuple[str, Section]]:
-    """Every section with an identifier that no other has."""
-    return [(f"part{number}", section) for number, section in enumerate(sections, 1)]
 
 
 def _head(title: str) -> Html:
@@ -143,35 +121,30 @@ def _head(title: str) -> Html:
     )
 
 
-def _header(title: str, notes: Sequence[str], sections: Sequence[Section]) -> Html:
-    links = [element("li", element("a", section.heading, href=f"#{place}")) for place, section in _placed(sections)]
+def _header(title: str, notes: Sequence[str], placed: Mapping[str, Section]) -> Html:
+    links = [element("li", element("a", section.heading, href=f"#{place}")) for place, section in placed.items()]
     contents = element("nav", element("ul", links), aria_label="Contents") if len(links) > 1 else ""
     return element("header", element("h1", title), [element("p", note) for note in notes], contents)
 
 
-def _footer() -> Html:
-    return element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
-
-
-def _drawn(placed: tuple[str, Section]) -> Html:
-    place, section = placed
-    figures = [_figure(chart, f"{place}c{number}") for number, chart in enumerate(section.charts)]
+def _drawn(place: str, section: Section) -> Html:
+    figures = [
+        element("figure", element("figcaption", chart.title), trusted(draw.svg(chart, f"{place}c{number}")))
+        for number, chart in enumerate(section.charts)
+    ]
+    terms = [join([element("dt", name), element("dd", text(value))]) for name, value in section.conditions.items()]
     return element(
         "section",
         element("h2", section.heading, id=place),
-        [element("p", paragraph, class_="told") for paragraph in section.paragraphs],
+        element("p", section.told, class_="told") if section.told else "",
         element("div", figures, class_="charts") if figures else "",
         [_table(grid, f"{place}t{number}") for number, grid in enumerate(section.grids)],
-        _conditions(section.conditions) if section.conditions else "",
+        element("details", element("summary", "Conditions"), element("dl", terms)) if terms else "",
         aria_labelledby=place,
     )
 
 
-def _figure(chart: Chart, place: str) -> Html:
-    return element("figure", element("figcaption", chart.title), trusted(draw.svg(chart, place)))
-
-
-def _table(grid: Grid, place: str) -> Html:
+def _table(grid: TextGrid, place: str) -> Html:
     """A table in a box of its own, which scrolls where the screen is narrower."""
     if not grid.rows:
         return element("p", grid.title)
@@ -186,28 +159,20 @@ def _table(grid: Grid, place: str) -> Html:
     return element("div", table, class_="scroll", role="region", tabindex="0", aria_labelledby=place)
 
 
-def _row(cells: Sequence[str], grid: Grid, at: int) -> Html:
+def _row(cells: Sequence[str], grid: TextGrid, at: int) -> Html:
     first, *others = cells
     rest = [element("td", cell, class_=_side(column, grid)) for column, cell in enumerate(others, 1)]
     return element("tr", element("th", first, scope="row"), rest, class_=grid.tones[at] or None if grid.tones else None)
 
 
-def _side(column: int, grid: Grid) -> str | None:
+def _side(column: int, grid: TextGrid) -> str | None:
     """Numbers stand on the right."""
     return None if column < grid.labels else "number"
 
 
-def _conditions(told: dict[str, str]) -> Html:
-    pairs = [join([element("dt", name), element("dd", value)]) for name, value in told.items()]
-    return element("details", element("summary", "Conditions"), element("dl", pairs))
-
-
 def _style() -> str:
-    return f":root{{{_colours(LIGHT)}}}@media(prefers-color-scheme:dark){{:root{{{_colours(DARK)}}}}}{_RULES}"
-
-
-def _colours(palette: Palette) -> str:
-    return "".join(f"{name}:{colour};" for name, colour in palette.names().items())
+    light, dark = ("".join(f"{name}:{colour};" for name, colour in look.names().items()) for look in (LIGHT, DARK))
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}{_RULES}"
 
 
 _RULES = """
