@@ -1,9 +1,8 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +30,15 @@ MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency",
 CHECKED = ("check", "kernels", "as_json")  # the flags that go with --check
 LEAST_EFFICIENCY = 0.001
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
+PER_NODE = ("--gpus-per-node", "--ranks-per-node")
+EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP."
+DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
+OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
+CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
+BUDGET = "Largest expected error of what is advised, relative, RMS."
+CHECK = "Compare the model with a record of bench collectives or train --link."
+Whole = int | None
+Number = float | None
 
 
 class Dtype(StrEnum):
@@ -45,10 +53,8 @@ def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
     """A parser whose errors say what is allowed."""
 
     def parsed(text: str) -> T:
-        try:
+        with screen.usage_errors(None, AdviceError):
             return parse(text)
-        except AdviceError as error:
-            raise typer.BadParameter(str(error)) from None
 
     return parsed
 
@@ -60,78 +66,36 @@ def _bucket_size(text: str) -> int:
     return found
 
 
+def _efficiency(text: str) -> float:
+    return units.share(text, LEAST_EFFICIENCY)
+
+
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, parser=_flag(parse), metavar=metavar, help=text)
 
 
 def command(
     context: typer.Context,
-    params: Annotated[int | None, _option(units.count, "N", "Parameters of the model: 7e9, 125M.")] = None,
-    world: Annotated[int | None, _option(units.count, "N", "Ranks in all.")] = None,
-    per_node: Annotated[
-        int | None, _option(units.count, "N", "Ranks of a node; default 1.", "--gpus-per-node", "--ranks-per-node")
-    ] = None,
-    inter: Annotated[
-        float | None,
-        _option(units.rate, "RATE", "The link of a node to the others, one direction: 25gbit, 1gbit, 3GB/s."),
-    ] = None,
-    intra: Annotated[
-        float | None, _option(units.rate, "RATE", "The link of a rank to the others of its node: 400GB/s.")
-    ] = None,
-    step: Annotated[
-        float | None, _option(units.seconds, "TIME", "What a step computes, without communication: 1.2s, 350ms.")
-    ] = None,
-    latency: Annotated[
-        float | None, _option(units.seconds, "TIME", "Of a message between nodes; default 10us, on the CPU 250us.")
-    ] = None,
-    intra_latency: Annotated[
-        float | None, _option(units.seconds, "TIME", "Of a message inside a node; default 3us, on the CPU 250us.")
-    ] = None,
-    efficiency: Annotated[
-        float | None,
-        _option(
-            functools.partial(units.share, least=LEAST_EFFICIENCY),
-            "SHARE",
-            f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP.",
-        ),
-    ] = None,
-    device: Annotated[
-        Device | None, typer.Option(help="cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda.")
-    ] = None,
-    cores: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of a node, with --device cpu; default one per rank.")
-    ] = None,
+    params: Annotated[Whole, _option(units.count, "N", "Parameters of the model: 7e9, 125M.")] = None,
+    world: Annotated[Whole, _option(units.count, "N", "Ranks in all.")] = None,
+    per_node: Annotated[Whole, _option(units.count, "N", "Ranks per node; default 1.", *PER_NODE)] = None,
+    inter: Annotated[Number, _option(units.rate, "RATE", "A node's link to others, one way: 25gbit, 3GB/s.")] = None,
+    intra: Annotated[Number, _option(units.rate, "RATE", "A rank's link to others of its node: 400GB/s.")] = None,
+    step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
+    latency: Annotated[Number, _option(units.seconds, "TIME", "Per message; default 10us, on the CPU 250us.")] = None,
+    intra_latency: Annotated[Number, _option(units.seconds, "TIME", "Inside a node; default 3us, CPU 250us.")] = None,
+    efficiency: Annotated[Number, _option(_efficiency, "SHARE", EFFICIENCY)] = None,
+    device: Annotated[Device | None, typer.Option(help=DEVICE)] = None,
+    cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
     optimizer: Annotated[Optimizer, typer.Option(help="Decides the feedback of 1 to 3 bits.")] = Optimizer.adam,
-    overlap: Annotated[
-        float | None,
-        _option(
-            units.share,
-            "SHARE",
-            "Of --step that communication may hide behind; default 0.5 (1 - 1/buckets), and 0 on a CPU where a rank "
-            "has one core.",
-        ),
-    ] = None,
-    bucket: Annotated[
-        int | None, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb: 25MiB; default the best of 25 to 1600 MiB.")
-    ] = None,
-    codecs: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"Codecs to compare; default {','.join(schemes.CODECS)}.")
-    ] = None,
-    error_budget: Annotated[
-        float, typer.Option(min=0.0, metavar="X", help="Largest expected error of what is advised, relative, RMS.")
-    ] = verdict.ERROR_BUDGET,
-    kernels: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Kernel times from a record of `thinwire bench kernels --json FILE`."),
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Compare the model with a record of bench collectives or train --link."),
-    ] = None,
-    no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Under torchrun too: measure nothing, take the flags as given.")
-    ] = False,
+    overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
+    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "bucket_cap_mb; default the best of 25 to 1600MiB.")] = None,
+    codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
+    error_budget: Annotated[float, typer.Option(min=0.0, metavar="X", help=BUDGET)] = verdict.ERROR_BUDGET,
+    kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
+    check: Annotated[str | None, typer.Option(metavar="FILE", help=CHECK)] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a training step on your links in every codec and algorithm, rank them, and say what to do.
@@ -170,15 +134,19 @@ def command(
     place = None if no_measure else _place()
     chosen = flags.codecs(codecs, schemes.CODECS)
     links = _Links(inter, intra, latency, intra_latency, efficiency)
+    needed: dict[str, object] = {"--params": params, "--step": step}
     if place is None:
-        needed = {"--world": world, **links.needed(world, per_node or 1)}
-        ask = _Ask.where_somebody_listens({"--params": params, "--step": step, **needed})
-        count = ask("--params", params)
-        cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
+        needed |= {"--world": world, **links.needed(world, per_node or 1)}
     else:
         _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
-        ask = _Ask.of_nobody({"--params": params, "--step": step})
-        count = ask("--params", params)
+    ask = _Ask(place is None and _somebody_listens())
+    missing = ", ".join(flag for flag, value in needed.items() if value is None)
+    if missing and not ask.asking:
+        context.fail(f"Missing: {missing}. There is no terminal to ask on; see thinwire advise --help")
+    count = ask("--params", params)
+    if place is None:
+        cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
+    else:
         cluster, own = _measured(place, device, per_node, chosen)
     family = FAMILIES[optimizer]
     job = TrainingJob(count, ask("--step", step), model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
@@ -216,35 +184,16 @@ def _somebody_listens() -> bool:
     return sys.stdin.isatty()
 
 
-class _Missing(typer.BadParameter):
-    """What was not given, rather than what was given wrongly."""
-
-    def format_message(self) -> str:
-        """Without "Invalid value"."""
-        return self.message
-
-
 @dataclass(frozen=True)
 class _Ask:
     """Values that have no default: given, or asked for where somebody can answer."""
 
     asking: bool
 
-    @classmethod
-    def of_nobody(cls, needed: Mapping[str, object]) -> "_Ask":
-        """Where nobody can be asked, all that is missing is said at once."""
-        if missing := ", ".join(flag for flag, value in needed.items() if value is None):
-            raise _Missing(f"Missing: {missing}. There is no terminal to ask on; see thinwire advise --help")
-        return cls(False)
-
-    @classmethod
-    def where_somebody_listens(cls, needed: Mapping[str, object]) -> "_Ask":
-        return cls(True) if _somebody_listens() else cls.of_nobody(needed)
-
     def __call__(self, flag: str, given: T | None, default: str | None = None) -> T:
         if given is not None:
             return given
-        assert self.asking, flag  # else it was said to be missing
+        assert self.asking, flag
         question, parse = _QUESTIONS[flag]
         answer: T = typer.prompt(question, default=default, value_proc=_flag(parse))
         return answer

@@ -133,7 +133,7 @@ def _follow(bar: Bar, cases: Sequence[Any]) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def usage_errors(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
     """An error of these kinds is the user's: its text, the flag it came by, and exit status 2."""
     try:
         yield
