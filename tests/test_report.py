@@ -239,7 +239,7 @@ def test_charts_show_the_numbers_of_the_record() -> None:
     rows = committed("train_mlp_1gbit.json").rows
     bars = {chart.name: chart for chart in charts.of(committed("train_mlp_1gbit.json")) if isinstance(chart, Bars)}
     assert list(bars["step_time"].series[0].values) == [row["step_ms"] for row in rows]
-    assert bars["bytes"].axis.label == "sent by a rank, MB a step"
+    assert bars["bytes"].axis.label == "sent per rank, MB per step"
     sent = [float(str(row["bytes_per_step"])) / 1e6 for row in rows]
     assert list(bars["bytes"].series[0].values) == pytest.approx(sent)
     rate = charts.of(committed("codec_cpu.json"))[0]

@@ -160,7 +160,7 @@ class ChunkedSum:
 
     chunks: tuple[Chunk, ...]
     depth: int = 1  # chunks under way at once
-    in_step: bool = False  # each chunk goes a step behind the one before it, and no other message between them
+    in_step: bool = False  # each chunk is one stage behind the one before it, and no other message between them
     on_stream: bool = False  # see [Note: One stream]
 
     @property

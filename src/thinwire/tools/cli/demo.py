@@ -54,7 +54,7 @@ def command(
     """See it work: a small GPT trained by ranks on this machine, plainly and once per codec.
 
     It learns the text of Python's help pages; nothing is downloaded, no GPU is needed. Every codec trains from the same
-    seeds on the same batches. Printed are: the loss against fp32, bytes and time of a step as measured here, and the
+    seeds on the same batches. Printed are: the loss against fp32, bytes and time per step as measured here, and the
     step predicted for links of 100mbit to 100gbit by the cost model of thinwire advise. One to two minutes on two
     cores.
 

@@ -27,7 +27,7 @@ def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
     """What is predicted; nothing for no rows."""
     outlooks = _outlooks(rows, machine) if rows else []
     series = [Values(name, [number(outlook.steps[name], 1e3) for outlook in outlooks]) for name in map(_label, rows)]
-    title = "PREDICTED, not measured: time of a step by link"
+    title = "PREDICTED, not measured: time per step, by link"
     return [Bars(CHART, title, Axis("time, ms"), [outlook.link for outlook in outlooks], series)] if rows else []
 
 
@@ -51,7 +51,7 @@ def _measured(rows: Sequence[Row]) -> TextGrid:
     ]
     if computed := [text(row["codec"]) for row in rows if row["bytes_from"] == "formula"]:
         parts.append(f"bytes of {_listed(computed)} are computed from the ring formula, not counted")
-    header = ["codec", "feedback", "loss", "log ratio", "bytes a step", "fewer", "step", "×none"]
+    header = ["codec", "feedback", "loss", "log ratio", "bytes per step", "fewer", "step", "×none"]
     return TextGrid(". ".join(parts), header, [_measured_cells(row, first) for row in rows], labels=2)
 
 

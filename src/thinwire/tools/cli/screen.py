@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from thinwire.tools.bench.record import Progress  # with torch
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
-
-
-INTERRUPTED, NO_READER = 130, 141  # exit statuses: what a shell gives for SIGINT and SIGPIPE
+INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
+NO_READER = 141  # and for SIGPIPE
 
 
 class Group(TyperGroup):

@@ -85,7 +85,8 @@ class Mean(Metric):
     more_is_better: bool = False
 
     def range(self, old: Row, new: Row) -> Range | None:
-        before, after = number(old.get(self.column)), number(new.get(self.column))
+        before = number(old.get(self.column))
+        after = number(new.get(self.column))
         if before is None or after is None:
             return None
         errors = [error for row in (old, new) if (error := number(row.get(self.error))) is not None]
@@ -110,7 +111,8 @@ class Computed(Metric):
     absolute: float = 0.0
 
     def range(self, old: Row, new: Row) -> Range | None:
-        before, after = number(old.get(self.column)), number(new.get(self.column))
+        before = number(old.get(self.column))
+        after = number(new.get(self.column))
         if before is None or after is None:
             return None
         slack = self.relative * abs(before) + self.absolute
@@ -124,7 +126,8 @@ class Promise(Metric):
     kept: bool
 
     def range(self, old: Row, new: Row) -> Range | None:
-        before, after = old.get(self.column), new.get(self.column)
+        before = old.get(self.column)
+        after = new.get(self.column)
         if before is None or after is None or before == after:
             return None
         change = 0.0 if after is self.kept else math.inf

@@ -45,7 +45,7 @@ def grids(record: Record) -> list[TextGrid]:
     found = [_grid(told, trained, _LABELS, _TRAINED)] if trained else []
     told = (
         "Forward and backward. ×floor: time over that of reading and writing each tensor once; ×torch: torch's time "
-        "over this one's; bytes: extra at the peak, an element"
+        "over this one's; bytes: extra at the peak, per element"
     )
     return [*found, _grid(told, speed, SPEED_LABELS, _SPEED)] if speed else found
 

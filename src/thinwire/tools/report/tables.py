@@ -89,7 +89,7 @@ def _collectives_grids(record: Record) -> list[TextGrid]:
     threads, cores = listed(record.rows, "threads", "cores")
     title = (
         f"Ranks of {counted(threads, 'thread')} on {counted(cores, 'core')}. ×plain, ×bf16: torch's time over "
-        "thinwire's; bytes: sent by a rank; limit: share of the link's rate; CPU ms: a rank's"
+        "thinwire's; bytes: sent per rank; limit: share of the link's rate; CPU ms: per rank"
     )
     return [cells.grid(title, record.rows, _COLLECTIVES, 5)]
 
@@ -113,7 +113,7 @@ def _train_title(rows: Sequence[Row]) -> str:
     floors += [f"{fixed(rows[0]['val_noise_floor'], 3)} nats"] if rows[0].get("val_noise_floor") is not None else []
     parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
     parts += [f"two fp32 seeds differ by {' and '.join(floors)}"] if floors else []
-    parts += ["×plain, ×bf16, ×PowerSGD: torch's time of a step over this one's"]
+    parts += ["×plain, ×bf16, ×PowerSGD: torch's time per step over this one's"]
     shaped = any(row.get("over_limit") is not None for row in rows)
     parts += ["limit: compute plus bytes over the link's rate"] if shaped else []
     return (

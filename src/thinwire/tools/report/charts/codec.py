@@ -4,7 +4,7 @@ import re
 
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.report.cells import distinct, number, text
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Number, by_label, by_name
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Number, by_label, by_name, named
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
@@ -26,7 +26,7 @@ def _rate(record: Record, distribution: str) -> Lines:
     levels = [(float(bits), lost) for bits, lost in LLOYD_MAX.items()]
     known = {"Lloyd-Max quantiser of a Gaussian": levels, "rate-distortion bound of a Gaussian": bound}
     curves = [*found, *(Curve(name, points, known=True) for name, points in known.items())]
-    across = Axis("bits an element, scales and header included")
+    across = Axis("bits per element, scales and header included")
     return Lines("rate", f"Error against bits on the wire, {distribution} data", across, NMSE, curves)
 
 
@@ -46,6 +46,5 @@ def _family(row: Row) -> str:
 def _by_distribution(record: Record) -> Bars:
     lossy = {text(row["codec"]) for row in record.rows if number(row["nmse"])}
     rows = [row for row in record.rows if text(row["codec"]) in lossy]
-    codec, distribution = (lambda row: text(row["codec"])), (lambda row: text(row["distribution"]))
-    labels, series = by_label(rows, codec, distribution, lambda row: number(row["nmse"]) or None)
-    return Bars("distributions", "Error by distribution", NMSE, labels, series)
+    values = by_label(rows, named("codec"), named("distribution"), lambda row: number(row["nmse"]) or None)
+    return Bars("distributions", "Error by distribution", NMSE, *values)

@@ -32,8 +32,8 @@ def _speedups(rows: list[Row]) -> Bars:
 def _bytes(rows: list[Row]) -> Bars:
     """What was counted, else what the schedule says."""
     counted = [(number(row["bytes_per_rank"]), number(row["bytes_formula"])) for row in rows]
-    axis, sent = in_bytes("sent by a rank, {}", [said if found is None else found for found, said in counted])
-    return Bars("sent", f"Sent by a rank: {_where(rows)}", axis, _labels(rows), [Values("sent", sent)])
+    axis, sent = in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
+    return Bars("sent", f"Sent per rank: {_where(rows)}", axis, _labels(rows), [Values("sent", sent)])
 
 
 def _labels(rows: list[Row]) -> list[str]:

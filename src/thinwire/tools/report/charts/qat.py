@@ -2,7 +2,7 @@
 
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.report.cells import alike, number, text, varying
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Mark, Values, by_label
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Mark, Values, by_label, named
 from thinwire.tools.report.qat import SPEED_LABELS, bits, is_speed
 
 LOSS = Axis("training loss", log=True)
@@ -25,8 +25,8 @@ def charts(record: Record) -> list[Chart]:
 
 
 def _by_bits(name: str, title: str, axis: Axis, rows: list[Row], column: str, unit: float) -> Bars:
-    labels, series = by_label(rows, bits, lambda row: text(row["method"]), lambda row: number(row[column], unit))
-    return Bars(name, title, axis, labels, series, points=True)
+    values = by_label(rows, bits, named("method"), lambda row: number(row[column], unit))
+    return Bars(name, title, axis, *values, points=True)
 
 
 def _speeds(rows: list[Row]) -> list[Chart]:

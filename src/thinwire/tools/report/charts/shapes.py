@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinwire.tools.bench.record import Row
+from thinwire.tools.report.cells import text
 
 Number = float | None
 
@@ -91,6 +92,11 @@ class Lines:
 
 Chart = Bars | Lines
 Name = Callable[[Row], str]
+
+
+def named(column: str) -> Name:
+    """The text of a row in that column."""
+    return lambda row: text(row[column])
 
 
 def by_label(

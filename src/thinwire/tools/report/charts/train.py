@@ -6,7 +6,7 @@ from thinwire.tools.bench.record import CURVE, Record, Row
 from thinwire.tools.report.cells import listed, number, text
 from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Values, in_bytes
 
-SENT = "sent by a rank, {} a step"
+SENT = "sent per rank, {} per step"
 RATIO = Axis("ln(loss / fp32's loss)")
 SPARE = 1.2  # room beyond the largest value
 WIDE = 20.0  # the loss of a run that falls by more is drawn on a logarithmic axis
@@ -90,10 +90,10 @@ def _bytes(rows: list[Row]) -> Bars:
 
 
 def _step_time(rows: list[Row]) -> Bars:
-    series = [Values("a step", [number(row["step_ms"]) for row in rows])]
+    series = [Values("step", [number(row["step_ms"]) for row in rows])]
     limits = [number(row.get("limit_ms")) for row in rows]
     series += [Values("compute + bytes / link rate", limits)] if any(limits) else []
     compute = number(rows[0]["compute_ms"])
     marks = [] if compute is None else [Mark("compute alone", compute)]
-    title = _titled("Time of a step", rows)
+    title = _titled("Time per step", rows)
     return Bars("step_time", title, Axis("time, ms"), list(map(label, rows)), series, marks)
