@@ -21,7 +21,7 @@ from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
 from thinwire.errors import AdviceError, RecordError
-from thinwire.tools.advise import check, loss, machine as machines, measure, model, schemes, units, verdict
+from thinwire.tools.advise import check, machine as machines, measure, model, schemes, units, verdict
 from thinwire.tools.advise.links import LATENCY_S, Cluster, LinkModel
 from thinwire.tools.advise.machine import CodecSpeed, Machine
 from thinwire.tools.advise.model import ChunkedSum, Hop, Stage, TrainingJob
@@ -408,7 +408,7 @@ def test_bytes_are_those_that_were_sent(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
 def test_the_error_of_one_rounding_is_that_of_the_record(name: str) -> None:
     (row,) = (row for row in recorded("codec_cpu").rows if (row["codec"], row["distribution"]) == (name, "gaussian"))
-    assert loss.omega(codec(name)) == pytest.approx(row["nmse"], rel=0.03)
+    assert schemes.omega(codec(name)) == pytest.approx(row["nmse"], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_no_rounding_no_error() -> None:
 def test_a_hierarchy_loses_what_its_parts_lose() -> None:
     cluster = Cluster(64, 8, across=LinkModel(1e9), inside=LinkModel(1e11))
     found = SumScheme("hierarchical", BlockInt(8), Lloyd(4)).error(cluster, torch.float32)
-    assert found == pytest.approx(math.sqrt(2 * loss.omega(BlockInt(8)) + 2 * loss.omega(Lloyd(4))))
+    assert found == pytest.approx(math.sqrt(2 * schemes.omega(BlockInt(8)) + 2 * schemes.omega(Lloyd(4))))
 
 
 def bf16_sum(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -741,7 +741,9 @@ def test_the_advice_flips_once_as_the_link_gets_faster() -> None:
         judged(rate).advised.scheme.narrowest
         for rate in ("1gbit", "25gbit", "100gbit", "400gbit", "1600gbit", "6400gbit")
     ]
-    widths = [32 if isinstance(one, Identity) else loss.omega(one) and -math.log2(loss.omega(one)) for one in bits]
+    widths = [
+        32 if isinstance(one, Identity) else schemes.omega(one) and -math.log2(schemes.omega(one)) for one in bits
+    ]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1] == 32
 
@@ -777,7 +779,7 @@ def test_a_wider_budget_allows_narrower_codecs() -> None:
 
 
 def policy_bits(found: verdict.Verdict) -> float:
-    return -math.log2(loss.omega(found.advised.scheme.narrowest))
+    return -math.log2(schemes.omega(found.advised.scheme.narrowest))
 
 
 def test_buckets_that_are_pinned_stay() -> None:

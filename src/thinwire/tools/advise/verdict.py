@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from thinwire.codecs import Codec, codec
 from thinwire.integrations.auto import GAIN
-from thinwire.tools.advise import loss, model, schemes
+from thinwire.tools.advise import model, schemes
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.model import Prediction, TrainingJob
@@ -63,8 +63,7 @@ def judge(
         told = f"an uncompressed step takes {{}}; with {best.scheme} {{}}".format(*steps)
         reason = f"{told}. Expected error {best.error:.2g}, of {error_budget:g} allowed"
     notes = [
-        *_too_inexact(best, ranked, error_budget),
-        *_bucket_size(plain, best),
+        *_alternatives(best, ranked, error_budget),
         *_launches(job, plain, ranked, cluster, machine, error_budget),
     ]
     return Verdict(ranked, plain, best, reason, tuple(notes))
@@ -123,19 +122,17 @@ def _why_not(
 # --- what else a person should know -----------------------------------------------------------------------------------
 
 
-def _too_inexact(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
+def _alternatives(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
+    """What would be faster and loses too much; which buckets the advice is for."""
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
     if faster:
-        first = min(faster, key=lambda prediction: (loss.omega(prediction.scheme.narrowest), prediction.step_s))
+        first = min(faster, key=lambda prediction: (schemes.omega(prediction.scheme.narrowest), prediction.step_s))
         fed = f" with {first.feedback} feedback" if first.feedback != "none" else ""
         yield (
             f"{first.scheme}{fed} would take {duration(first.step_s)}, but its error of {first.error:.2g} is over the "
             f"budget: watch the training loss if you try it"
         )
-
-
-def _bucket_size(plain: Prediction, best: Prediction) -> Iterator[str]:
-    if best is not plain and best.bucket_bytes != model.BUCKET_BYTES:
+    if best.scheme.compresses and best.bucket_bytes != model.BUCKET_BYTES:
         size = mebibytes(best.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
 

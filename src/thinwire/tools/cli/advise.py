@@ -349,12 +349,7 @@ def _bytes(count: float) -> str:
 
 def _print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
     answer = {
-        "job": {
-            "params": job.params,
-            "step_s": job.step_s,
-            "dtype": _name(job.dtype),
-            "hidden_s": job.hidden_s(own),
-        },
+        "job": {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)},
         "cluster": asdict(cluster),
         "machine": {"device": own.device, "source": own.source, "cores": own.cores},
         "schemes": [_figures(found, prediction) for prediction in found.ranked],

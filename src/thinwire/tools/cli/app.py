@@ -4,7 +4,7 @@ import importlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from typing import Annotated, Any
 
 import typer
@@ -37,11 +37,11 @@ Example:
 """
 
 
-class _Commands(Mapping[str, Any]):
+class _Commands(UserDict[str, Any]):
     """The commands by name. One is imported when it is asked for: most need torch, `thinwire --help` does not."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in _COMMANDS:
+        if name not in self:
             raise KeyError(name)
         module = importlib.import_module(f"thinwire.tools.cli.{name}")
         holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
@@ -51,17 +51,11 @@ class _Commands(Mapping[str, Any]):
             holder.command(name)(module.command)
         return get_command(holder).commands[name]  # type: ignore[attr-defined]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
-
-    def __len__(self) -> int:
-        return len(_COMMANDS)
-
 
 class _Root(screen.Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Commands()
+        self.commands: Any = _Commands(_COMMANDS)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

@@ -93,7 +93,7 @@ def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
 
     def step_s(row: Row, link: str) -> float | None:
         found = check.predicted(row, link, machine)
-        return found and found.step_s
+        return None if found is None else found.step_s
 
     outlooks = []
     for link in LINKS:

@@ -117,18 +117,18 @@ def console(*, stderr: bool = False) -> Console:
 def progress() -> "Iterator[Progress]":
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn())
-    with Bar(*parts, *left, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        yield lambda cases: _follow(bar, cases)
+    told = TextColumn("{task.description}")
+    parts = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Bar(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
+        def follow(cases: Sequence[Any]) -> Iterable[Any]:
+            task = bar.add_task("", total=len(cases))
+            for case in cases:
+                bar.update(task, description=str(case))
+                yield case
+                bar.advance(task)
 
-def _follow(bar: Bar, cases: Sequence[Any]) -> Iterable[Any]:
-    task = bar.add_task("", total=len(cases))
-    for case in cases:
-        bar.update(task, description=str(case))
-        yield case
-        bar.advance(task)
+        yield follow
 
 
 @contextlib.contextmanager

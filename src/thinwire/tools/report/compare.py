@@ -49,9 +49,14 @@ class Metric(ABC):
 
     column: str
 
-    @abstractmethod
     def range(self, old: Row, new: Row) -> Range | None:
-        """What became of it, upwards being worse; None where it is in neither row."""
+        """What became of it, upwards being worse; None where one of the rows has no number."""
+        before = number(old.get(self.column))
+        after = number(new.get(self.column))
+        return None if before is None or after is None else self._range(before, after, old, new)
+
+    @abstractmethod
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range: ...
 
 
 @dataclass(frozen=True)
@@ -62,18 +67,13 @@ class Timed(Metric):
     p80: str
     control: str
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        def over(after: str, before: str) -> float | None:
-            ours, theirs = number(new.get(after)), number(old.get(before))
-            return None if ours is None or theirs is None else _quotient(ours, theirs)
-
-        ratio = over(self.column, self.column)
-        low = over(self.p20, self.p80)
-        high = over(self.p80, self.p20)
-        if ratio is None or low is None or high is None:
-            return None if ratio is None else Range(ratio)
-        drift = over(self.control, self.control) or 1.0
-        return Range(ratio, low / max(1.0, drift), high / min(1.0, drift))
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
+        low = _ratio(new.get(self.p20), old.get(self.p80))
+        high = _ratio(new.get(self.p80), old.get(self.p20))
+        if low is None or high is None:
+            return Range(_quotient(after, before))
+        drift = _ratio(new.get(self.control), old.get(self.control)) or 1.0
+        return Range(_quotient(after, before), low / max(1.0, drift), high / min(1.0, drift))
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,13 @@ class Mean(Metric):
     log: bool = False  # the column is a logarithm already: new over old is the exponential of its change
     more_is_better: bool = False
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        before = number(old.get(self.column))
-        after = number(new.get(self.column))
-        if before is None or after is None:
-            return None
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
         errors = [error for row in (old, new) if (error := number(row.get(self.error))) is not None]
-        ratio = self._over(after, before)
         if len(errors) < 2:
-            return Range(ratio)
+            return Range(self._over(after, before))
         slack = SIGMAS * math.hypot(*errors)
         ends = [after - slack, after + slack] if self.log else _either_way(after, slack)
-        return Range(ratio, *sorted(self._over(end, before) for end in ends))
+        return Range(self._over(after, before), *sorted(self._over(end, before) for end in ends))
 
     def _over(self, after: float, before: float) -> float:
         if self.log:
@@ -110,27 +105,22 @@ class Computed(Metric):
     relative: float = ROUNDING
     absolute: float = 0.0
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        before = number(old.get(self.column))
-        after = number(new.get(self.column))
-        if before is None or after is None:
-            return None
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
         slack = self.relative * abs(before) + self.absolute
         return Range(_quotient(after, before), *(_quotient(end, before) for end in _either_way(after, slack)))
 
 
 @dataclass(frozen=True)
 class Promise(Metric):
-    """Something that has to hold; that it no longer does is always a regression."""
+    """Something that has to hold, true or false; that it no longer does is always a regression."""
 
     kept: bool
 
     def range(self, old: Row, new: Row) -> Range | None:
-        before = old.get(self.column)
-        after = new.get(self.column)
-        if before is None or after is None or before == after:
-            return None
-        change = 0.0 if after is self.kept else math.inf
+        return None if old.get(self.column) == new.get(self.column) else super().range(old, new)
+
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
+        change = 0.0 if after == self.kept else math.inf
         return Range(change, change, change)
 
 
@@ -249,6 +239,12 @@ def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator
 
 def _shown(value: Value) -> str:
     return text(value) if isinstance(value, bool) else significant(value)
+
+
+def _ratio(new: Value, old: Value) -> float | None:
+    ours = number(new)
+    theirs = number(old)
+    return None if ours is None or theirs is None else _quotient(ours, theirs)
 
 
 def _quotient(new: float, old: float) -> float:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 
 from thinwire.tools.bench.record import Record, Value, version
@@ -171,40 +172,6 @@ def _side(column: int, grid: TextGrid) -> str | None:
 
 
 def _style() -> str:
+    rules = resources.files(__package__).joinpath("page.css").read_text()
     light, dark = ("".join(f"{name}:{colour};" for name, colour in look.names().items()) for look in (LIGHT, DARK))
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}{_RULES}"
-
-
-_RULES = """
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:76rem;background:var(--page);color:var(--ink);
-font:1rem/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;line-height:1.2;margin:.5rem 0}
-h2{font-size:1.25rem;line-height:1.3;margin:2.5rem 0 .5rem;padding-top:.75rem;border-top:1px solid var(--grid)}
-a{color:var(--s0)}
-nav ul{padding-left:1.2rem}
-.told,figcaption,footer,caption,dl{font-size:.875rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:1.5rem 2rem;
-align-items:start}
-figure{margin:0;min-width:0;max-width:32rem}
-figure svg{display:block;width:100%;height:auto}
-figure svg *{stroke-linejoin:round;stroke-linecap:butt}
-figure svg text{font-family:inherit!important}
-figcaption{margin-bottom:.25rem;font-weight:600}
-.scroll{overflow-x:auto;margin:1.25rem 0}
-.scroll:focus-visible{outline:2px solid var(--s0);outline-offset:2px}
-table{border-collapse:separate;border-spacing:0;font-size:.875rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
-caption{text-align:left;padding-bottom:.4rem}
-caption b{font-weight:600}
-caption span{display:inline-block;position:sticky;left:0;max-width:min(70rem,calc(100vw - 2rem));overflow-wrap:anywhere}
-th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap}
-th.number,td.number{text-align:right}
-tbody th{font-weight:500}
-tr>:first-child{position:sticky;left:0;background:var(--page)}
-tr.bad>*{color:var(--s1);font-weight:700}
-tr.good>*{color:var(--s2)}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}
-dd{margin:0}
-footer{margin-top:3rem;border-top:1px solid var(--grid)}
-@media print{.scroll{overflow:visible}}
-"""
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"
