@@ -1,11 +1,13 @@
-"""Tables of the README and the docs, printed again from the records they name: a script, and what its test uses.
+"""Figures of the README, the docs and the package, taken again from the records they name: a script, and its test.
 
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, what
-`thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`.
+`thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`; `thinwire advise` ships MACHINES.
 """
 
 import io
+import json
 import re
+from dataclasses import astuple
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
-MACHINE = machines.recorded("cpu", "aarch64")  # on which the demo was recorded
+MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
+RECORDS = {
+    "aarch64": "kernels_cpu_aarch64.json",
+    "x86_64": "kernels_cpu_x86_64.json",
+    "cuda": "kernels_h200_2026-11-15.json",
+}
 COLUMNS = 108  # of the terminal
 
 
@@ -34,6 +41,25 @@ def files(text: str) -> set[str]:
     return {*listed, *(found["file"] for found in DEMO.finditer(text))}
 
 
+def shipped() -> str:
+    """What machines.json holds: the machines of RECORDS, to four digits."""
+    found = {
+        name: machines.from_record(record.read(str(ROOT / "benchmarks" / file)), file) for name, file in RECORDS.items()
+    }
+    text = json.dumps({name: _figures(machine) for name, machine in found.items()}, indent=1)
+    return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
+
+
+def _figures(machine: machines.Machine) -> dict[str, object]:
+    speeds = {codec: list(map(_rounded, astuple(speed))) for codec, speed in machine.codecs.items()}
+    times = {"copy_s": _rounded(machine.copy_s), "call_s": _rounded(machine.call_s)}
+    return {"source": machine.source, **times, "codecs": speeds}
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
 def _table(found: re.Match[str]) -> str:
     files = found["files"].split(", ")
     shown = "\n\n".join(tables.markdown(record.read(str(ROOT / file))) for file in files)
@@ -42,11 +68,13 @@ def _table(found: re.Match[str]) -> str:
 
 def _demo(found: re.Match[str]) -> str:
     terminal = Console(file=io.StringIO(), width=COLUMNS, force_terminal=True, color_system=None, legacy_windows=False)
-    demo.show(record.read(str(ROOT / found["file"])), MACHINE, terminal)
+    own = machines.recorded("cpu", "aarch64")  # on which the demo was recorded
+    demo.show(record.read(str(ROOT / found["file"])), own, terminal)
     lines = [line.rstrip() for line in terminal.file.getvalue().strip().splitlines()]
     return "\n".join([f"<!-- demo: {found['file']} -->", "", "```text", *lines, "```", "", "<!-- end demo -->"])
 
 
 if __name__ == "__main__":
+    MACHINES.write_text(shipped())
     for page in PAGES:
         page.write_text(printed(page.read_text()))

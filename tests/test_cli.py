@@ -56,6 +56,17 @@ def test_version() -> None:
     assert call("--version").output == f"thinwire {thinwire.__version__}\n"
 
 
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_questions_about_the_command_itself_are_answered_without_torch(flag: str) -> None:
+    """It takes seconds to import."""
+    asked = f"import sys; sys.argv = ['thinwire', '{flag}']; import thinwire.__main__ as command; command.main()"
+    watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {asked}"
+    run = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True, timeout=50)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "thinwire" in run.stdout
+    assert run.stdout.splitlines()[-1] == "False"
+
+
 def every_command(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The words of every command and group of commands."""
     yield words

@@ -226,7 +226,7 @@ def test_slices_cover_a_run(steps: int) -> None:
 def test_bytes_of_torch_are_those_the_cost_model_counts(world: int, codec: str) -> None:
     predicted = check.predicted(a_row(codec, world=world), "1gbit", OWN)
     assert predicted is not None
-    assert bench.ring_bytes(schemes.parse(codec), 250_000, world) == pytest.approx(predicted.sent, rel=1e-3)
+    assert bench.ring_bytes(schemes.parse(codec), 250_000, world) == pytest.approx(predicted.bytes, rel=1e-3)
 
 
 def test_bytes_that_nobody_knows() -> None:

@@ -18,6 +18,10 @@ def test_tables_are_printed_from_records(page: Path) -> None:
     assert text.count("<!-- demo:") == len(figures.DEMO.findall(text)), f"a demo of {page.name} has no end"
 
 
+def test_what_is_shipped_is_what_the_records_say() -> None:
+    assert figures.MACHINES.read_text() == figures.shipped(), "run `python tests/figures.py`"
+
+
 def test_every_record_is_shown_somewhere() -> None:
     shown = set().union(*(figures.files(page.read_text()) for page in figures.PAGES))
     assert shown == {f"benchmarks/{path.name}" for path in (figures.ROOT / "benchmarks").glob("*.json")}

@@ -125,6 +125,15 @@ def test_all_is_what_can_be_seen(name: str) -> None:
     assert not unlisted, f"list {unlisted} in {name}.__all__ or give them an underscore"
 
 
+def test_names_are_imported_when_they_are_used() -> None:
+    """So that the command line can answer without torch; and completion in a shell offers the public names alone."""
+    facts = "import sys, thinwire; print('torch' in sys.modules, dir(thinwire) == thinwire.__all__)"
+    run = subprocess.run([sys.executable, "-c", facts], capture_output=True, text=True, timeout=50)
+    assert run.stdout.split() == ["False", "True"], run.stdout + run.stderr
+    with pytest.raises(AttributeError, match="module 'thinwire' has no attribute 'compress'"):
+        _ = importlib.import_module("thinwire").compress
+
+
 def visible_names(module: ModuleType) -> set[str]:
     hidden = (ModuleType, type(__future__.annotations))
     return {name for name, value in vars(module).items() if not (name.startswith("_") or isinstance(value, hidden))}
@@ -187,6 +196,8 @@ PROBE = """if True:
     t1, threads_of_torch, modules_of_torch = time.perf_counter(), threads(), set(sys.modules)
     t2 = time.perf_counter()
     import thinwire
+    for name in thinwire.__all__:
+        name == "qat" or getattr(thinwire, name)  # torch.ao takes its time: only who asks for qat waits for it
     t3 = time.perf_counter()
     json.dump({
         "torch_s": t1 - t0,

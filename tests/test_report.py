@@ -150,7 +150,7 @@ def test_tables_are_never_folded(columns: int, terminal: bool) -> None:
 
 
 def test_pipes_do_not_break_markdown() -> None:
-    grid = cells.Grid("title", ["a|b", "c"], [["x|y", "1"]])
+    grid = cells.TextGrid("title", ["a|b", "c"], [["x|y", "1"]])
     assert "| x\\|y | 1 |" in tables.markdown_grid(grid)
 
 
@@ -186,7 +186,7 @@ def every_kind() -> list[Record]:
 @functools.cache
 def whole_page() -> str:
     """A page of every kind: drawn once for all tests."""
-    return page.page(every_kind(), title="All kinds", notes=["A note."], grids=[cells.Grid("told", ["a"], [["b"]])])
+    return page.page(every_kind(), title="All kinds", notes=["A note."], grids=[cells.TextGrid("told", ["a"], [["b"]])])
 
 
 def drawn() -> list[tuple[charts.Chart, str]]:
@@ -239,7 +239,7 @@ def test_charts_show_the_numbers_of_the_record() -> None:
     rows = committed("train_mlp_1gbit.json").rows
     bars = {chart.name: chart for chart in charts.of(committed("train_mlp_1gbit.json")) if isinstance(chart, Bars)}
     assert list(bars["step_time"].series[0].values) == [row["step_ms"] for row in rows]
-    assert bars["bytes"].axis.label == "sent by a rank, MB a step"
+    assert bars["bytes"].axis.label == "sent per rank, MB per step"
     sent = [float(str(row["bytes_per_step"])) / 1e6 for row in rows]
     assert list(bars["bytes"].series[0].values) == pytest.approx(sent)
     rate = charts.of(committed("codec_cpu.json"))[0]
@@ -442,7 +442,7 @@ def test_every_string_is_escaped() -> None:
     trained = train_row(HOSTILE, task=HOSTILE, step_ms=3.0, curve=[[0, 1.0], [1, 0.5]])
     records = [made(kind, [found], cpu=HOSTILE, device=HOSTILE, commit=HOSTILE)
                for kind, found in (("collectives", row), ("train", trained))]  # fmt: skip
-    grid = cells.Grid(HOSTILE, [HOSTILE], [[HOSTILE]])
+    grid = cells.TextGrid(HOSTILE, [HOSTILE], [[HOSTILE]])
     text = page.page(records, title=HOSTILE, notes=[HOSTILE], grids=[grid])
     text.encode()
     outline = Outline(text)

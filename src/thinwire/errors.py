@@ -9,6 +9,7 @@ ThinwireError
 │   └── QatStateError    (RuntimeError)  something that cannot be done now, or not at all
 ├── OptimizerError       (ValueError)    a setting, parameter or gradient that an optimiser cannot take
 ├── RecordError          (ValueError)    a benchmark record that is not one
+├── AdviceError          (ValueError)    a job, link or machine that cannot be, or a quantity without its unit
 ├── WireError            (ValueError)    a wire of the wrong length, dtype, device, version or codec
 ├── BackendError         (RuntimeError)  a kernel backend was asked for by name and cannot serve
 └── MissingPackageError  (ImportError)   an optional package is not installed
@@ -44,6 +45,10 @@ class OptimizerError(ThinwireError, ValueError):
 
 class RecordError(ThinwireError, ValueError):
     """A file or a set of rows is not a benchmark record of this schema."""
+
+
+class AdviceError(ThinwireError, ValueError):
+    """Advice was asked for on a job, a cluster or a machine that cannot be; the message says what can."""
 
 
 class WireError(ThinwireError, ValueError):

@@ -10,27 +10,26 @@ import torch
 
 from thinwire.codecs import Cast, Codec, codec
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.errors import CodecError, RecordError
-from thinwire.integrations import policy
+from thinwire.errors import AdviceError, CodecError, RecordError
 from thinwire.tools.advise import model, units
-from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, Cluster, Link
-from thinwire.tools.advise.machine import BYTE_S, Machine
-from thinwire.tools.advise.model import Job, Prediction
-from thinwire.tools.advise.schemes import PLAIN, Scheme
+from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel
+from thinwire.tools.advise.machine import BYTE_S, Machine, column
+from thinwire.tools.advise.model import Prediction, TrainingJob
+from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench.record import Record, Row
 
 ALGORITHMS = ("one_shot", "two_phase")
-BF16 = Scheme("ring", Cast("bf16"))
+BF16 = SumScheme("ring", Cast("bf16"))
 # Two tensors hold 99 % of the weights of `bench train --task mlp`, and DDP cuts no tensor.
 BUCKETS = {"mlp": 2}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Checked:
     """One measured time and its prediction."""
 
     what: str
-    scheme: Scheme
+    scheme: SumScheme
     measured_s: float
     predicted_s: float
 
@@ -40,7 +39,7 @@ class Comparison:
         return self.predicted_s / self.measured_s - 1
 
 
-def compare(record: Record, machine: Machine) -> list[Comparison]:
+def compare(record: Record, machine: Machine) -> list[Checked]:
     """All times of a record that the model predicts; `machine` is one rank's alone on that computer."""
     if record.kind not in ("collectives", "train"):
         raise RecordError(f"expected a record of kind collectives or train, got {record.kind!r}")
@@ -60,28 +59,31 @@ def predicted(row: Row, link: str, machine: Machine) -> Prediction | None:
     return model.predict(_job(row), scheme, _cluster({**row, "link": link}), _shared(row, machine))
 
 
-def _collective(row: Row, machine: Machine) -> Iterator[Comparison]:
+def _collective(row: Row, machine: Machine) -> Iterator[Checked]:
     """The row's own time, and torch's in fp32 and bf16 beside it."""
     if row["verb"] != "all_reduce":
         return
-    numel, cluster, own = _count(row, "numel"), _cluster(row), _shared(row, machine)
+    numel = _count(row, "numel")
+    cluster = _cluster(row)
+    own = _shared(row, machine)
     ranks = f"{cluster.world} ranks" if cluster.per_node == 1 else f"{cluster.world} ranks on {cluster.nodes} nodes"
     what = f"all_reduce of {numel} floats, {ranks}, {row['link']}"
-    for scheme, column in ((_scheme(row), "ms_p50"), (PLAIN, "plain_ms"), (BF16, "bf16_ms")):
+    for scheme, name in ((_scheme(row), "ms_p50"), (PLAIN, "plain_ms"), (BF16, "bf16_ms")):
         sent = model.message(numel, scheme, cluster, own, torch.float32, "")
-        yield Comparison(what, scheme, 1e-3 * _positive(row, column), model.alone_s(sent, own))
+        yield Checked(what, scheme, 1e-3 * column(row, name), model.alone_s(sent, own))
 
 
-def _scheme(row: Row) -> Scheme:
-    name, algorithm = str(row["codec"]), str(row["algorithm"])
+def _scheme(row: Row) -> SumScheme:
+    name = str(row["codec"])
+    algorithm = str(row["algorithm"])
     if algorithm == "plain":
         return PLAIN
     if algorithm == "hierarchical" and name.count("/") == 1:
-        inside, across = (_codec(part) for part in name.split("/"))
-        return Scheme(algorithm, inside, across)
+        inside, across = map(_codec, name.split("/"))
+        return SumScheme(algorithm, inside, across)
     if algorithm not in ALGORITHMS:
         raise RecordError(f"algorithm must be one of plain, {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    return Scheme(algorithm, _codec("int8" if name == "auto" else name))  # bench's auto has this codec
+    return SumScheme(algorithm, _codec("int8" if name == "auto" else name))  # bench's auto has this codec
 
 
 def _codec(name: str) -> Codec:
@@ -91,31 +93,35 @@ def _codec(name: str) -> Codec:
         raise RecordError(str(error)) from None
 
 
-def _step(row: Row, machine: Machine) -> Iterator[Comparison]:
+def _step(row: Row, machine: Machine) -> Iterator[Checked]:
     """A step of DDP, and that of torch's bf16 hook beside it; peers of other kinds are not predicted."""
-    scheme, cluster = _step_scheme(row), _cluster(row)
-    measured, job = 1e-3 * _positive(row, "step_ms"), _job(row)
+    measured = 1e-3 * column(row, "step_ms")
+    job = _job(row)
+    cluster = _cluster(row)
     what = f"DDP step of {job.params} parameters, {cluster.world} ranks, {row['link']}"
-    bf16_s = _positive(row, "speedup_bf16") * measured
-    for found, seconds in ((scheme, measured), (BF16, bf16_s)):
-        if found is not None:
-            step = model.predict(job, found, cluster, _shared(row, machine))
-            yield Comparison(what, found, seconds, step.step_s)
+    for scheme, seconds in ((_step_scheme(row), measured), (BF16, column(row, "speedup_bf16") * measured)):
+        if scheme is not None:
+            step = model.predict(job, scheme, cluster, _shared(row, machine))
+            yield Checked(what, scheme, seconds, step.step_s)
 
 
-def _job(row: Row) -> Job:
+def _job(row: Row) -> TrainingJob:
     params = _count(row, "params")
-    return Job(
+    return TrainingJob(
         params,
-        1e-3 * _number(row, "compute_ms", 0.0),
+        1e-3 * column(row, "compute_ms", 0.0),
         bucket_bytes=-(-4 * params // BUCKETS[str(row["task"])]) if row["task"] in BUCKETS else model.BUCKET_BYTES,
-        family="linear" if row["optimizer"] == "sgd" else "adaptive",
+        family=_family(row),
     )
 
 
-def _step_scheme(row: Row) -> Scheme | None:
+def _family(row: Row) -> str:
+    return "linear" if row["optimizer"] == "sgd" else "adaptive"
+
+
+def _step_scheme(row: Row) -> SumScheme | None:
     """The scheme of a row, where the model knows it and the row's feedback is what compress_ddp adds by itself."""
-    name, algorithm = str(row["codec"]).partition("@")[0], fewest_roundings(_count(row, "world"))
+    name = str(row["codec"]).partition("@")[0]
     if name == "none":
         return PLAIN
     if row.get("peer") or row.get("control") or not isinstance(row.get("chosen"), str | None):
@@ -123,24 +129,23 @@ def _step_scheme(row: Row) -> Scheme | None:
     if name == "auto":
         name = str(row.get("chosen") or "").partition(";")[0]
     try:
-        scheme = Scheme(algorithm, codec(name))
-    except ValueError:
+        scheme = SumScheme(fewest_roundings(_count(row, "world")), codec(name))
+    except CodecError:
         return None
-    wanted = policy.feedback_of("auto", scheme.codec, "linear" if row["optimizer"] == "sgd" else "adaptive")
-    return scheme if (wanted or "none") == row["feedback"] else None
+    return scheme if (scheme.feedback(_family(row)) or "none") == row["feedback"] else None
 
 
 def _cluster(row: Row) -> Cluster:
     """Every rank, or every node, behind a link of its own; inside a node the processor is the limit."""
     try:
-        across = Link.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
-    except ValueError as error:
+        across = LinkModel.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
+    except AdviceError as error:
         raise RecordError(f"column 'link': {error}") from None
     world = _count(row, "world")
     nodes = world if row.get("nodes") is None else _count(row, "nodes")
     if world % nodes:
         raise RecordError(f"column 'nodes': {world} ranks do not make {nodes} nodes")
-    inside = Link(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
+    inside = LinkModel(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
     return Cluster(world, world // nodes, across=across, inside=inside, transport="gloo")
 
 
@@ -149,22 +154,11 @@ def _shared(row: Row, machine: Machine) -> Machine:
     return machine.shared(_count(row, "world"), _count(row, "cores"))
 
 
-def _count(row: Row, column: str) -> int:
-    value = _number(row, column, 1)
+def _count(row: Row, name: str) -> int:
+    value = column(row, name, 1)
     if not value.is_integer():
-        raise RecordError(f"expected a whole number in column {column!r}, got {row[column]!r}")
+        raise RecordError(f"expected a whole number in column {name!r}, got {row[name]!r}")
     return int(value)
-
-
-def _positive(row: Row, column: str) -> float:
-    return _number(row, column, 1e-18)
-
-
-def _number(row: Row, column: str, least: float) -> float:
-    value = row.get(column)
-    if not isinstance(value, int | float) or not least <= value <= units.MOST:
-        raise RecordError(f"expected a number from {least:g} to 1e18 in column {column!r}, got {value!r}")
-    return float(value)
 
 
 _KINDS = {"collectives": _collective, "train": _step}

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from thinwire.errors import AdviceError
+
 # Of a full Ethernet frame of 1514 bytes TCP leaves 1448 to the sender, and for every second frame that comes in, an
 # acknowledgement of 66 bytes goes out. Measured: 0.96 at 1 Gbit with two ranks, 0.90 at 100 Mbit with four.
 PAYLOAD = 1448 / (1514 + 66 / 2)
-TRANSPORTS = ("gloo", "nccl")
+TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # by device
 # Of one message, where none is given. gloo's is half of the smallest all_reduce of two ranks in collectives_auto.json,
 # wake-ups included; NCCL's are assumptions: run under torchrun to measure.
 LATENCY_S = {"gloo": 0.25e-3, "nccl": 10e-6}
@@ -14,7 +16,7 @@ INSIDE_LATENCY_S = {"gloo": 0.25e-3, "nccl": 3e-6}
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """What a sender has, while it receives as much."""
 
     bytes_per_s: float  # of payload
@@ -22,18 +24,14 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_s < math.inf:
-            raise ValueError(f"bytes_per_s must be above 0 and finite, got {self.bytes_per_s}")
+            raise AdviceError(f"bytes_per_s must be above 0 and finite, got {self.bytes_per_s}")
         if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s must be 0 or more and finite, got {self.latency_s}")
+            raise AdviceError(f"latency_s must be 0 or more and finite, got {self.latency_s}")
 
     @classmethod
-    def of_rate(cls, bytes_per_s: float, latency_s: float = 0.0, *, payload: float = PAYLOAD) -> "Link":
+    def of_rate(cls, bytes_per_s: float, latency_s: float = 0.0, *, payload: float = PAYLOAD) -> "LinkModel":
         """A link by the rate it is sold by, of which `payload` is left to the sender."""
         return cls(bytes_per_s * payload, latency_s)
-
-    def divided(self, senders: int) -> "Link":
-        """What one of several that send at once has."""
-        return Link(self.bytes_per_s / senders, self.latency_s)
 
 
 @dataclass(frozen=True)
@@ -42,25 +40,24 @@ class Cluster:
 
     world: int
     per_node: int = 1
-    across: Link | None = None  # a node's to all others, shared by its ranks; None: there is one node
-    inside: Link | None = None  # a rank's to the others of its node; None: it is alone there
+    across: LinkModel | None = None  # from a node to all others, shared by its ranks; None: there is one node
+    inside: LinkModel | None = None  # from a rank to the others of its node; None: it is alone there
     transport: str = "nccl"
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.world:
-            raise ValueError(f"per_node must be 1 .. {self.world}, the ranks in all, got {self.per_node}")
+            raise AdviceError(f"per_node must be 1 .. {self.world}, the ranks in all, got {self.per_node}")
         if self.world % self.per_node:
-            raise ValueError(f"nodes are alike: {self.world} ranks do not make nodes of {self.per_node}")
+            raise AdviceError(f"nodes are alike: {self.world} ranks do not make nodes of {self.per_node}")
         if self.nodes > 1 and self.across is None:
-            raise ValueError(f"{self.nodes} nodes need a link across")
+            raise AdviceError(f"{self.nodes} nodes need a link across")
         if self.per_node > 1 and self.inside is None:
-            raise ValueError(f"{self.per_node} ranks a node need a link inside")
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+            raise AdviceError(f"{self.per_node} ranks per node need a link inside")
+        if self.transport not in LATENCY_S:
+            raise AdviceError(f"transport must be one of {', '.join(LATENCY_S)}, got {self.transport!r}")
 
     @property
     def nodes(self) -> int:
-        """How many."""
         return self.world // self.per_node
 
     @property
@@ -76,13 +73,17 @@ class Cluster:
     @property
     def rail(self) -> "Cluster":
         """One rank of every node, while the others of its node send as much over the same link."""
-        across = None if self.across is None else self.across.divided(self.per_node)
+        across = self.across and LinkModel(self.across.bytes_per_s / self.per_node, self.across.latency_s)
         return Cluster(self.nodes, 1, across=across, transport=self.transport)
+
+    @property
+    def links(self) -> list[LinkModel]:
+        return [link for link in (self.across, self.inside) if link is not None]
 
     @property
     def latency_s(self) -> float:
         """Of the slowest link."""
-        return max(link.latency_s for link in (self.across, self.inside, Link(1.0)) if link is not None)
+        return max((link.latency_s for link in self.links), default=0.0)
 
     @property
     def ring_latency_s(self) -> float:
@@ -98,7 +99,7 @@ class Cluster:
 
     @property
     def levels(self) -> int:
-        """Of a binary tree over nodes."""
+        """The height of a binary tree over nodes."""
         return (self.nodes - 1).bit_length()
 
     @property

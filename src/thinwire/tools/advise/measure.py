@@ -19,13 +19,14 @@ from thinwire.collectives import measuring, transport as transports
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.cost import MeasuredLink
 from thinwire.collectives.transport import Group
-from thinwire.errors import ThinwireError
-from thinwire.tools.advise.links import Cluster, Link
+from thinwire.errors import AdviceError, ThinwireError
+from thinwire.tools.advise.links import TRANSPORTS, Cluster, LinkModel
 from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # on a GPU enough that kernels take longer than their launch
 _WIRES = 4
-_ROUNDS, _CALLS = 5, 50
+_ROUNDS = 5
+_CALLS = 50
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """What the environment says, or ValueError."""
+    """What the environment says, or AdviceError."""
     world = _told("WORLD_SIZE", 1)
     rank = _told("RANK", 0, world - 1)
     per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")
@@ -55,7 +56,7 @@ def _told(name: str, least: int, most: float = math.inf, default: str = "") -> i
     text = os.environ.get(name, default)
     if not (text.isdecimal() and least <= int(text) <= most):
         allowed = f"{least} .. {most}" if most < math.inf else f"{least} or more"
-        raise ValueError(f"{name} must be a whole number, {allowed}, got {text!r}")
+        raise AdviceError(f"{name} must be a whole number, {allowed}, got {text!r}")
     return int(text)
 
 
@@ -67,7 +68,7 @@ def job(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group(TRANSPORTS[device.type])
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(f"the ranks did not find each other ({error}); start them all with torchrun") from None
     try:
@@ -82,7 +83,8 @@ def job(device: torch.device) -> Iterator[None]:
 
 def links(device: torch.device, per_node: int) -> Cluster:
     """The cluster of the default group, in nodes of `per_node` ranks."""
-    world, transport = dist.get_world_size(), "nccl" if device.type == "cuda" else "gloo"
+    world = dist.get_world_size()
+    transport = TRANSPORTS[device.type]
     if world == 1:
         return Cluster(1, transport=transport)
     if not 1 < per_node < world:
@@ -91,17 +93,18 @@ def links(device: torch.device, per_node: int) -> Cluster:
     from torch.distributed.device_mesh import init_device_mesh  # slow to import, and only needed here
 
     mesh = init_device_mesh(device.type, (world // per_node, per_node))
-    inside, rail = _link(mesh.get_group(1), device), _link(mesh.get_group(0), device)
+    inside = _link(mesh.get_group(1), device)
+    rail = _link(mesh.get_group(0), device)
     # All ranks of a node were measured at once: each had its share of the node's link.
-    across = Link(per_node * rail.bytes_per_s, rail.latency_s)
+    across = LinkModel(per_node * rail.bytes_per_s, rail.latency_s)
     return Cluster(world, per_node, across, inside, transport)
 
 
-def _link(group: Group, device: torch.device) -> Link:
-    """The slowest rank's, from messages that all ranks of the group send at once."""
+def _link(group: Group, device: torch.device) -> LinkModel:
+    """The link of the slowest rank, from messages that all ranks of the group send at once."""
     found = measuring.link(channel_of(group, device))
     rate, latency = _agreed([-_bytes_per_s(found), found.latency_s], device)
-    return Link(-rate, latency)
+    return LinkModel(-rate, latency)
 
 
 def _bytes_per_s(link: MeasuredLink) -> float:
@@ -115,27 +118,29 @@ def _bytes_per_s(link: MeasuredLink) -> float:
 
 def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:
     """What one rank has, while all run the kernels, so that what they share counts."""
-    numel, kind = _NUMEL[device.type], "gpu" if device.type == "cuda" else "cpu"
+    numel = _NUMEL[device.type]
     x = torch.linspace(-1, 1, numel, device=device)
     speeds = {str(codec): _speed(codec, x) for codec in codecs}
     copy_s = _timed({"copy": lambda: torch.empty_like(x).copy_(x)}, device)["copy"] / numel
     return Machine(
-        kind,
+        device.type,
         f"measured by {dist.get_world_size()} ranks",
         copy_s,
         speeds,
         call_s=_call_s(codecs[0], device),
-        message_s=MESSAGE_S[kind],
+        message_s=MESSAGE_S[device.type],
         byte_s=0.0,  # what bytes cost the processor is in the link's time
         cores=max(1.0, (os.cpu_count() or 1) / per_node),
     )
 
 
 def _speed(codec: Codec, x: torch.Tensor) -> CodecSpeed:
-    numel, device = x.numel(), x.device
-    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+    numel = x.numel()
+    wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device=x.device)
     codec.encode(x, wire)
-    wires_WN, out, again = wire.repeat(_WIRES, 1), torch.empty_like(x), torch.empty_like(wire)
+    wires_WN = wire.repeat(_WIRES, 1)
+    out = torch.empty_like(x)
+    again = torch.empty_like(wire)
     taken = _timed(
         {
             "encode": lambda: codec.encode(x, wire),
@@ -143,23 +148,21 @@ def _speed(codec: Codec, x: torch.Tensor) -> CodecSpeed:
             "decode_sum": lambda: codec.decode_sum(wires_WN, out, step=0),
             "recode": lambda: codec.recode(wires_WN, again, numel, trusted=True),
         },
-        device,
+        x.device,
     )
-    encode, decode, total, recode = (seconds / numel for seconds in taken.values())
-    each = max(0.0, (total - decode) / (_WIRES - 1))
-    return CodecSpeed(encode, decode, each, max(0.0, recode - (_WIRES - 1) * each))
+    return CodecSpeed.of_ops(_WIRES, *(seconds / numel for seconds in taken.values()))
 
 
 def _call_s(codec: Codec, device: torch.device) -> float:
     """Of the host, for one kernel: many on next to nothing."""
     x = torch.zeros(16, device=device)
     wire = torch.empty(codec.wire_bytes(16), dtype=torch.uint8, device=device)
-    return _timed({"calls": lambda: _repeat(codec, x, wire)}, device)["calls"] / _CALLS
 
+    def repeat() -> None:
+        for _ in range(_CALLS):
+            codec.encode(x, wire)
 
-def _repeat(codec: Codec, x: torch.Tensor, wire: torch.Tensor) -> None:
-    for _ in range(_CALLS):
-        codec.encode(x, wire)
+    return _timed({"calls": repeat}, device)["calls"] / _CALLS
 
 
 def _timed(work: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

@@ -1,5 +1,10 @@
-"""What is compared: the ways gradients can travel on a cluster."""
+"""What is compared: the ways gradients can travel on a cluster, and what each loses.
 
+Errors are those of Gaussian numbers, independent on all ranks. Real gradients have longer tails, which rotated codecs
+(lloyd) do not feel and int8 does: docs/codecs.md has both.
+"""
+
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +14,30 @@ import torch
 from thinwire.codecs import BlockInt, Cast, Codec, Identity
 from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.integrations import policy
-from thinwire.tools.advise import loss
 from thinwire.tools.advise.links import Cluster
 
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
 INSIDE: tuple[Codec, ...] = (Cast("bf16"), BlockInt(8))  # of a node, where the link is fast
 NARROW = {torch.bfloat16: Cast("bf16"), torch.float16: Cast("fp16"), torch.float32: Identity()}
 _SMALL = 8  # ranks; beyond, one_shot sends far too much
+_NUMEL = 1 << 16  # of the numbers that are encoded: the error is known to about 1 %
+
+
+@functools.lru_cache(maxsize=256)
+def omega(codec: Codec) -> float:
+    """The share of its squares that one rounding of a Gaussian loses, by the codec itself."""
+    if isinstance(codec, Identity):
+        return 0.0
+    x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
+    wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8)
+    back = torch.empty(_NUMEL)
+    codec.encode(x, wire)
+    codec.decode(wire, back)
+    return float((back - x).square().sum() / x.square().sum())
 
 
 @dataclass(frozen=True)
-class Scheme:
+class SumScheme:
     """A codec and an algorithm; in a hierarchy `codec` serves inside a node, `across` between nodes."""
 
     algorithm: str  # "ring" is torch's own all_reduce (NCCL's may be a tree), in `codec`, which is "none" or a cast
@@ -33,7 +51,6 @@ class Scheme:
 
     @property
     def narrowest(self) -> Codec:
-        """The codec with the fewest bits."""
         return self.across or self.codec
 
     def feedback(self, family: str) -> str:
@@ -43,15 +60,24 @@ class Scheme:
         return policy.feedback_of("auto", self.codec, family) or ""
 
     def error(self, cluster: Cluster, dtype: torch.dtype) -> float:
-        """RMS of what a sum loses over RMS of the sum, for Gaussian gradients."""
+        """RMS of what a sum loses over RMS of the sum: its roundings, each of which loses omega of the squares."""
         if cluster.world == 1:
             return 0.0
         if self.algorithm == "ring":
             kept = self.codec if self.compresses else NARROW[dtype]
-            return math.sqrt(loss.of_plain(kept, cluster, cast=self.compresses))
-        if self.across is not None:
-            return math.sqrt(loss.of_hierarchy(self.codec, self.across, cluster.nodes))
-        return math.sqrt(loss.of_sum(self.codec, self.algorithm))
+            return math.sqrt(omega(kept) * (self._additions(cluster) + self.compresses))
+        if self.across is not None:  # a rounding inside, those of the sum across, and another inside
+            sums = _roundings(fewest_roundings(cluster.nodes)) * omega(self.across)
+            return math.sqrt(2 * omega(self.codec) + sums)
+        return math.sqrt(_roundings(self.algorithm) * omega(self.codec))
+
+    def _additions(self, cluster: Cluster) -> float:
+        """Sums in a narrow dtype are rounded at every addition: that of k ranks holds k/W of the squares.
+
+        Round a ring all ranks are added one after the other; in a tree those of a node are, and every level adds all.
+        """
+        chain = cluster.per_node if cluster.sums_in_tree else cluster.world
+        return (chain + 1) / 2 - 1 / chain + (cluster.levels if cluster.sums_in_tree else 0)
 
     def how(self, cluster: Cluster) -> str:
         """The line of code that does it."""
@@ -70,26 +96,26 @@ class Scheme:
         return f"{self.codec} (ring)" if self.algorithm == "ring" else f"{self.codec} {self.algorithm}"
 
 
-PLAIN = Scheme("ring", Identity())
+def _roundings(algorithm: str) -> int:
+    """Of a sum over ranks: one, or two whatever the world."""
+    return 1 if algorithm == "one_shot" else 2
 
 
-def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[Scheme]:
+PLAIN = SumScheme("ring", Identity())
+
+
+def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) -> list[SumScheme]:
     """No compression, torch's bf16, thinwire's codecs: flat, and in a hierarchy where there are levels."""
-    narrow = [Scheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
+    narrow = [SumScheme("ring", Cast("bf16"))] if dtype == torch.float32 else []
     used = [codec for codec in codecs if not isinstance(codec, Identity)]
-    flat = [Scheme(algorithm, codec) for codec in used for algorithm in _algorithms(cluster.world)]
-    if not cluster.has_levels:
-        return [PLAIN, *narrow, *flat]
+    algorithms = [fewest_roundings(cluster.world)]  # what compress_ddp takes by itself
+    if "one_shot" not in algorithms and cluster.world <= _SMALL:
+        algorithms.append("one_shot")
+    flat = [SumScheme(algorithm, codec) for codec in used for algorithm in algorithms]
     levels = [
-        Scheme("hierarchical", inside, across)
+        SumScheme("hierarchical", inside, across)
         for inside in INSIDE
         for across in used
-        if policy.bits_of(across) <= policy.bits_of(inside)
+        if cluster.has_levels and policy.bits_of(across) <= policy.bits_of(inside)
     ]
     return [PLAIN, *narrow, *flat, *levels]
-
-
-def _algorithms(world: int) -> list[str]:
-    """What compress_ddp takes by itself, and for a few ranks one message instead of two."""
-    usual = fewest_roundings(world)
-    return [usual, "one_shot"] if usual != "one_shot" and world <= _SMALL else [usual]

@@ -4,11 +4,13 @@ import math
 import re
 from fractions import Fraction
 
+from thinwire.errors import AdviceError
+
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_BYTES = {**_POWERS, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40, "i": 1.0}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_COUNTS = {**_POWERS, "b": 1e9}
 
 RATES = "a rate such as 25gbit, 100mbit, 400GB/s or 900MB/s"
 TIMES = "a time such as 1.2s, 350ms or 20us"
@@ -17,24 +19,18 @@ SIZES = "a size such as 25MB or 512MiB"
 SHARES = "a share such as 0.5 or 50%"
 
 # Beyond these nothing is meant, and products of quantities would not be finite.
-LEAST_RATE = 1 / 8  # bytes a second: one bit
+LEAST_RATE = 1 / 8  # bytes per second: one bit
 LONGEST = 1e9  # seconds
 MOST = 10**18  # of a count, and bytes of a size
 
 
 def rate(text: str) -> float:
-    """Bytes a second: bits are written gbit, Gbit/s, Gbps or Gb/s, bytes GB/s or GiB/s."""
-    found = re.fullmatch(rf"{_NUMBER} *([kmgt]?)(?:bit(?:/s)?|bps)", text.strip(), re.IGNORECASE)
-    if found:
-        return _rate(float(found[1]) * _POWERS[found[2].lower()] / 8, text)
-    found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?)(i?)([bB])/s", text.strip())
+    """Bytes per second: bits are written gbit, Gbit/s, Gbps or Gb/s, bytes GB/s or GiB/s."""
+    bits = re.fullmatch(rf"{_NUMBER} *([kmgt]?)(?:bit(?:/s)?|bps)", text.strip(), re.IGNORECASE)
+    found = bits or re.fullmatch(rf"{_NUMBER} *([kKMGT]?i?)([bB])/s", text.strip())
     if found is None:
-        raise ValueError(f"expected {RATES} (a small b is a bit, a capital B a byte), got {text!r}")
-    size = _prefix(found[2], found[3]) / (8 if found[4] == "b" else 1)
-    return _rate(float(found[1]) * size, text)
-
-
-def _rate(value: float, text: str) -> float:
+        raise AdviceError(f"expected {RATES} (a small b is a bit, a capital B a byte), got {text!r}")
+    value = float(found[1]) * _BYTES[found[2].lower()] / (8 if bits or found[3] == "b" else 1)
     return _within(value, LEAST_RATE, 1e18, text, f"{RATES}, at least 1bit/s and at most 1e9GB/s")
 
 
@@ -42,7 +38,7 @@ def seconds(text: str) -> float:
     """Seconds, from 0 to LONGEST."""
     found = re.fullmatch(rf"{_NUMBER} *([a-zµ]+)", text.strip(), re.IGNORECASE)
     if found is None or found[2].lower() not in _SECONDS:
-        raise ValueError(f"expected {TIMES}, got {text!r}")
+        raise AdviceError(f"expected {TIMES}, got {text!r}")
     return _within(float(found[1]) * _SECONDS[found[2].lower()], 0.0, LONGEST, text, f"{TIMES}, at most 1e9s")
 
 
@@ -50,22 +46,21 @@ def count(text: str) -> int:
     """A whole number from 1 on: 64, 7e9, 350M, 7B."""
     found = re.fullmatch(rf"{_NUMBER} *([kmbgt]?)", text.strip().replace("_", ""), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"expected {COUNTS}, got {text!r}")
+        raise AdviceError(f"expected {COUNTS}, got {text!r}")
     times = _COUNTS[found[2].lower()]
     _within(float(found[1]) * times, 1, MOST, text, f"{COUNTS}, from 1 to 1e18")
     value = Fraction(found[1]) * int(times)  # exactly: 1.001k is whole, 1.5 is not
     if value.denominator != 1:
-        raise ValueError(f"expected a whole number, {COUNTS}, got {text!r}")
+        raise AdviceError(f"expected a whole number, {COUNTS}, got {text!r}")
     return int(value)
 
 
 def size(text: str) -> int:
     """Bytes, at least one."""
-    found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?)(i?)B", text.strip())
+    found = re.fullmatch(rf"{_NUMBER} *([kKMGT]?i?)B", text.strip())
     if found is None:
-        raise ValueError(f"expected {SIZES}, got {text!r}")
-    value = float(found[1]) * _prefix(found[2], found[3])
-    return round(_within(value, 1, MOST, text, f"{SIZES}, from 1B to 1e9GB"))
+        raise AdviceError(f"expected {SIZES}, got {text!r}")
+    return round(_within(float(found[1]) * _BYTES[found[2].lower()], 1, MOST, text, f"{SIZES}, from 1B to 1e9GB"))
 
 
 def share(text: str, least: float = 0.0) -> float:
@@ -75,11 +70,7 @@ def share(text: str, least: float = 0.0) -> float:
     return _within(value, least, 1.0, text, f"{SHARES}, at least {least:g}" if least else SHARES)
 
 
-def _prefix(letter: str, binary: str) -> float:
-    return _BINARY[f"{letter.lower()}i"] if binary and letter else _POWERS[letter.lower()]
-
-
 def _within(value: float, least: float, most: float, text: str, what: str) -> float:
     if not least <= value <= most:
-        raise ValueError(f"expected {what}, got {text!r}")
+        raise AdviceError(f"expected {what}, got {text!r}")
     return value

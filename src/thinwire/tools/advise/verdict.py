@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from thinwire.codecs import Codec, codec
 from thinwire.integrations.auto import GAIN
-from thinwire.tools.advise import loss, model, schemes
+from thinwire.tools.advise import model, schemes
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.model import Job, Prediction
+from thinwire.tools.advise.model import Prediction, TrainingJob
 
 ERROR_BUDGET = 0.15  # of the whole sum; compress_ddp's, of the same size, is that of one rounding
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def judge(
-    job: Job,
+    job: TrainingJob,
     cluster: Cluster,
     machine: Machine,
     *,
@@ -59,17 +59,18 @@ def judge(
     if best is plain:
         reason = _why_not(job, plain, ranked, cluster, machine, error_budget)
     else:
-        reason = _why(job, plain, best, machine, error_budget)
+        steps = (_parts(job, prediction, machine) for prediction in (plain, best))
+        told = f"an uncompressed step takes {{}}; with {best.scheme} {{}}".format(*steps)
+        reason = f"{told}. Expected error {best.error:.2g}, of {error_budget:g} allowed"
     notes = [
-        *_too_inexact(best, ranked, error_budget),
-        *_bucket_size(plain, best),
+        *_alternatives(best, ranked, error_budget),
         *_launches(job, plain, ranked, cluster, machine, error_budget),
     ]
     return Verdict(ranked, plain, best, reason, tuple(notes))
 
 
 def _with_best_buckets(
-    job: Job, scheme: schemes.Scheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
+    job: TrainingJob, scheme: schemes.SumScheme, cluster: Cluster, machine: Machine, buckets: Sequence[int]
 ) -> Prediction:
     """The smallest buckets that are not clearly slower than others; of sizes that hold the whole model one is tried."""
     whole = job.params * job.dtype.itemsize
@@ -79,24 +80,15 @@ def _with_best_buckets(
     return next(prediction for prediction in tried if (1 - GAIN) * prediction.step_s <= fastest)
 
 
-def _why(job: Job, plain: Prediction, best: Prediction, machine: Machine, budget: float) -> str:
-    return (
-        f"an uncompressed step takes {_parts(job, plain, machine)}; with {best.scheme} {_parts(job, best, machine)}. "
-        f"Expected error {best.error:.2g}, of {budget:g} allowed"
-    )
-
-
-def _parts(job: Job, prediction: Prediction, machine: Machine) -> str:
+def _parts(job: TrainingJob, prediction: Prediction, machine: Machine) -> str:
     """A step, and what it is the sum of."""
-    handled, step = prediction.handled_s, prediction.step_s
-    waits = max(0.0, step - job.step_s - handled)
+    handled = prediction.handled_s
+    waits = max(0.0, prediction.step_s - job.step_s - handled)
+    what = "copies and kernels" if machine.device == "cuda" else "copies, kernels and messages"
     return (
-        f"{duration(step)}: {duration(job.step_s)} of compute, {duration(handled)} of {_HANDLED[machine.device]}, "
+        f"{duration(prediction.step_s)}: {duration(job.step_s)} of compute, {duration(handled)} of {what}, "
         f"{duration(waits)} of waiting for gradients"
     )
-
-
-_HANDLED = {"cpu": "copies, kernels and messages", "gpu": "copies and kernels"}
 
 
 def _nothing_to_win(plain: Prediction) -> bool:
@@ -104,7 +96,7 @@ def _nothing_to_win(plain: Prediction) -> bool:
 
 
 def _why_not(
-    job: Job, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
+    job: TrainingJob, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
 ) -> str:
     """What stands against compression; `ranked` may be led by schemes that lose too much."""
     others = [prediction for prediction in ranked if prediction is not plain]
@@ -130,33 +122,33 @@ def _why_not(
 # --- what else a person should know -----------------------------------------------------------------------------------
 
 
-def _too_inexact(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
+def _alternatives(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
+    """What would be faster and loses too much; which buckets the advice is for."""
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
     if faster:
-        first = min(faster, key=lambda prediction: (loss.omega(prediction.scheme.narrowest), prediction.step_s))
-        fed = f" with {first.feedback} feedback" if first.feedback else ""
+        first = min(faster, key=lambda prediction: (schemes.omega(prediction.scheme.narrowest), prediction.step_s))
+        fed = f" with {first.feedback} feedback" if first.feedback != "none" else ""
         yield (
             f"{first.scheme}{fed} would take {duration(first.step_s)}, but its error of {first.error:.2g} is over the "
             f"budget: watch the training loss if you try it"
         )
-
-
-def _bucket_size(plain: Prediction, best: Prediction) -> Iterator[str]:
-    if best is not plain and best.bucket_bytes != model.BUCKET_BYTES:
+    if best.scheme.compresses and best.bucket_bytes != model.BUCKET_BYTES:
         size = mebibytes(best.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
 
 
 def _launches(
-    job: Job, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
+    job: TrainingJob, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
 ) -> Iterator[str]:
     """Where one figure of the host decides about compression: most of what the best such scheme adds."""
     exact = [p for p in ranked if p.scheme.algorithm != "ring" and p.error <= budget]
-    if machine.device != "gpu" or not exact or _nothing_to_win(plain):
+    if machine.device != "cuda" or not exact or _nothing_to_win(plain):
         return
-    first, free = exact[0], replace(machine, call_s=0.0)
-    without = model.predict(replace(job, bucket_bytes=first.bucket_bytes), first.scheme, cluster, free)
-    extra, launches = first.step_s - job.step_s, first.step_s - without.step_s
+    first = exact[0]
+    same_buckets = replace(job, bucket_bytes=first.bucket_bytes)
+    without = model.predict(same_buckets, first.scheme, cluster, replace(machine, call_s=0.0))
+    extra = first.step_s - job.step_s
+    launches = first.step_s - without.step_s
     if launches > extra / 2:
         yield (
             f"of the {duration(extra)} that {first.scheme} adds to the compute, {duration(launches)} are launches of "
@@ -175,7 +167,6 @@ def mebibytes(nbytes: int) -> str:
 
 def duration(seconds: float) -> str:
     """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size or (unit == "ms" and seconds >= 1e-4) or seconds == 0:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"

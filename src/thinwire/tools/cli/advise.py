@@ -1,9 +1,8 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,31 +12,33 @@ import torch
 import typer
 
 from thinwire.codecs import Codec
-from thinwire.errors import RecordError
+from thinwire.errors import AdviceError, RecordError
 from thinwire.tools.advise import check as checks, machine as machines, measure, model, schemes, units, verdict
-from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, PAYLOAD, Cluster, Link
+from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, PAYLOAD, TRANSPORTS, Cluster, LinkModel
 from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.model import Job, Prediction
+from thinwire.tools.advise.model import Prediction, TrainingJob
 from thinwire.tools.advise.verdict import Verdict, duration
 from thinwire.tools.bench import record
 from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.flags import Device, Optimizer
 from thinwire.tools.report import tables
-from thinwire.tools.report.cells import Grid, Tone
+from thinwire.tools.report.cells import TextGrid, Tone, counted
 
 T = TypeVar("T")
-FAMILIES = {"adam": "adaptive", "sgd": "linear"}
-TRANSPORTS = {"cpu": "gloo", "gpu": "nccl"}
+FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
 MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
 CHECKED = ("check", "kernels", "as_json")  # the flags that go with --check
 LEAST_EFFICIENCY = 0.001
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
-
-
-class Device(StrEnum):
-    """Where the ranks compute."""
-
-    cpu = "cpu"
-    gpu = "gpu"
+PER_NODE = ("--gpus-per-node", "--ranks-per-node")
+EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP."
+DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
+OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
+CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
+BUDGET = "Largest expected error of what is advised, relative, RMS."
+CHECK = "Compare the model with a record of bench collectives or train --link."
+Whole = int | None
+Number = float | None
 
 
 class Dtype(StrEnum):
@@ -48,21 +49,12 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-class Optimizer(StrEnum):
-    """Which feedback narrow codecs get."""
-
-    adam = "adam"
-    sgd = "sgd"
-
-
 def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
     """A parser whose errors say what is allowed."""
 
     def parsed(text: str) -> T:
-        try:
+        with screen.usage_errors(None, AdviceError):
             return parse(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
 
     return parsed
 
@@ -70,8 +62,12 @@ def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
 def _bucket_size(text: str) -> int:
     found = units.size(text)
     if found < LEAST_BUCKET:
-        raise ValueError(f"expected at least 1MiB, got {text!r}")
+        raise AdviceError(f"expected at least 1MiB, got {text!r}")
     return found
+
+
+def _efficiency(text: str) -> float:
+    return units.share(text, LEAST_EFFICIENCY)
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
@@ -80,72 +76,26 @@ def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -
 
 def command(
     context: typer.Context,
-    params: Annotated[int | None, _option(units.count, "N", "Parameters of the model: 7e9, 125M.")] = None,
-    world: Annotated[int | None, _option(units.count, "N", "Ranks in all.")] = None,
-    per_node: Annotated[
-        int | None, _option(units.count, "N", "Ranks of a node; default 1.", "--gpus-per-node", "--ranks-per-node")
-    ] = None,
-    inter: Annotated[
-        float | None,
-        _option(units.rate, "RATE", "The link of a node to the others, one direction: 25gbit, 1gbit, 3GB/s."),
-    ] = None,
-    intra: Annotated[
-        float | None, _option(units.rate, "RATE", "The link of a rank to the others of its node: 400GB/s.")
-    ] = None,
-    step: Annotated[
-        float | None, _option(units.seconds, "TIME", "What a step computes, without communication: 1.2s, 350ms.")
-    ] = None,
-    latency: Annotated[
-        float | None, _option(units.seconds, "TIME", "Of a message between nodes; default 10us, on the CPU 250us.")
-    ] = None,
-    intra_latency: Annotated[
-        float | None, _option(units.seconds, "TIME", "Of a message inside a node; default 3us, on the CPU 250us.")
-    ] = None,
-    efficiency: Annotated[
-        float | None,
-        _option(
-            functools.partial(units.share, least=LEAST_EFFICIENCY),
-            "SHARE",
-            f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP.",
-        ),
-    ] = None,
-    device: Annotated[
-        Device | None, typer.Option(help="cpu: processes on gloo; gpu: one GPU a rank, on NCCL. Default gpu.")
-    ] = None,
-    cores: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of a node, with --device cpu; default one a rank.")
-    ] = None,
+    params: Annotated[Whole, _option(units.count, "N", "Parameters of the model: 7e9, 125M.")] = None,
+    world: Annotated[Whole, _option(units.count, "N", "Ranks in all.")] = None,
+    per_node: Annotated[Whole, _option(units.count, "N", "Ranks per node; default 1.", *PER_NODE)] = None,
+    inter: Annotated[Number, _option(units.rate, "RATE", "A node's link to others, one way: 25gbit, 3GB/s.")] = None,
+    intra: Annotated[Number, _option(units.rate, "RATE", "A rank's link to others of its node: 400GB/s.")] = None,
+    step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
+    latency: Annotated[Number, _option(units.seconds, "TIME", "Per message; default 10us, on the CPU 250us.")] = None,
+    intra_latency: Annotated[Number, _option(units.seconds, "TIME", "Inside a node; default 3us, CPU 250us.")] = None,
+    efficiency: Annotated[Number, _option(_efficiency, "SHARE", EFFICIENCY)] = None,
+    device: Annotated[Device | None, typer.Option(help=DEVICE)] = None,
+    cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
     optimizer: Annotated[Optimizer, typer.Option(help="Decides the feedback of 1 to 3 bits.")] = Optimizer.adam,
-    overlap: Annotated[
-        float | None,
-        _option(
-            units.share,
-            "SHARE",
-            "Of --step that communication may hide behind; default 0.5 (1 - 1/buckets), and 0 on a CPU where a rank "
-            "has one core.",
-        ),
-    ] = None,
-    bucket: Annotated[
-        int | None, _option(_bucket_size, "SIZE", "DDP's bucket_cap_mb: 25MiB; default the best of 25 to 1600 MiB.")
-    ] = None,
-    codecs: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"Codecs to compare; default {','.join(schemes.CODECS)}.")
-    ] = None,
-    error_budget: Annotated[
-        float, typer.Option(min=0.0, metavar="X", help="Largest expected error of what is advised, relative, RMS.")
-    ] = verdict.ERROR_BUDGET,
-    kernels: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Kernel times from a record of `thinwire bench kernels --json FILE`."),
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Compare the model with a record of bench collectives or train --link."),
-    ] = None,
-    no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Under torchrun too: measure nothing, take the flags as given.")
-    ] = False,
+    overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
+    bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "bucket_cap_mb; default the best of 25 to 1600MiB.")] = None,
+    codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
+    error_budget: Annotated[float, typer.Option(min=0.0, metavar="X", help=BUDGET)] = verdict.ERROR_BUDGET,
+    kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
+    check: Annotated[str | None, typer.Option(metavar="FILE", help=CHECK)] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a training step on your links in every codec and algorithm, rank them, and say what to do.
@@ -158,7 +108,7 @@ def command(
 
     \b
     Columns:
-      bytes     sent by a rank in a step; across: of these, to other nodes
+      bytes     sent per rank and step; across: of these, to other nodes
       step      predicted time, and speed-up against no compression
       error     expected, relative, RMS, of the summed gradients, were they Gaussian
       bucket    DDP's bucket_cap_mb that the prediction is for
@@ -182,28 +132,29 @@ def command(
         _compare(check, kernels, as_json)
         return
     place = None if no_measure else _place()
-    if place is not None:
-        _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
-    chosen, ask = flags.codecs(codecs, schemes.CODECS), _Ask(place is None and _somebody_listens())
+    chosen = flags.codecs(codecs, schemes.CODECS)
     links = _Links(inter, intra, latency, intra_latency, efficiency)
-    if not ask.asking:
-        needed = {} if place is not None else {"--world": world, **links.needed(world, per_node or 1)}
-        _complete({"--params": params, "--step": step, **needed})
+    needed: dict[str, object] = {"--params": params, "--step": step}
+    if place is None:
+        needed |= {"--world": world, **links.needed(world, per_node or 1)}
+    else:
+        _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
+    ask = _Ask(place is None and _somebody_listens())
+    missing = ", ".join(flag for flag, value in needed.items() if value is None)
+    if missing and not ask.asking:
+        context.fail(f"Missing: {missing}. There is no terminal to ask on; see thinwire advise --help")
     count = ask("--params", params)
     if place is None:
         cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
     else:
         cluster, own = _measured(place, device, per_node, chosen)
-    dtypes, family = model.DTYPES[dtype.value], FAMILIES[optimizer.value]
-    job = Job(count, ask("--step", step), dtypes, bucket or model.BUCKET_BYTES, overlap, family)
+    family = FAMILIES[optimizer]
+    job = TrainingJob(count, ask("--step", step), model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
     if place is not None and place.rank:
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     found = verdict.judge(job, cluster, own, codecs=chosen, error_budget=error_budget, buckets=buckets)
-    if as_json:
-        typer.echo(json.dumps(_answer(job, cluster, own, found), indent=1, allow_nan=False))
-    else:
-        _print(job, cluster, own, found)
+    (_print_json if as_json else _print)(job, cluster, own, found)
 
 
 # --- what was given ---------------------------------------------------------------------------------------------------
@@ -224,30 +175,13 @@ def _place() -> measure.Place | None:
         return None
     try:
         return measure.place()
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"{error}; add --no-measure if it is not torchrun's", param_hint="environment"
-        ) from None
+    except AdviceError as error:
+        hint = f"{error}; add --no-measure if it is not torchrun's"
+        raise typer.BadParameter(hint, param_hint="environment") from None
 
 
 def _somebody_listens() -> bool:
     return sys.stdin.isatty()
-
-
-class _Missing(typer.BadParameter):
-    """What was not given, rather than what was given wrongly."""
-
-    def format_message(self) -> str:
-        """Without "Invalid value"."""
-        return self.message
-
-
-def _complete(values: Mapping[str, object]) -> None:
-    """Where nobody can be asked, all that is missing is said at once."""
-    missing = [flag for flag, value in values.items() if value is None]
-    if missing:
-        told = ", ".join(missing)
-        raise _Missing(f"Missing: {told}. There is no terminal to ask on; see thinwire advise --help")
 
 
 @dataclass(frozen=True)
@@ -259,8 +193,8 @@ class _Ask:
     def __call__(self, flag: str, given: T | None, default: str | None = None) -> T:
         if given is not None:
             return given
+        assert self.asking, flag
         question, parse = _QUESTIONS[flag]
-        assert self.asking, flag  # else _complete has found it
         answer: T = typer.prompt(question, default=default, value_proc=_flag(parse))
         return answer
 
@@ -289,23 +223,18 @@ class _Links(NamedTuple):
         across = {"--inter": self.inter} if ranks is None or ranks > node else {}
         return {**across, "--intra": self.intra} if node > 1 else across
 
-    def across(self, ask: _Ask, transport: str, needed: bool) -> Link | None:
-        """Between nodes."""
-        latency = LATENCY_S[transport] if self.latency is None else self.latency
-        return self._link(ask, "--inter", self.inter, latency, needed)
-
-    def inside(self, ask: _Ask, transport: str, needed: bool) -> Link | None:
-        """Inside a node."""
-        latency = INSIDE_LATENCY_S[transport] if self.intra_latency is None else self.intra_latency
-        return self._link(ask, "--intra", self.intra, latency, needed)
-
-    def _link(self, ask: _Ask, flag: str, rate: float | None, latency: float, needed: bool) -> Link | None:
-        if needed:
-            payload = PAYLOAD if self.efficiency is None else self.efficiency
-            return Link.of_rate(ask(flag, rate), latency, payload=payload)
-        if rate is not None:
+    def link(self, ask: _Ask, flag: str, transport: str, needed: bool) -> LinkModel | None:
+        """Between nodes (--inter) or inside a node (--intra), where there is somebody to send to."""
+        inter = flag == "--inter"
+        rate = self.inter if inter else self.intra
+        if not needed and rate is not None:
             raise typer.BadParameter("there is nobody at the end of that link: leave it out", param_hint=flag)
-        return None
+        if not needed:
+            return None
+        latency = self.latency if inter else self.intra_latency
+        usual = LATENCY_S[transport] if inter else INSIDE_LATENCY_S[transport]
+        payload = PAYLOAD if self.efficiency is None else self.efficiency
+        return LinkModel.of_rate(ask(flag, rate), usual if latency is None else latency, payload=payload)
 
 
 def _described(
@@ -315,9 +244,11 @@ def _described(
     ranks: int = ask("--world", world)
     if per_node is None and ask.asking and ranks > 1:
         per_node = ask("--gpus-per-node", per_node, default="1")
-    node, transport = _node(ranks, per_node or 1), TRANSPORTS[own.device]
-    across, inside = links.across(ask, transport, ranks > node), links.inside(ask, transport, node > 1)
-    if cores is not None and own.device == "gpu":
+    node = _node(ranks, per_node or 1)
+    transport = TRANSPORTS[own.device]
+    across = links.link(ask, "--inter", transport, ranks > node)
+    inside = links.link(ask, "--intra", transport, node > 1)
+    if cores is not None and own.device == Device.cuda:
         raise typer.BadParameter("goes with --device cpu", param_hint="--cores")
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
 
@@ -330,11 +261,11 @@ def _node(ranks: int, per_node: int) -> int:
 
 def _machine(device: Device | None, kernels: str | None) -> Machine:
     if kernels is None:
-        return machines.recorded((device or Device.gpu).value)
+        return machines.recorded(device or Device.cuda)
     with screen.usage_errors("--kernels", RecordError):
         found = machines.from_record(record.read(kernels), Path(kernels).name)
-    if device is not None and found.device != device.value:
-        raise typer.BadParameter(f"it was measured on a {found.device}, not a {device.value}", param_hint="--kernels")
+    if device is not None and found.device != device:
+        raise typer.BadParameter(f"it was measured on {found.device}, not on {device}", param_hint="--kernels")
     return found
 
 
@@ -342,10 +273,9 @@ def _measured(
     place: measure.Place, device: Device | None, per_node: int | None, codecs: Sequence[Codec]
 ) -> tuple[Cluster, Machine]:
     """What the ranks that torchrun started find."""
-    cuda = torch.cuda.is_available()
-    if device is Device.gpu and not cuda:
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-    where = torch.device("cuda", place.local_rank) if cuda and device is not Device.cpu else torch.device("cpu")
+    flags.check_device(device)
+    on_cpu = device is Device.cpu or not torch.cuda.is_available()
+    where = torch.device("cpu") if on_cpu else torch.device("cuda", place.local_rank)
     node = _node(place.world, per_node or place.per_node)
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
@@ -355,15 +285,15 @@ def _measured(
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def _print(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> None:
+def _print(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
     console = screen.console()
+    best = found.advised
+    advice = "do not compress"
+    if found.compress:
+        advice = f"{best.scheme}, predicted {found.speedup(best):.3g} times as fast"
     for line in _conditions(job, cluster, own):
         console.print(line, soft_wrap=True)
     tables.show_grid(_grid(cluster, found), console)
-    best = found.advised
-    advice = (
-        f"{best.scheme}, predicted {found.speedup(best):.3g} times as fast" if found.compress else "do not compress"
-    )
     console.print(f"Advice: {advice}.", style="bold", soft_wrap=True)
     console.print(f"Why: {found.reason}.", soft_wrap=True)
     console.print(f"How: {best.scheme.how(cluster)}", soft_wrap=True)
@@ -371,50 +301,43 @@ def _print(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> None:
         console.print(f"Note: {note}.", soft_wrap=True)
 
 
-def _conditions(job: Job, cluster: Cluster, own: Machine) -> list[str]:
-    dtype = str(job.dtype).removeprefix("torch.")
-    hidden = job.hidden_s(own)
+def _conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> list[str]:
     links = [
-        f"{name} {_bytes(link.bytes_per_s)}/s, {duration(link.latency_s)} a message"
+        f"{name} {_bytes(link.bytes_per_s)}/s, {duration(link.latency_s)} per message"
         for name, link in (("across nodes", cluster.across), ("inside a node", cluster.inside))
         if link is not None
     ]
     ranks = f"{cluster.world} ranks in nodes of {cluster.per_node}" if cluster.world > 1 else "1 rank"
     return [
-        f"{job.params} parameter{'s' if job.params > 1 else ''}, {dtype} gradients, {ranks}; a step computes "
-        f"{duration(job.step_s)}, {duration(hidden)} of it may hide messages",
+        f"{counted(job.params, 'parameter')}, {_name(job.dtype)} gradients, {ranks}; a step computes "
+        f"{duration(job.step_s)}, {duration(job.hidden_s(own))} of it may hide messages",
         f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}",
     ]
 
 
-def _grid(cluster: Cluster, found: Verdict) -> Grid:
-    header = [
-        "",
-        "scheme",
-        "bytes",
-        *(["across"] if cluster.has_levels else []),
-        "step",
-        "speed-up",
-        "error",
-        "feedback",
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
+    across = ["across"] if cluster.has_levels else []
+    header = ["", "scheme", "bytes", *across, "step", "speed-up", "error", "feedback", "bucket"]
+    rows = [
+        [
+            "*" if prediction is found.advised else "",
+            str(prediction.scheme),
+            _bytes(prediction.bytes),
+            *(_bytes(prediction.bytes_across) for _ in across),
+            duration(prediction.step_s),
+            f"{found.speedup(prediction):.2f}",
+            f"{prediction.error:.2g}",
+            prediction.feedback,
+            f"{verdict.mebibytes(prediction.bucket_bytes)} MiB",
+        ]
+        for prediction in found.ranked
     ]
-    rows = [_cells(cluster, found, prediction) for prediction in found.ranked]
     tones: list[Tone] = ["good" if prediction is found.advised else "" for prediction in found.ranked]
-    return Grid("Predicted, the fastest first; * is advised", [*header, "bucket"], rows, labels=2, tones=tones)
-
-
-def _cells(cluster: Cluster, found: Verdict, prediction: Prediction) -> list[str]:
-    return [
-        "*" if prediction is found.advised else "",
-        str(prediction.scheme),
-        _bytes(prediction.sent),
-        *([_bytes(prediction.crossed)] if cluster.has_levels else []),
-        duration(prediction.step_s),
-        f"{found.speedup(prediction):.2f}",
-        f"{prediction.error:.2g}",
-        prediction.feedback or "none",
-        f"{verdict.mebibytes(prediction.bucket_bytes)} MiB",
-    ]
+    return TextGrid("Predicted, the fastest first; * is advised", header, rows, labels=2, tones=tones)
 
 
 def _bytes(count: float) -> str:
@@ -424,22 +347,10 @@ def _bytes(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def _answer(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> dict[str, Any]:
-    """What --json prints."""
-    links = {"across": cluster.across, "inside": cluster.inside}
-    return {
-        "job": {
-            "params": job.params,
-            "step_s": job.step_s,
-            "dtype": str(job.dtype).removeprefix("torch."),
-            "hidden_s": job.hidden_s(own),
-        },
-        "cluster": {
-            "world": cluster.world,
-            "per_node": cluster.per_node,
-            "transport": cluster.transport,
-            **{name: None if link is None else asdict(link) for name, link in links.items()},
-        },
+def _print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
+    answer = {
+        "job": {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)},
+        "cluster": asdict(cluster),
         "machine": {"device": own.device, "source": own.source, "cores": own.cores},
         "schemes": [_figures(found, prediction) for prediction in found.ranked],
         "advice": {
@@ -450,26 +361,18 @@ def _answer(job: Job, cluster: Cluster, own: Machine, found: Verdict) -> dict[st
             "notes": list(found.notes),
         },
     }
+    typer.echo(json.dumps(answer, indent=1, allow_nan=False))
 
 
 def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
     scheme = prediction.scheme
+    parts = {"codec": str(scheme.codec), "across_codec": scheme.across and str(scheme.across)}
     return {
         "scheme": str(scheme),
-        "codec": str(scheme.codec),
-        "across_codec": str(scheme.across) if scheme.across else None,
+        **parts,
         "algorithm": scheme.algorithm,
-        "bytes": prediction.sent,
-        "bytes_across": prediction.crossed,
-        "step_s": prediction.step_s,
         "speedup": found.speedup(prediction),
-        "exposed_s": prediction.exposed_s,
-        "wire_s": prediction.wire_s,
-        "work_s": prediction.work_s,
-        "handled_s": prediction.handled_s,
-        "error": prediction.error,
-        "feedback": prediction.feedback or "none",
-        "bucket_bytes": prediction.bucket_bytes,
+        **{name: value for name, value in vars(prediction).items() if name != "scheme"},
     }
 
 
@@ -486,5 +389,5 @@ def _compare(path: str, kernels: str | None, as_json: bool) -> None:
         [item.what, str(item.scheme), duration(item.measured_s), duration(item.predicted_s), f"{item.off:+.1%}"]
         for item in found
     ]
-    grid = Grid(f"Kernels: {own.source}", ["what", "scheme", "measured", "predicted", "off"], cells, labels=2)
+    grid = TextGrid(f"Kernels: {own.source}", ["what", "scheme", "measured", "predicted", "off"], cells, labels=2)
     tables.show_grid(grid, screen.console())

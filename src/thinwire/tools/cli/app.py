@@ -1,15 +1,24 @@
-"""The root of the command line: every command is entered here, one line each."""
+"""The root of the command line: every command is entered here, one line each, and imported when it is called."""
 
+import importlib
 import io
 import sys
 import warnings
-from typing import Annotated
+from collections import UserDict
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
-from thinwire.tools.bench import record
-from thinwire.tools.cli import advise, bench, demo, doctor, report, screen
+from thinwire.tools.cli import screen
 
+_COMMANDS = {  # each a module of this room
+    "demo": "See it work: train a small GPT plainly and compressed.",
+    "bench": "Measure codecs, kernels, collectives and training.",
+    "advise": "Which codec and algorithm, if any, suit your links.",
+    "report": "Show records as tables, plots, an HTML page.",
+    "doctor": "Say what works on this machine, and what to do.",
+}
 _EPILOG = """\b
 Exit status:
   0    done
@@ -26,21 +35,31 @@ Example:
   thinwire report codec.json --html codec.html
   thinwire --install-completion
 """
-app = typer.Typer(
-    name="thinwire",
-    cls=screen.Group,
-    help="Everything a PyTorch training job puts on the wire, in 1 to 8 bits.",
-    epilog=_EPILOG,
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("demo")(demo.command)
-app.add_typer(bench.app, name="bench")
-app.command("advise")(advise.command)
-app.command("report")(report.command)
-app.command("doctor")(doctor.command)
+
+
+class _Commands(UserDict[str, Any]):
+    """The commands by name. One is imported when it is asked for: most need torch, `thinwire --help` does not."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        module = importlib.import_module(f"thinwire.tools.cli.{name}")
+        holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
+        if hasattr(module, "app"):
+            holder.add_typer(module.app, name=name)
+        else:
+            holder.command(name)(module.command)
+        return get_command(holder).commands[name]  # type: ignore[attr-defined]
+
+
+class _Root(screen.Group):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Commands(_COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def start() -> None:
@@ -62,8 +81,20 @@ def _one_line(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"thinwire {record.version()}")
+        typer.echo(f"thinwire {sys.modules['thinwire'].__version__}")
         raise typer.Exit
+
+
+app = typer.Typer(
+    name="thinwire",
+    cls=_Root,
+    help="Everything a PyTorch training job puts on the wire, in 1 to 8 bits.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and a log
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()

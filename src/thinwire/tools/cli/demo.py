@@ -18,7 +18,6 @@ from thinwire.tools.advise import machine as machines
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
 from thinwire.tools.bench.demo import Tick, Watch
-from thinwire.tools.bench.link import Link
 from thinwire.tools.bench.record import Interrupted, Record, read, write
 from thinwire.tools.bench.schemes import Scheme
 from thinwire.tools.cli import findings, flags, screen
@@ -30,46 +29,32 @@ RECORD = "demo.json"
 TITLE = "thinwire demo: a small GPT, its gradients compressed"
 
 
+CODECS = (
+    f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: auto, lloyd2@none. "
+    "bf16 is torch's own hook."
+)
+STEPS = f"Per run; default {tasks.DEMO.steps}, quick {tasks.QUICK_DEMO.steps}."
+LINK = (
+    "Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root, or a system that "
+    "lets users make network namespaces."
+)
+OUT = f"Directory of the report; default {FOLDER}. New, empty, or that of an earlier demo."
+JSON = 'Write the record there too; "-" is standard output, with no table.'
+
+
 def command(
     world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = demo.WORLD,
-    codecs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help=f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: "
-            "auto, lloyd2@none. bf16 is torch's own hook.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help=f"Of a run; default {tasks.DEMO.steps}, quick {tasks.QUICK_DEMO.steps}."),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Such as 100mbit or 1gbit: a shaped link for every rank, step times measured on it. Needs root, or a "
-            "system that lets users make network namespaces.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help=f"Directory of the report; default {FOLDER}. New, empty, or that of an earlier demo."
-        ),
-    ] = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            "--json", metavar="FILE", help='Write the record there too; "-" is standard output, with no table.'
-        ),
-    ] = None,
+    codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help=STEPS)] = None,
+    link: Annotated[str | None, typer.Option(metavar="RATE", help=LINK)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help=OUT)] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help=JSON)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
 ) -> None:
     """See it work: a small GPT trained by ranks on this machine, plainly and once per codec.
 
     It learns the text of Python's help pages; nothing is downloaded, no GPU is needed. Every codec trains from the same
-    seeds on the same batches. Printed are: the loss against fp32, bytes and time of a step as measured here, and the
+    seeds on the same batches. Printed are: the loss against fp32, bytes and time per step as measured here, and the
     step predicted for links of 100mbit to 100gbit by the cost model of thinwire advise. One to two minutes on two
     cores.
 
@@ -91,28 +76,24 @@ def command(
       sudo thinwire demo --link 100mbit
       thinwire demo --quick --json - > demo.json
     """
-    schemes, named = _schemes(codecs)
+    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    with screen.usage_errors("--codecs", CodecError):
+        schemes = demo.lineup(named)
     with screen.usage_errors("--link", ValueError):
         shaped = links.parse(link) if link else None
     flags.writable(json, "--json")
     folder = out or FOLDER
-    _refuse_the_folder_of_somebody_else(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
+        _refuse(f"{folder} holds files and no earlier demo ({RECORD}): name a new or an empty directory")
     with screen.plain_errors():
         if out is not None:
             draw.check()
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
         with _made(folder):
-            record, status = _measure(schemes, world, named, steps, shaped, quick)
+            record, status = _measure(schemes, lambda watch: demo.run(watch, world, named, steps, shaped, quick))
             written = _deliver(record, folder, json)
     raise typer.Exit(status if written else 1)
-
-
-def _schemes(codecs: list[str] | None) -> tuple[tuple[Scheme, ...], list[str] | None]:
-    """What will be trained, and the names it was asked for by."""
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
-    with screen.usage_errors("--codecs", CodecError):
-        return demo.lineup(named), named
 
 
 def _start_again_as_own_root() -> NoReturn:
@@ -122,22 +103,15 @@ def _start_again_as_own_root() -> NoReturn:
     os.execvp(again[0], again)
 
 
-def _measure(
-    schemes: Sequence[Scheme],
-    world: int,
-    named: list[str] | None,
-    steps: int | None,
-    shaped: Link | None,
-    quick: bool,
-) -> tuple[Record, int]:
+def _measure(schemes: Sequence[Scheme], run: Callable[[Watch], Record]) -> tuple[Record, int]:
     """The record, and the exit status so far."""
     try:
         with _watch(schemes) as watch:
-            return demo.run(watch, world, named, steps, shaped, quick), 0
+            return run(watch), 0
     except Interrupted as stop:
         kept = ", ".join(str(row["codec"]) for row in stop.record.rows)
         typer.echo(f"interrupted; {f'kept: {kept}' if kept else 'no codec was finished, nothing is kept'}", err=True)
-        return stop.record, 130
+        return stop.record, screen.INTERRUPTED
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -145,7 +119,7 @@ def _measure(
 
 @contextlib.contextmanager
 def _watch(schemes: Sequence[Scheme]) -> Iterator[Watch]:
-    """Bars on standard error; one line a run where that is no terminal."""
+    """Bars on standard error; one line per run where that is no terminal."""
     console = screen.console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
@@ -206,27 +180,23 @@ def _shown(tick: Tick) -> dict[str, Any]:
 def _deliver(record: Record, folder: Path, json: str | None) -> bool:
     """Print the tables and what they mean, write the record and the report; whether all could be written."""
     own = machines.recorded("cpu")
+    writes: dict[str, Callable[[], None]] = {} if json is None else {json: lambda: write(record, json)}
+    if record.rows:
+        writes[str(folder)] = lambda: _write(record, own, folder)
     written = []
     try:
         if record.rows and json != "-":
             show(record, own, screen.console())
     finally:  # the reader of the tables may go away; what was measured is kept
-        if json is not None:
-            written.append(_wrote(json, lambda: write(record, json)))
-        if record.rows:
-            written.append(_wrote(str(folder), lambda: _write(record, own, folder)))
-    return all(written)
-
-
-def _wrote(where: str, do: Callable[[], None]) -> bool:
-    try:
-        do()
-    except OSError as error:
-        if where == "-":
-            raise
-        typer.echo(f"Error: {where} cannot be written: {error.strerror or error}", err=True)
-        return False
-    return True
+        for where, do in writes.items():
+            try:
+                do()
+                written.append(where)
+            except OSError as error:
+                if where == "-":
+                    raise
+                typer.echo(f"Error: {where} cannot be written: {error.strerror or error}", err=True)
+    return len(written) == len(writes)
 
 
 def show(record: Record, machine: Machine, console: Console) -> None:
@@ -241,34 +211,21 @@ def show(record: Record, machine: Machine, console: Console) -> None:
 
 def _write(record: Record, machine: Machine, folder: Path) -> None:
     """The record always, page and plots where they can be drawn."""
-    paths = _paths_written(record, machine, folder)
-    typer.echo(f"wrote {', '.join(map(str, paths))}", err=True)
-
-
-def _paths_written(record: Record, machine: Machine, folder: Path) -> list[Path]:
-    _clear(folder)
     kept = folder / RECORD
+    with contextlib.suppress(RecordError):  # the plots of an earlier demo go: this one may draw fewer
+        for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(kept))))):
+            (folder / f"{name}.png").unlink(missing_ok=True)
     write(record, str(kept))
+    paths = []
     try:
         draw.check()
+        told = findings.sentences(record.rows, machine)
+        laid = findings.grids(record.rows, machine)
+        drawn = findings.charts(record.rows, machine)
+        paths = page.write([record], folder, title=TITLE, notes=told, grids=laid, drawings=drawn)
     except draw.PlotError as error:
         typer.echo(f"no page, no plots: {error}", err=True)
-        return [kept]
-    laid, told = findings.grids(record.rows, machine), findings.sentences(record.rows, machine)
-    drawn = findings.charts(record.rows, machine)
-    return [*page.write([record], folder, title=TITLE, notes=told, grids=laid, drawings=drawn), kept]
-
-
-def _clear(folder: Path) -> None:
-    """Remove the plots of an earlier demo: this one may draw fewer."""
-    with contextlib.suppress(RecordError):
-        for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(folder / RECORD))))):
-            (folder / f"{name}.png").unlink(missing_ok=True)
-
-
-def _refuse_the_folder_of_somebody_else(path: Path) -> None:
-    if path.is_dir() and any(path.iterdir()) and not (path / RECORD).is_file():
-        _refuse(f"{path} holds files and no earlier demo ({RECORD}): name a new or an empty directory")
+    typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)
 
 
 @contextlib.contextmanager
@@ -276,20 +233,16 @@ def _made(folder: Path) -> Iterator[None]:
     """Make the directory before anything is trained, or refuse it; afterwards remove what was made and stayed empty."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        _make(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
         yield
     finally:
         with contextlib.suppress(OSError):
             for path in made:
                 path.rmdir()
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
 
 
 def _refuse(why: str) -> NoReturn:

@@ -1,12 +1,13 @@
 """`thinwire doctor`: what works on this machine, and what to do about the rest."""
 
+import contextlib
 import importlib
 import json
 import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,8 @@ from thinwire.tools.cli import screen
 MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
-PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that serve
+PYTHON = (3, 11)  # the oldest that serves
+TORCH = (2, 11)
 SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
 
 
@@ -54,17 +56,18 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print the find
       thinwire doctor --json
     """
     findings = list(examine())
+    works = all(finding.works is not False for finding in findings)
     if as_json:
-        typer.echo(_as_json(findings))
+        typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         _show(findings)
-    raise typer.Exit(int(any(finding.works is False for finding in findings)))
+    raise typer.Exit(int(not works))
 
 
 def examine() -> Iterator[Finding]:
     """Look at everything thinwire can use here."""
-    yield _python()
-    yield _torch()
+    yield _recent("python", platform.python_version(), PYTHON)
+    yield _recent("torch", torch.__version__, TORCH)
     yield _reference()
     yield from _native()
     yield from _other_backends()
@@ -88,30 +91,14 @@ def _show(findings: Sequence[Finding]) -> None:
     console = screen.console()
     for finding in findings:
         mark = marks[finding.works]
-        line = Text(_line(mark, finding))
-        line.stylize(STYLES[finding.works], 0, len(mark))
-        console.print(line, soft_wrap=True)
+        todo = f"; {finding.todo}" if finding.todo else ""
+        line = f" {finding.name:<20} {finding.detail}{todo}"
+        console.print(Text.assemble((mark, STYLES[finding.works]), line), soft_wrap=True)
 
 
-def _as_json(findings: Sequence[Finding]) -> str:
-    """{"works": whether nothing is broken, "findings": [...]}"""
-    works = all(finding.works is not False for finding in findings)
-    return json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1)
-
-
-def _line(mark: str, finding: Finding) -> str:
-    return f"{mark} {finding.name:<20} {finding.detail}" + (f"; {finding.todo}" if finding.todo else "")
-
-
-def _python() -> Finding:
-    works = sys.version_info[:2] >= PYTHON
-    return Finding("python", works, platform.python_version(), "" if works else "thinwire needs 3.11 or newer")
-
-
-def _torch() -> Finding:
-    numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    works = numbers >= TORCH
-    return Finding("torch", works, torch.__version__, "" if works else "thinwire needs 2.11 or newer")
+def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
+    works = tuple(int(part) for part in version.split(".")[:2]) >= oldest
+    return Finding(name, works, version, "" if works else f"thinwire needs {oldest[0]}.{oldest[1]} or newer")
 
 
 def _reference() -> Finding:
@@ -139,14 +126,15 @@ def _other_backends() -> Iterator[Finding]:
 
 
 def _same_bytes(name: str, backend: Backend, device: torch.device) -> Finding:
+    name = f"{name} self-test"
     try:
         compared, wrong = selftest.differences(backend, device)
     except Exception as error:  # whatever a broken library throws is the finding
-        return Finding(f"{name} self-test", False, f"{type(error).__name__}: {error}", "reinstall thinwire")
+        return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
         detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
-        return Finding(f"{name} self-test", False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    return Finding(f"{name} self-test", True, f"{compared} results have the bytes of the reference")
+        return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
+    return Finding(name, True, f"{compared} results have the bytes of the reference")
 
 
 def _package(name: str, module: str, todo: str) -> Finding:
@@ -166,8 +154,7 @@ def _cuda() -> Finding:
 
 
 def _transport(name: str, todo: str) -> Finding:
-    distributed = torch.distributed
-    there = distributed.is_available() and getattr(distributed, f"is_{name}_available")()
+    there = torch.distributed.is_available() and getattr(torch.distributed, f"is_{name}_available")()
     return Finding(name, True, "available") if there else Finding(name, None, "not in this torch", todo)
 
 
@@ -177,12 +164,9 @@ def _interfaces() -> Finding:
     if not names:
         todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
         return Finding("interfaces", None, "loopback only", todo)
-    return Finding("interfaces", True, ", ".join(map(_interface, names)))
-
-
-def _interface(name: str) -> str:
-    speed = _told(name, "speed")  # of a virtual interface there is none, or it is -1
-    return f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name
+    speeds = {name: _told(name, "speed") for name in names}  # of a virtual interface there is none, or it is -1
+    told = (f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name for name, speed in speeds.items())
+    return Finding("interfaces", True, ", ".join(told))
 
 
 def _told(interface: str, what: str) -> str:
@@ -193,34 +177,31 @@ def _told(interface: str, what: str) -> str:
 
 
 def _chosen_interfaces() -> Iterator[Finding]:
-    """The interfaces that the environment names, where it does: gloo's are names, NCCL's may be prefixes."""
-    for variable, absent_among in (("GLOO_SOCKET_IFNAME", _absent_for_gloo), ("NCCL_SOCKET_IFNAME", _absent_for_nccl)):
-        wanted = os.environ.get(variable)
-        if wanted is not None:
-            yield _chosen(variable, wanted, absent_among)
-
-
-def _chosen(variable: str, wanted: str, absent_among: Callable[[str, Sequence[str]], list[str]]) -> Finding:
-    if len(wanted) < SHORTEST:
-        return Finding(variable, None, f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters", "unset it")
+    """The interfaces that the environment names, where it does."""
     there = [name for _, name in socket.if_nameindex()]
-    absent = ", ".join(name or "''" for name in absent_among(wanted, there))
-    todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
-    return Finding(variable, not absent, wanted, todo)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = os.environ.get(variable)
+        if wanted is None:
+            continue
+        if len(wanted) < SHORTEST:
+            detail = f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters"
+            yield Finding(variable, None, detail, "unset it")
+            continue
+        absent = ", ".join(name or "''" for name in _absent(wanted, there, nccl=variable.startswith("NCCL")))
+        todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
+        yield Finding(variable, not absent, wanted, todo)
 
 
-def _absent_for_gloo(wanted: str, there: Sequence[str]) -> list[str]:
-    """ "eth0,eth1": every one has to be there."""
-    return [name for name in wanted.split(",") if name not in there]
+def _absent(wanted: str, there: Sequence[str], *, nccl: bool) -> list[str]:
+    """Of "eth0,eth1" every name has to be there.
 
-
-def _absent_for_nccl(wanted: str, there: Sequence[str]) -> list[str]:
-    """ "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there."""
-    if wanted.startswith("^"):
+    For NCCL "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there.
+    """
+    if nccl and wanted.startswith("^"):
         return []
-    if wanted.startswith("="):
-        return _absent_for_gloo(wanted[1:], there)
-    return [prefix for prefix in wanted.split(",") if not prefix or not any(name.startswith(prefix) for name in there)]
+    if nccl and not wanted.startswith("="):
+        return [start for start in wanted.split(",") if not start or not any(name.startswith(start) for name in there)]
+    return [name for name in wanted.removeprefix("=" if nccl else "").split(",") if name not in there]
 
 
 def _host_name() -> Finding:
@@ -249,9 +230,7 @@ def _shaping() -> Finding:
 def _installed(name: str, *distributions: str) -> Finding:
     """A version by its metadata: importing these takes seconds."""
     for distribution in distributions:
-        try:
-            version = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-        return Finding(name, True, f"{version}, has no hook of its own: give compress_ddp the DDP module it makes")
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            told = "has no hook of its own: give compress_ddp the DDP module it makes"
+            return Finding(name, True, f"{metadata.version(distribution)}, {told}")
     return Finding(name, None, "not installed", "nothing here needs it")

@@ -10,7 +10,7 @@ from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.verdict import duration
 from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.schemes import BF16, NONE
-from thinwire.tools.report.cells import ABSENT, Grid, counted, fixed, number, signed, significant, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, signed, significant, text
 from thinwire.tools.report.charts import Axis, Bars, Chart, Values
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
@@ -18,7 +18,7 @@ CHART = "predicted"  # the name of its file
 TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
 
 
-def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
+def grids(rows: Sequence[Row], machine: Machine) -> list[TextGrid]:
     """What was measured, and what is predicted; nothing for no rows."""
     return [_measured(rows), _predicted(rows, machine)] if rows else []
 
@@ -26,48 +26,39 @@ def grids(rows: Sequence[Row], machine: Machine) -> list[Grid]:
 def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
     """What is predicted; nothing for no rows."""
     outlooks = _outlooks(rows, machine) if rows else []
-    if not outlooks:
-        return []
-    series = [
-        Values(name, [None if step is None else 1e3 * step for step in (outlook.steps[name] for outlook in outlooks)])
-        for name in outlooks[0].steps
-    ]
-    title = "PREDICTED, not measured: time of a step by link"
-    return [Bars(CHART, title, Axis("time, ms"), [outlook.link for outlook in outlooks], series)]
+    series = [Values(name, [number(outlook.steps[name], 1e3) for outlook in outlooks]) for name in map(_label, rows)]
+    title = "PREDICTED, not measured: time per step, by link"
+    return [Bars(CHART, title, Axis("time, ms"), [outlook.link for outlook in outlooks], series)] if rows else []
 
 
 def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
     """What the tables mean, for a person who has to decide."""
-    if not rows:
-        return []
     others = [row for row in rows if row["codec"] != NONE]
     told = [_of_loss(others), _of_steps(rows[0], others), *_of_links(_outlooks(rows, machine))] if others else []
-    return [*told, "For your own model, ranks and links: thinwire advise."]
+    return [*told, "For your own model, ranks and links: thinwire advise."] if rows else []
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _measured(rows: Sequence[Row]) -> Grid:
-    header = ["codec", "feedback", "loss", "log ratio", "bytes a step", "fewer", "step", "×none"]
-    return Grid(_measured_title(rows), header, [_measured_cells(row, rows[0]) for row in rows], labels=2)
-
-
-def _measured_title(rows: Sequence[Row]) -> str:
+def _measured(rows: Sequence[Row]) -> TextGrid:
     first = rows[0]
-    runs = f"{counted(_whole(first, 'seeds'), 'seed')} of {counted(_whole(first, 'steps'), 'step')}"
-    ranks = f"{text(first['world'])} ranks on {counted(_whole(first, 'cores'), 'core')}, over {text(first['link'])}"
+    seeds, steps, cores = (counted(text(first[name]), name[:-1]) for name in ("seeds", "steps", "cores"))
     parts = [
-        f"Measured here: a GPT of {text(first['params'])} weights, {ranks}, {runs}",
+        f"Measured here: a GPT of {text(first['params'])} weights, {text(first['world'])} ranks on {cores}, over "
+        f"{text(first['link'])}, {seeds} of {steps}",
         f"log ratio: ln(loss / fp32's); another seed changes fp32's by {fixed(first['noise_floor'], 3)}",
     ]
     if computed := [text(row["codec"]) for row in rows if row["bytes_from"] == "formula"]:
         parts.append(f"bytes of {_listed(computed)} are computed from the ring formula, not counted")
-    return ". ".join(parts)
+    header = ["codec", "feedback", "loss", "log ratio", "bytes per step", "fewer", "step", "×none"]
+    return TextGrid(". ".join(parts), header, [_measured_cells(row, first) for row in rows], labels=2)
 
 
 def _measured_cells(row: Row, plain: Row) -> list[str]:
-    sent, most, ms = number(row["bytes_per_step"]), number(plain["bytes_per_step"]), number(row["step_ms"])
+    sent = number(row["bytes_per_step"])
+    most = number(plain["bytes_per_step"])
+    step = number(row["step_ms"], 1e-3)
     return [
         text(row["codec"]),
         text(row["feedback"]),
@@ -75,25 +66,19 @@ def _measured_cells(row: Row, plain: Row) -> list[str]:
         signed(row["loss_log_ratio"]),
         ABSENT if sent is None else f"{sent / 1e3:.0f} kB",
         ABSENT if sent is None or most is None else f"{most / sent:.1f}×",
-        ABSENT if ms is None else duration(1e-3 * ms),
+        ABSENT if step is None else duration(step),
         fixed(row["speedup_plain"], 2),
     ]
 
 
 @dataclass(frozen=True)
 class _Outlook:
-    """Steps predicted on one link."""
+    """Steps predicted on one link, in seconds; None where the model does not know the scheme."""
 
     link: str
-    steps: dict[str, float | None]  # seconds by codec as named in the tables, the uncompressed one first
-    bf16: float | None  # seconds with torch's own hook
-
-    @property
-    def plain(self) -> float:
-        """The uncompressed step."""
-        found = self.steps[NONE]
-        assert found is not None
-        return found
+    steps: dict[str, float | None]  # by codec as named in the tables, the uncompressed one first
+    plain: float
+    bf16: float | None  # with torch's own hook
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -102,43 +87,37 @@ class _Outlook:
         known = [(name, step) for name, step in found if name != BF16] or found
         return min(known, key=lambda found: found[1], default=None)
 
-    @property
-    def pays(self) -> bool:
-        """Whether the fastest wins more than noise may pretend."""
-        return self.best is not None and self.best[1] < (1 - GAIN) * self.plain
-
 
 def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
-    """On all links but the one that was measured."""
-    links = [link for link in LINKS if link != rows[0]["link"]]
-    bf16 = {**rows[0], "codec": BF16, "peer": True}
-    return [
-        _Outlook(link, {_label(row): _step_s(row, link, machine) for row in rows}, _step_s(bf16, link, machine))
-        for link in links
-    ]
+    """On all links but the one that was measured, from what the rows say a step computes."""
+
+    def step_s(row: Row, link: str) -> float | None:
+        found = check.predicted(row, link, machine)
+        return None if found is None else found.step_s
+
+    outlooks = []
+    for link in LINKS:
+        steps = {_label(row): step_s(row, link) for row in rows}
+        plain = steps[NONE]
+        assert plain is not None
+        if link != rows[0]["link"]:
+            outlooks.append(_Outlook(link, steps, plain, step_s({**rows[0], "codec": BF16, "peer": True}, link)))
+    return outlooks
 
 
-def _step_s(row: Row, link: str, machine: Machine) -> float | None:
-    """From what the row says a step computes; None where the model does not know its scheme."""
-    found = check.predicted(row, link, machine)
-    return None if found is None else found.step_s
-
-
-def _predicted(rows: Sequence[Row], machine: Machine) -> Grid:
-    outlooks = _outlooks(rows, machine)
-    cells = [[name, *(cell for outlook in outlooks for cell in _outlook_cells(outlook, name))]
-             for name in map(_label, rows)]  # fmt: skip
+def _predicted(rows: Sequence[Row], machine: Machine) -> TextGrid:
+    header = ["codec"]
+    cells = {_label(row): [_label(row)] for row in rows}
+    for outlook in _outlooks(rows, machine):
+        header += [outlook.link, "×none"]
+        for name, step in outlook.steps.items():
+            cells[name] += [ABSENT] * 2 if step is None else [duration(step), f"{outlook.plain / step:.2f}"]
     title = (
         "PREDICTED, not measured: the same step, were every rank behind a link of that rate, and how many times as "
         f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}. "
         f"Compressed steps of so small a network are predicted up to {TOO_SHORT:.0%} too short"
     )
-    return Grid(title, ["codec", *(name for outlook in outlooks for name in (outlook.link, "×none"))], cells)
-
-
-def _outlook_cells(outlook: _Outlook, name: str) -> tuple[str, str]:
-    step = outlook.steps[name]
-    return (ABSENT, ABSENT) if step is None else (duration(step), f"{outlook.plain / step:.2f}")
+    return TextGrid(title, header, list(cells.values()))
 
 
 def _label(row: Row) -> str:
@@ -152,30 +131,29 @@ def _label(row: Row) -> str:
 
 def _of_loss(others: Sequence[Row]) -> str:
     floor = number(others[0]["noise_floor"])
-    within = [_label(row) for row in others if _within(row, floor)]
-    beyond = [f"{_label(row)} {_change(row)}" for row in others if not _within(row, floor)]
-    told = [f"{_listed(within)} within what another seed does to fp32"] if within else []
-    return f"Loss: {'; '.join([*told, *beyond])}."
-
-
-def _within(row: Row, floor: float | None) -> bool:
-    ratio = number(row["loss_log_ratio"])
-    return ratio is not None and floor is not None and abs(ratio) <= floor
-
-
-def _change(row: Row) -> str:
-    ratio = number(row["loss_log_ratio"])
-    return "diverged" if ratio is None else f"{abs(math.expm1(ratio)):.1%} {'higher' if ratio > 0 else 'lower'}"
+    within = []
+    told = []
+    for row in others:
+        ratio = number(row["loss_log_ratio"])
+        if ratio is not None and floor is not None and abs(ratio) <= floor:
+            within.append(_label(row))
+        elif ratio is None:
+            told.append(f"{_label(row)} diverged")
+        else:
+            told.append(f"{_label(row)} {abs(math.expm1(ratio)):.1%} {'higher' if ratio > 0 else 'lower'}")
+    same = [f"{_listed(within)} within what another seed does to fp32"] if within else []
+    return f"Loss: {'; '.join([*same, *told])}."
 
 
 def _of_steps(plain: Row, others: Sequence[Row]) -> str:
-    codecs = [row for row in others if row["codec"] != BF16] or others
-    best = min(codecs, key=lambda row: _ms(row, "step_ms"))
+    best = min([row for row in others if row["codec"] != BF16] or others, key=lambda row: _ms(row, "step_ms"))
     where = f"Measured over {text(plain['link'])}"
     gain = _ms(plain, "step_ms") / _ms(best, "step_ms")
     if gain * (1 - GAIN) <= 1:
-        told = f"{where}: compression does not pay, an uncompressed step takes {_against(best, gain)}."
-        return f"{told} Loopback is about as fast as memory, there is little to gain." if _is_loopback(plain) else told
+        share = "about as long as" if 1 - gain < GAIN else f"{1 - gain:.0%} less than"
+        told = f"{where}: compression does not pay, an uncompressed step takes {share} one in {_label(best)}."
+        loopback = " Loopback is about as fast as memory, there is little to gain."
+        return told + loopback if plain["link"] == "loopback" else told
     if _ms(best, "step_ms_p80") >= _ms(plain, "step_ms_p20"):
         return f"{where}: no clear difference, the steps of one codec scatter as far as codecs differ."
     return f"{where}: compression pays, {_faster(_label(best), gain, number(best['speedup_bf16']))}."
@@ -191,32 +169,20 @@ def _faster(name: str, times: float, bf16: float | None) -> str:
     return f"{told}, and {bf16:.2f} times as fast as one in bf16 (torch's own hook)"
 
 
-def _against(best: Row, gain: float) -> str:
-    """How an uncompressed step stands beside the best of the others."""
-    share = 1 - gain
-    return f"about as long as one in {_label(best)}" if share < GAIN else f"{share:.0%} less than one in {_label(best)}"
-
-
-def _is_loopback(row: Row) -> bool:
-    return row["link"] == "loopback"
-
-
 def _of_links(outlooks: Sequence[_Outlook]) -> list[str]:
-    told = [_gain(outlook, *outlook.best) for outlook in outlooks if outlook.best and outlook.pays]
-    idle = [outlook for outlook in outlooks if outlook.best and not outlook.pays]
-    return [*told, _no_gain(idle)] if idle else told
-
-
-def _gain(outlook: _Outlook, name: str, step: float) -> str:
-    bf16 = None if outlook.bf16 is None else outlook.bf16 / step
-    return f"Predicted at {outlook.link}: compression pays, {_faster(name, outlook.plain / step, bf16)}."
-
-
-def _no_gain(idle: Sequence[_Outlook]) -> str:
-    links = _listed([outlook.link for outlook in idle])
-    return (
-        f"Predicted at {links}: compression does not pay, it wins less than {GAIN:.0%} or loses. Do not compress there."
-    )
+    told = []
+    idle = []
+    for outlook in outlooks:
+        if outlook.best is None:
+            continue
+        name, step = outlook.best
+        if step < (1 - GAIN) * outlook.plain:
+            faster = _faster(name, outlook.plain / step, outlook.bf16 and outlook.bf16 / step)
+            told.append(f"Predicted at {outlook.link}: compression pays, {faster}.")
+        else:
+            idle.append(outlook.link)
+    loses = f"compression does not pay, it wins less than {GAIN:.0%} or loses. Do not compress there."
+    return [*told, f"Predicted at {_listed(idle)}: {loses}"] if idle else told
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -227,7 +193,3 @@ def _ms(row: Row, column: str) -> float:
     found = number(row[column])
     assert found is not None, column  # every scheme of a run was timed
     return found
-
-
-def _whole(row: Row, column: str) -> int:
-    return int(number(row[column]) or 0)

@@ -1,15 +1,32 @@
-"""Flags that hold lists: "int8,int4:block=32,mode=affine" and its kind."""
+"""Flags that several commands have, and flags that hold lists: "int8,int4:block=32,mode=affine" and its kind."""
 
 import os
 import re
 from collections.abc import Collection, Sequence
+from enum import StrEnum
 from pathlib import Path
 
+import torch
 import typer
 
 from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
 from thinwire.tools.cli.screen import usage_errors
+
+
+class Device(StrEnum):
+    """Where tensors are, and kernels run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Optimizer(StrEnum):
+    """What a model is trained with, which decides the feedback of narrow codecs."""
+
+    adam = "adam"
+    sgd = "sgd"
+
 
 _OPTION = re.compile(r"\s*\w+\s*=")  # "mode=affine"; a codec has a ":" or "(" before its first "="
 _COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) and byname(...)
@@ -31,6 +48,12 @@ def split_codecs(text: str) -> list[str]:
         else:
             specs.append(piece.strip())
     return specs
+
+
+def check_device(device: Device | None) -> None:
+    """Refuse a GPU that is not there."""
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
 
 
 def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:

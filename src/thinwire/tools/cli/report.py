@@ -14,22 +14,16 @@ from thinwire.tools.report import compare, page, tables
 from thinwire.tools.report.cells import text
 from thinwire.tools.report.charts import draw
 
+HTML = "Write one page there: to x.html, or to index.html in a directory."
+WORSE = "Exit with 1 where the second record is worse by more than noise, or lacks rows of the first."
+
 
 def command(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help='Records; "-" is standard input.')],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
     png: Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there as a PNG file.")] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Write one page there: to x.html, or to index.html in a directory."),
-    ] = None,
-    fail_on_regression: Annotated[
-        bool,
-        typer.Option(
-            "--fail-on-regression",
-            help="Exit with 1 where the second record is worse by more than noise, or lacks rows of the first.",
-        ),
-    ] = False,
+    html: Annotated[str | None, typer.Option(metavar="PATH", help=HTML)] = None,
+    fail_on_regression: Annotated[bool, typer.Option("--fail-on-regression", help=WORSE)] = False,
 ) -> None:
     """Show records: tables, plots, an HTML page; two of a kind are compared.
 
@@ -47,11 +41,13 @@ def command(
       thinwire report codec.json train.json --html page.html --png plots
       thinwire report before.json after.json --fail-on-regression
     """
-    pictures, document = _target(png, "--png"), _target(html, "--html")
+    pictures = _target(png, "--png")
+    document = _target(html, "--html")
     with screen.usage_errors("FILE", RecordError):
         records = [record.read(path) for path in files]
-    names = _names(files, compare.comparable(records))
-    if fail_on_regression and not compare.comparable(records):
+    comparable = compare.comparable(records)
+    names = _names(files, comparable)
+    if fail_on_regression and not comparable:
         raise typer.BadParameter(_why_not(records), param_hint="--fail-on-regression")
     with screen.plain_errors():
         if pictures or document:
@@ -59,8 +55,7 @@ def command(
         _print(records, names, screen.console(), markdown)
         with screen.usage_errors("--html or --png", OSError):
             _write(records, names, pictures, document)
-    worse = fail_on_regression and compare.compare(*records).is_worse
-    raise typer.Exit(int(worse))
+    raise typer.Exit(int(fail_on_regression and compare.compare(*records).is_worse))
 
 
 def _target(path: str | None, flag: str) -> Path | None:
@@ -91,10 +86,8 @@ def _print(records: list[Record], names: list[str], console: Console, markdown: 
             tables.show(found, console)
     if compare.comparable(records):
         laid = compare.grid(compare.compare(*records))
-        typer.echo()
-        if markdown:
-            typer.echo(tables.markdown_grid(laid))
-        else:
+        typer.echo(f"\n{tables.markdown_grid(laid)}" if markdown else "")
+        if not markdown:
             tables.show_grid(laid, console)
     elif len(records) == 2:
         typer.echo(f"not compared: {_why_not(records)}", err=True)
@@ -112,14 +105,13 @@ def _why_not(records: list[Record]) -> str:
 
 
 def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> None:
-    target = html if html is None or _is_page(html) else html / page.INDEX
-    paths = [] if target is None else [page.write_page(records, target, names=names)]
+    paths = []
+    if html is not None:
+        is_page = html.suffix.lower() in (".html", ".htm") and not html.is_dir()
+        paths = [html if is_page else html / page.INDEX]
+        page.save(page.page(records, names=names), paths[0])
     plots = [] if png is None else page.write_pngs(records, png)
     for path in (*paths, *plots):
         typer.echo(f"wrote {path}", err=True)
     if png is not None and not plots:
         typer.echo("no plots: the records hold nothing to draw", err=True)
-
-
-def _is_page(path: Path) -> bool:
-    return path.suffix.lower() in (".html", ".htm") and not path.is_dir()

@@ -5,9 +5,8 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -21,12 +20,13 @@ from rich.progress import (
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Progress
+
+if TYPE_CHECKING:
+    from thinwire.tools.bench.record import Progress  # with torch
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
-
-
-INTERRUPTED, NO_READER = 130, 141  # exit statuses: what a shell gives for SIGINT and SIGPIPE
+INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
+NO_READER = 141  # and for SIGPIPE
 
 
 class Group(TyperGroup):
@@ -114,25 +114,25 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> "Iterator[Progress]":
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn())
-    with Bar(*parts, *left, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        yield lambda cases: _follow(bar, cases)
+    told = TextColumn("{task.description}")
+    parts = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Bar(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
+        def follow(cases: Sequence[Any]) -> Iterable[Any]:
+            task = bar.add_task("", total=len(cases))
+            for case in cases:
+                bar.update(task, description=str(case))
+                yield case
+                bar.advance(task)
 
-def _follow(bar: Bar, cases: Sequence[Any]) -> Iterable[Any]:
-    task = bar.add_task("", total=len(cases))
-    for case in cases:
-        bar.update(task, description=str(case))
-        yield case
-        bar.advance(task)
+        yield follow
 
 
 @contextlib.contextmanager
-def usage_errors(flag: str, *kinds: type[Exception]) -> Iterator[None]:
+def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
     """An error of these kinds is the user's: its text, the flag it came by, and exit status 2."""
     try:
         yield
@@ -156,8 +156,8 @@ def plain_errors() -> Iterator[None]:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a type for that on a GPU; on the CPU it is known by its text."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or any(text in str(error) for text in _NO_MEMORY)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ Tone = Literal["", "good", "bad"]
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextGrid:
     """A table before it has a look: texts only, the first `labels` columns name the row, the others are numbers."""
 
     title: str
@@ -25,9 +25,33 @@ class Grid:
     @property
     def told(self) -> tuple[str, str]:
         """The title in two parts: what the table is, and how to read it."""
-        end = re.search(r"(?=[.:;] )|$", self.title)
-        assert end is not None
-        return self.title[: end.start()], self.title[end.start() :]
+        what = re.split(r"(?=[.:;] )", self.title, maxsplit=1)[0]
+        return what, self.title.removeprefix(what)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its header, and the cell of a row."""
+
+    header: str
+    cell: Callable[[Row], str]
+
+    @classmethod
+    def of(cls, header: str, name: str, show: Callable[[Value], str]) -> "Column":
+        """A column of the record, each value as `show` writes it."""
+        return cls(header, lambda row: show(row.get(name)))
+
+
+def grid(title: str, rows: Sequence[Row], columns: Sequence[Column], labels: int) -> TextGrid:
+    """One line per row."""
+    return TextGrid(
+        title, [column.header for column in columns], [[c.cell(row) for c in columns] for row in rows], labels
+    )
+
+
+def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """The columns in which some row has a value."""
+    return [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
 
 
 def distinct(rows: Sequence[Row], column: str) -> list[str]:
@@ -35,25 +59,34 @@ def distinct(rows: Sequence[Row], column: str) -> list[str]:
     return list(dict.fromkeys(text(row.get(column)) for row in rows))
 
 
+def listed(rows: Sequence[Row], *columns: str) -> list[str]:
+    """What the rows have in each column, in one text: "2, 4"."""
+    return [", ".join(distinct(rows, column)) for column in columns]
+
+
 def varying(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """The columns that tell the rows apart; of columns that are all the same, the first."""
     return [name for name in columns if len(distinct(rows, name)) > 1] or list(columns[:1])
 
 
+def alike(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
+    """The rows in groups that have the same texts in these columns, in order."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(text(row.get(name)) for name in columns), []).append(row)
+    return list(found.values())
+
+
 def text(value: Value) -> str:
     """A value as it is, or a dash. Line breaks are spaces; what no screen can show, control codes say, is "\ufffd"."""
     shown = ABSENT if value is None else str(value)
-    return shown if shown.isprintable() else "".join(map(_printable, shown))
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "\ufffd" for letter in shown)
 
 
-def _printable(letter: str) -> str:
-    return letter if letter.isprintable() else " " if letter.isspace() else "\ufffd"
-
-
-def number(value: Value) -> float | None:
-    """The value where it is a number, finite and not too large for one."""
+def number(value: Value, times: float = 1) -> float | None:
+    """The value, `times` as large, where it is a number, finite and not too large for one."""
     try:
-        found = float(value) if isinstance(value, float | int) else math.nan
+        found = times * float(value) if isinstance(value, float | int) else math.nan
     except OverflowError:
         return None
     return found if math.isfinite(found) else None
@@ -74,9 +107,9 @@ def scientific(value: Value) -> str:
     return f"{mantissa}e{int(exponent)}" if found else "0"
 
 
-def significant(value: Value) -> str:
+def significant(value: Value, times: float = 1) -> str:
     """Three digits: 0.0123, 1.23, 12.3, 1234."""
-    found = number(value)
+    found = number(value, times)
     if found is None:
         return ABSENT
     decimals = 2 - math.floor(math.log10(abs(found))) if found else 0

@@ -17,17 +17,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from thinwire.tools.bench.record import Record, Row
-from thinwire.tools.report.cells import ABSENT, Grid, Tone, counted, fixed, number, significant, text
+from thinwire.tools.bench.record import Record, Row, Value
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, fixed, number, significant, text
 from thinwire.tools.report.qat import SPEED_LABELS
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
 ROUNDING = 1e-6  # relative; sums in another order differ by less
 FP32 = 2.0**-23  # relative error of one fp32 rounding
 MOST_LOG = math.log(sys.float_info.max)
-HEADERS = 66 / 1448  # bytes of headers a packet of payload: what a count at an interface may differ by
+HEADERS = 66 / 1448  # bytes of headers per byte of payload: what a count at an interface may differ by
 
-REGRESSION, BETTER, SAME, UNKNOWN = "REGRESSION", "better", "within noise", "no spread"
+REGRESSION = "REGRESSION"
+BETTER = "better"
+SAME = "within noise"
+UNKNOWN = "no spread"
 _TONES: dict[str, Tone] = {REGRESSION: "bad", BETTER: "good"}
 
 
@@ -46,9 +49,14 @@ class Metric(ABC):
 
     column: str
 
-    @abstractmethod
     def range(self, old: Row, new: Row) -> Range | None:
-        """What became of it, upwards being worse; None where it is in neither row."""
+        """What became of it, upwards being worse; None where one of the rows has no number."""
+        before = number(old.get(self.column))
+        after = number(new.get(self.column))
+        return None if before is None or after is None else self._range(before, after, old, new)
+
+    @abstractmethod
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range: ...
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,13 @@ class Timed(Metric):
     p80: str
     control: str
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        """[Note: Noise]"""
-        ratio = _ratio(new.get(self.column), old.get(self.column))
-        low, high = _ratio(new.get(self.p20), old.get(self.p80)), _ratio(new.get(self.p80), old.get(self.p20))
-        if ratio is None or low is None or high is None:
-            return None if ratio is None else Range(ratio)
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
+        low = _ratio(new.get(self.p20), old.get(self.p80))
+        high = _ratio(new.get(self.p80), old.get(self.p20))
+        if low is None or high is None:
+            return Range(_quotient(after, before))
         drift = _ratio(new.get(self.control), old.get(self.control)) or 1.0
-        return Range(ratio, low / max(1.0, drift), high / min(1.0, drift))
+        return Range(_quotient(after, before), low / max(1.0, drift), high / min(1.0, drift))
 
 
 @dataclass(frozen=True)
@@ -77,22 +84,17 @@ class Mean(Metric):
     log: bool = False  # the column is a logarithm already: new over old is the exponential of its change
     more_is_better: bool = False
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        """[Note: Noise]"""
-        before, after = number(old.get(self.column)), number(new.get(self.column))
-        if before is None or after is None:
-            return None
-        errors = number(old.get(self.error)), number(new.get(self.error))
-        ratio = self._over(after, before)
-        if errors[0] is None or errors[1] is None:
-            return Range(ratio)
-        slack = SIGMAS * math.hypot(errors[0], errors[1])
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
+        errors = [error for row in (old, new) if (error := number(row.get(self.error))) is not None]
+        if len(errors) < 2:
+            return Range(self._over(after, before))
+        slack = SIGMAS * math.hypot(*errors)
         ends = [after - slack, after + slack] if self.log else _either_way(after, slack)
-        return Range(ratio, *sorted(self._over(end, before) for end in ends))
+        return Range(self._over(after, before), *sorted(self._over(end, before) for end in ends))
 
     def _over(self, after: float, before: float) -> float:
         if self.log:
-            return _exp(after - before)
+            return math.exp(after - before) if after - before < MOST_LOG else math.inf
         return _quotient(before, after) if self.more_is_better else _quotient(after, before)
 
 
@@ -103,27 +105,22 @@ class Computed(Metric):
     relative: float = ROUNDING
     absolute: float = 0.0
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        """[Note: Noise]"""
-        before, after = number(old.get(self.column)), number(new.get(self.column))
-        if before is None or after is None:
-            return None
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
         slack = self.relative * abs(before) + self.absolute
         return Range(_quotient(after, before), *(_quotient(end, before) for end in _either_way(after, slack)))
 
 
 @dataclass(frozen=True)
 class Promise(Metric):
-    """Something that has to hold; that it no longer does is always a regression."""
+    """Something that has to hold, true or false; that it no longer does is always a regression."""
 
     kept: bool
 
     def range(self, old: Row, new: Row) -> Range | None:
-        """Infinitely worse when broken."""
-        before, after = old.get(self.column), new.get(self.column)
-        if before is None or after is None or before == after:
-            return None
-        change = 0.0 if after is self.kept else math.inf
+        return None if old.get(self.column) == new.get(self.column) else super().range(old, new)
+
+    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
+        change = 0.0 if after == self.kept else math.inf
         return Range(change, change, change)
 
 
@@ -157,13 +154,8 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Whether something got worse, or is no longer there."""
-        return bool(self.regressions) or self.only_old > 0
-
-    @property
-    def regressions(self) -> list[Change]:
-        """What got worse by more than noise."""
-        return [change for change in self.changes if change.verdict == REGRESSION]
+        """Whether something got worse by more than noise, or is no longer there."""
+        return self.only_old > 0 or any(change.verdict == REGRESSION for change in self.changes)
 
 
 def comparable(records: Sequence[Record]) -> bool:
@@ -190,7 +182,7 @@ def summary(found: Comparison) -> str:
     return ", ".join(parts)
 
 
-def grid(found: Comparison) -> Grid:
+def grid(found: Comparison) -> TextGrid:
     """The table: a line for each column of each pair of rows, labels that are the same everywhere left out."""
     names = LABELS[found.old.kind]
     kept = [at for at in range(len(names)) if len({change.labels[at] for change in found.changes}) > 1] or [0]
@@ -198,30 +190,27 @@ def grid(found: Comparison) -> Grid:
     rows = [[*(change.labels[at] for at in kept), *_cells(change)] for change in found.changes]
     tones = [_TONES.get(change.verdict, "") for change in found.changes]
     title = f"New over old: {summary(found)}. noise: what the spread of the rows leaves open{_moved(found)}"
-    return Grid(title, header, rows, labels=len(kept) + 1, tones=tones)
+    return TextGrid(title, header, rows, labels=len(kept) + 1, tones=tones)
 
 
 def _cells(change: Change) -> list[str]:
-    between = change.range
-    noise = ABSENT if between.low is None else f"{_times(between.low)} to {_times(between.high)}"
-    return [change.column, change.old, change.new, _times(between.ratio), noise, change.verdict]
-
-
-def _times(ratio: float | None) -> str:
-    return "∞" if ratio == math.inf else fixed(ratio, 3)
+    ratio, low, high = (
+        "∞" if value == math.inf else fixed(value, 3)
+        for value in (change.range.ratio, change.range.low, change.range.high)
+    )
+    noise = ABSENT if change.range.low is None else f"{low} to {high}"
+    return [change.column, change.old, change.new, ratio, noise, change.verdict]
 
 
 def _moved(found: Comparison) -> str:
     """The conditions under which the two differ; when and by which command they were made goes without saying."""
-    names = [name for name in ("device", "cpu", "threads", "torch", "triton", "thinwire", "commit")
-             if found.old.conditions.get(name) != found.new.conditions.get(name)]  # fmt: skip
-    told = [f"{name} {_told(found.old, name)} → {_told(found.new, name)}" for name in names]
+    told = []
+    for name in ("device", "cpu", "threads", "torch", "triton", "thinwire", "commit"):
+        before, after = (text(record.conditions.get(name)) for record in (found.old, found.new))
+        if before != after:
+            shown = slice(12 if name == "commit" else None)
+            told.append(f"{name} {before[shown]} → {after[shown]}")
     return f". The records differ in {'; '.join(told)}" if told else ""
-
-
-def _told(record: Record, name: str) -> str:
-    told = text(record.conditions.get(name))
-    return told[:12] if name == "commit" else told
 
 
 def _pairs(old: Record, new: Record) -> dict[tuple[str, ...], tuple[Row, Row]]:
@@ -240,35 +229,26 @@ def _keyed(record: Record) -> Iterator[tuple[tuple[str, ...], Row]]:
 
 def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator[Change]:
     for metric in METRICS[kind]:
-        found = _GONE if _is_gone(metric.column, old, new) else metric.range(old, new)
+        column = metric.column
+        # A number was there and now is not: the run diverged, or a kernel failed.
+        gone = number(old.get(column)) is not None and column in new and new[column] is None
+        found = Range(math.inf, math.inf, math.inf) if gone else metric.range(old, new)
         if found is not None:
-            yield Change(labels, metric.column, _shown(old, metric), _shown(new, metric), found)
+            yield Change(labels, column, _shown(old.get(column)), _shown(new.get(column)), found)
 
 
-def _is_gone(column: str, old: Row, new: Row) -> bool:
-    """A number was there and now is not: the run diverged, or a kernel failed."""
-    return number(old.get(column)) is not None and column in new and new[column] is None
-
-
-_GONE = Range(math.inf, math.inf, math.inf)
-
-
-def _shown(row: Row, metric: Metric) -> str:
-    value = row.get(metric.column)
+def _shown(value: Value) -> str:
     return text(value) if isinstance(value, bool) else significant(value)
 
 
-def _ratio(new: object, old: object) -> float | None:
-    ours, theirs = (number(value) if isinstance(value, float | int) else None for value in (new, old))
-    return _quotient(ours, theirs) if ours is not None and theirs is not None else None
+def _ratio(new: Value, old: Value) -> float | None:
+    ours = number(new)
+    theirs = number(old)
+    return None if ours is None or theirs is None else _quotient(ours, theirs)
 
 
 def _quotient(new: float, old: float) -> float:
     return 1.0 if new == old else new / old if old else math.inf
-
-
-def _exp(change: float) -> float:
-    return math.exp(change) if change < MOST_LOG else math.inf
 
 
 def _either_way(value: float, slack: float) -> list[float]:

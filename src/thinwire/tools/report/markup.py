@@ -16,20 +16,14 @@ class Html(str):
 
 def element(name: str, /, *children: str | Iterable[str], **attributes: str | None) -> Html:
     """<name attributes>children</name>; an attribute's "_" is a "-", a last one is dropped: class_="x"."""
-    words = "".join(f' {_attribute(key)}="{escape(value)}"' for key, value in attributes.items() if value is not None)
-    if name in _EMPTY:
-        return Html(f"<{name}{words}>")
-    return Html(f"<{name}{words}>{join(children)}</{name}>")
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    start = "".join((name, *(f' {key}="{_escaped(value)}"' for key, value in given.items())))
+    return Html(f"<{start}>" if name in _EMPTY else f"<{start}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[str | Iterable[str]]) -> Html:
     """The children one after the other."""
-    return Html("".join(escape(child) if isinstance(child, str) else join(child) for child in children))
-
-
-def escape(text: str) -> Html:
-    """HTML as it is, any other text escaped."""
-    return text if isinstance(text, Html) else Html(html.escape(cells.text(text)))
+    return Html("".join(_escaped(child) if isinstance(child, str) else join(child) for child in children))
 
 
 def trusted(text: str) -> Html:
@@ -37,5 +31,5 @@ def trusted(text: str) -> Html:
     return Html(text)
 
 
-def _attribute(key: str) -> str:
-    return key.rstrip("_").replace("_", "-")
+def _escaped(text: str) -> str:
+    return text if isinstance(text, Html) else html.escape(cells.text(text))

@@ -1,14 +1,16 @@
 """One self-contained HTML page: tables, and charts as inline SVG. No scripts, no fonts, nothing to fetch."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 
-from thinwire.tools.bench.record import Record, version
+from thinwire.tools.bench.record import Record, Value, version
 from thinwire.tools.report import charts, compare, tables
-from thinwire.tools.report.cells import ABSENT, Grid, distinct, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, distinct, text
 from thinwire.tools.report.charts import Chart, draw
-from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
+from thinwire.tools.report.charts.look import DARK, LIGHT
 from thinwire.tools.report.markup import Html, element, join, trusted
 
 TITLE = "thinwire report"
@@ -30,10 +32,10 @@ class Section:
     """A heading and what stands under it."""
 
     heading: str
-    paragraphs: list[str] = field(default_factory=list)
-    charts: list[Chart] = field(default_factory=list)
-    grids: list[Grid] = field(default_factory=list)
-    conditions: dict[str, str] = field(default_factory=dict)
+    told: str = ""
+    charts: Sequence[Chart] = ()
+    grids: Sequence[TextGrid] = ()
+    conditions: Mapping[str, Value] = field(default_factory=dict)
 
 
 def write(
@@ -42,7 +44,7 @@ def write(
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
+    grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
 ) -> list[Path]:
     """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
@@ -50,35 +52,25 @@ def write(
     `notes` are paragraphs under the title; `grids` and `drawings` come before the records' own: predictions, say.
     """
     index = Path(directory) / INDEX
-    return [
-        write_page(records, index, title=title, notes=notes, grids=grids, drawings=drawings),
-        *write_pngs(records, directory, drawings),
-    ]
+    save(page(records, title=title, notes=notes, grids=grids, drawings=drawings), index)
+    return [index, *write_pngs(records, directory, drawings)]
 
 
-def write_page(
-    records: Sequence[Record],
-    path: str | Path,
-    *,
-    title: str = TITLE,
-    notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
-    drawings: Sequence[Chart] = (),
-    names: Sequence[str] = (),
-) -> Path:
-    """Write the page alone; `names` of the records, where given, stand in their headings."""
-    text_of_page = page(records, title=title, notes=notes, grids=grids, drawings=drawings, names=names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text_of_page, encoding="utf-8")
-    return Path(path)
+def save(text_of_page: str, path: Path) -> None:
+    """Write a page, in a directory that is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of_page, encoding="utf-8")
 
 
 def write_pngs(records: Sequence[Record], directory: str | Path, drawings: Sequence[Chart] = ()) -> list[Path]:
     """Write loss.png, bytes.png and so on; where several charts have one name, loss-2.png and on."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    found: list[Path] = []
+    seen: Counter[str] = Counter()
+    found = []
     for chart in (*drawings, *(chart for record in records for chart in charts.of(record))):
-        found.append(_unused(Path(directory) / f"{chart.name}.png", found))
+        seen[chart.name] += 1
+        name = chart.name if seen[chart.name] == 1 else f"{chart.name}-{seen[chart.name]}"
+        found.append(Path(directory) / f"{name}.png")
         found[-1].write_bytes(draw.png(chart))
     return found
 
@@ -88,27 +80,24 @@ def page(
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
-    grids: Sequence[Grid] = (),
+    grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> str:
-    """The text of the page."""
-    sections = [Section("Summary", charts=list(drawings), grids=list(grids))] if grids or drawings else []
-    sections += [_comparison(*records)] if compare.comparable(records) else []
-    sections += [_section(record, name) for record, name in zip(records, names or [""] * len(records), strict=True)]
-    body = element("body", _header(title, notes, sections), element("main", map(_drawn, _placed(sections))), _footer())
+    """The text of the page; `names` of the records, where given, stand in their headings."""
+    sections = [Section("Summary", charts=drawings, grids=grids)] if grids or drawings else []
+    if compare.comparable(records):
+        found = compare.compare(*records)
+        sections += [Section(f"Comparison: {compare.summary(found)}", grids=[compare.grid(found)])]
+    for record, name in zip(records, names or [""] * len(records), strict=True):
+        heading = f"{_heading(record)} ({name})" if name else _heading(record)
+        told = tables.conditions(record)
+        sections += [Section(heading, told, charts.of(record), tables.grids(record), record.conditions)]
+    placed = {f"part{number}": section for number, section in enumerate(sections, 1)}
+    footer = element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
+    main = element("main", [_drawn(place, section) for place, section in placed.items()])
+    body = element("body", _header(title, notes, placed), main, footer)
     return f"<!doctype html>\n{element('html', _head(title), body, lang='en')}\n"
-
-
-def _unused(path: Path, taken: Sequence[Path]) -> Path:
-    names = [path, *(path.with_stem(f"{path.stem}-{number}") for number in range(2, len(taken) + 2))]
-    return next(name for name in names if name not in taken)
-
-
-def _section(record: Record, name: str) -> Section:
-    heading = f"{_heading(record)} ({name})" if name else _heading(record)
-    told = {name: text(value) for name, value in record.conditions.items()}
-    return Section(heading, [tables.conditions(record)], charts.of(record), tables.grids(record), told)
 
 
 def _heading(record: Record) -> str:
@@ -118,16 +107,6 @@ def _heading(record: Record) -> str:
         subjects = [text(record.conditions["cpu" if record.conditions["device"] == "cpu" else "device"])]
     told = ", ".join(subject for subject in subjects if subject != ABSENT)
     return f"{_NOUNS[record.kind]}: {told}" if told else _NOUNS[record.kind]
-
-
-def _comparison(old: Record, new: Record) -> Section:
-    found = compare.compare(old, new)
-    return Section(f"Comparison: {compare.summary(found)}", grids=[compare.grid(found)])
-
-
-def _placed(sections: Sequence[Section]) -> list[tuple[str, Section]]:
-    """Every section with an identifier that no other has."""
-    return [(f"part{number}", section) for number, section in enumerate(sections, 1)]
 
 
 def _head(title: str) -> Html:
@@ -143,35 +122,30 @@ def _head(title: str) -> Html:
     )
 
 
-def _header(title: str, notes: Sequence[str], sections: Sequence[Section]) -> Html:
-    links = [element("li", element("a", section.heading, href=f"#{place}")) for place, section in _placed(sections)]
+def _header(title: str, notes: Sequence[str], placed: Mapping[str, Section]) -> Html:
+    links = [element("li", element("a", section.heading, href=f"#{place}")) for place, section in placed.items()]
     contents = element("nav", element("ul", links), aria_label="Contents") if len(links) > 1 else ""
     return element("header", element("h1", title), [element("p", note) for note in notes], contents)
 
 
-def _footer() -> Html:
-    return element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
-
-
-def _drawn(placed: tuple[str, Section]) -> Html:
-    place, section = placed
-    figures = [_figure(chart, f"{place}c{number}") for number, chart in enumerate(section.charts)]
+def _drawn(place: str, section: Section) -> Html:
+    figures = [
+        element("figure", element("figcaption", chart.title), trusted(draw.svg(chart, f"{place}c{number}")))
+        for number, chart in enumerate(section.charts)
+    ]
+    terms = [join([element("dt", name), element("dd", text(value))]) for name, value in section.conditions.items()]
     return element(
         "section",
         element("h2", section.heading, id=place),
-        [element("p", paragraph, class_="told") for paragraph in section.paragraphs],
+        element("p", section.told, class_="told") if section.told else "",
         element("div", figures, class_="charts") if figures else "",
         [_table(grid, f"{place}t{number}") for number, grid in enumerate(section.grids)],
-        _conditions(section.conditions) if section.conditions else "",
+        element("details", element("summary", "Conditions"), element("dl", terms)) if terms else "",
         aria_labelledby=place,
     )
 
 
-def _figure(chart: Chart, place: str) -> Html:
-    return element("figure", element("figcaption", chart.title), trusted(draw.svg(chart, place)))
-
-
-def _table(grid: Grid, place: str) -> Html:
+def _table(grid: TextGrid, place: str) -> Html:
     """A table in a box of its own, which scrolls where the screen is narrower."""
     if not grid.rows:
         return element("p", grid.title)
@@ -186,60 +160,18 @@ def _table(grid: Grid, place: str) -> Html:
     return element("div", table, class_="scroll", role="region", tabindex="0", aria_labelledby=place)
 
 
-def _row(cells: Sequence[str], grid: Grid, at: int) -> Html:
+def _row(cells: Sequence[str], grid: TextGrid, at: int) -> Html:
     first, *others = cells
     rest = [element("td", cell, class_=_side(column, grid)) for column, cell in enumerate(others, 1)]
     return element("tr", element("th", first, scope="row"), rest, class_=grid.tones[at] or None if grid.tones else None)
 
 
-def _side(column: int, grid: Grid) -> str | None:
+def _side(column: int, grid: TextGrid) -> str | None:
     """Numbers stand on the right."""
     return None if column < grid.labels else "number"
 
 
-def _conditions(told: dict[str, str]) -> Html:
-    pairs = [join([element("dt", name), element("dd", value)]) for name, value in told.items()]
-    return element("details", element("summary", "Conditions"), element("dl", pairs))
-
-
 def _style() -> str:
-    return f":root{{{_colours(LIGHT)}}}@media(prefers-color-scheme:dark){{:root{{{_colours(DARK)}}}}}{_RULES}"
-
-
-def _colours(palette: Palette) -> str:
-    return "".join(f"{name}:{colour};" for name, colour in palette.names().items())
-
-
-_RULES = """
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:76rem;background:var(--page);color:var(--ink);
-font:1rem/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;line-height:1.2;margin:.5rem 0}
-h2{font-size:1.25rem;line-height:1.3;margin:2.5rem 0 .5rem;padding-top:.75rem;border-top:1px solid var(--grid)}
-a{color:var(--s0)}
-nav ul{padding-left:1.2rem}
-.told,figcaption,footer,caption,dl{font-size:.875rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:1.5rem 2rem;
-align-items:start}
-figure{margin:0;min-width:0;max-width:32rem}
-figure svg{display:block;width:100%;height:auto}
-figure svg *{stroke-linejoin:round;stroke-linecap:butt}
-figure svg text{font-family:inherit!important}
-figcaption{margin-bottom:.25rem;font-weight:600}
-.scroll{overflow-x:auto;margin:1.25rem 0}
-.scroll:focus-visible{outline:2px solid var(--s0);outline-offset:2px}
-table{border-collapse:separate;border-spacing:0;font-size:.875rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
-caption{text-align:left;padding-bottom:.4rem}
-caption b{font-weight:600}
-caption span{display:inline-block;position:sticky;left:0;max-width:min(70rem,calc(100vw - 2rem));overflow-wrap:anywhere}
-th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid var(--grid);white-space:nowrap}
-th.number,td.number{text-align:right}
-tbody th{font-weight:500}
-tr>:first-child{position:sticky;left:0;background:var(--page)}
-tr.bad>*{color:var(--s1);font-weight:700}
-tr.good>*{color:var(--s2)}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}
-dd{margin:0}
-footer{margin-top:3rem;border-top:1px solid var(--grid)}
-@media print{.scroll{overflow:visible}}
-"""
+    rules = resources.files(__package__).joinpath("page.css").read_text()
+    light, dark = ("".join(f"{name}:{colour};" for name, colour in look.names().items()) for look in (LIGHT, DARK))
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"

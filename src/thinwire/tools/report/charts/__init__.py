@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from thinwire.tools.bench.record import Record
 from thinwire.tools.report.charts import codec, collectives, kernels, qat, train
-from thinwire.tools.report.charts.shapes import Axis, Band, Bars, Chart, Curve, Line, Lines, Values
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Values
 
-__all__ = ["Axis", "Band", "Bars", "Chart", "Curve", "Line", "Lines", "Values", "of"]
+__all__ = ["Axis", "Bars", "Chart", "Curve", "Lines", "Mark", "Values", "of"]
 
 _CHARTS: dict[str, Callable[[Record], list[Chart]]] = {
     "codec": codec.charts,

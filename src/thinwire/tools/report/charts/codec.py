@@ -4,7 +4,7 @@ import re
 
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.report.cells import distinct, number, text
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Values
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Number, by_label, by_name, named
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
@@ -19,27 +19,22 @@ def charts(record: Record) -> list[Chart]:
 
 
 def _rate(record: Record, distribution: str) -> Lines:
-    rows = [row for row in record.rows if text(row["distribution"]) == distribution and _place(row)]
-    families = list(dict.fromkeys(map(_family, rows)))
-    found = [Curve(name, _points([row for row in rows if _family(row) == name]), joined=False) for name in families]
+    rows = [row for row in record.rows if text(row["distribution"]) == distribution and _place(row)[0]]
+    found = by_name(rows, _family, _place, joined=False)
     most = max((x for curve in found for x, _ in curve.points), default=1.0)
-    bound = Curve(
-        "rate-distortion bound of a Gaussian", [(bits, 2.0 ** (-2 * bits)) for bits in (0.5, most)], known=True
-    )
+    bound = [(bits, 2.0 ** (-2 * bits)) for bits in (0.5, most)]
     levels = [(float(bits), lost) for bits, lost in LLOYD_MAX.items()]
-    title = f"Error against bits on the wire, {distribution} data"
-    return Lines("rate", title, Axis("bits an element, scales and header included"), NMSE,
-                 [*found, Curve("Lloyd-Max quantiser of a Gaussian", levels, known=True), bound])  # fmt: skip
+    known = {"Lloyd-Max quantiser of a Gaussian": levels, "rate-distortion bound of a Gaussian": bound}
+    curves = [*found, *(Curve(name, points, known=True) for name, points in known.items())]
+    across = Axis("bits per element, scales and header included")
+    return Lines("rate", f"Error against bits on the wire, {distribution} data", across, NMSE, curves)
 
 
-def _points(rows: list[Row]) -> list[tuple[float, float]]:
-    return sorted(place for place in map(_place, rows) if place)
-
-
-def _place(row: Row) -> tuple[float, float] | None:
+def _place(row: Row) -> tuple[Number, Number]:
     """(bits, NMSE) of a row that can be drawn on a logarithmic axis."""
-    bits, lost = number(row["wire_bits"]), number(row["nmse"])
-    return (bits, lost) if bits and lost and bits <= MOST_BITS and lost > 0 else None
+    bits = number(row["wire_bits"])
+    lost = number(row["nmse"])
+    return (bits, lost) if bits and lost and bits <= MOST_BITS and lost > 0 else (None, None)
 
 
 def _family(row: Row) -> str:
@@ -49,8 +44,7 @@ def _family(row: Row) -> str:
 
 
 def _by_distribution(record: Record) -> Bars:
-    at = {(text(row["codec"]), text(row["distribution"])): number(row["nmse"]) or None for row in record.rows}
-    codecs, names = distinct(record.rows, "codec"), distinct(record.rows, "distribution")
-    lossy = [codec for codec in codecs if any(at.get((codec, name)) for name in names)]
-    series = [Values(name, [at.get((codec, name)) for codec in lossy]) for name in names]
-    return Bars("distributions", "Error by distribution", NMSE, lossy, series)
+    lossy = {text(row["codec"]) for row in record.rows if number(row["nmse"])}
+    rows = [row for row in record.rows if text(row["codec"]) in lossy]
+    values = by_label(rows, named("codec"), named("distribution"), lambda row: number(row["nmse"]) or None)
+    return Bars("distributions", "Error by distribution", NMSE, *values)

@@ -1,33 +1,27 @@
 """Charts of collectives: speed-up over torch, and what a rank sends."""
 
 from thinwire.tools.bench.record import Record, Row
-from thinwire.tools.report.cells import distinct, number, text
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Line, Lines, Values, in_bytes
+from thinwire.tools.report.cells import alike, distinct, number, text
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Lines, Mark, Values, by_name, in_bytes
 
 SPEEDUP = Axis("speed-up: torch's time / thinwire's")
-EVEN = Line(1.0, "as fast as torch")
+EVEN = Mark("as fast as torch", 1.0)
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
 
 
 def charts(record: Record) -> list[Chart]:
     """Two for each world and link; where messages of several sizes were sent, one of speed-up by size for each verb."""
     found: list[Chart] = []
-    for place in dict.fromkeys(map(_place, record.rows)):
-        rows = [row for row in record.rows if _place(row) == place]
+    for rows in alike(record.rows, "world", "link"):
         if len(distinct(rows, "numel")) > 1:
-            found += [_by_size([row for row in rows if text(row["verb"]) == verb]) for verb in distinct(rows, "verb")]
+            found += map(_by_size, alike(rows, "verb"))
         else:
             found += [_speedups(rows), _bytes(rows)]
     return found
 
 
-def _place(row: Row) -> tuple[str, ...]:
-    return tuple(text(row[name]) for name in ("world", "link"))
-
-
 def _where(rows: list[Row]) -> str:
-    world, link = _place(rows[0])
-    return f"{', '.join(distinct(rows, 'verb'))} of {world} ranks, {link}"
+    return f"{', '.join(distinct(rows, 'verb'))} of {text(rows[0]['world'])} ranks, {text(rows[0]['link'])}"
 
 
 def _speedups(rows: list[Row]) -> Bars:
@@ -36,14 +30,10 @@ def _speedups(rows: list[Row]) -> Bars:
 
 
 def _bytes(rows: list[Row]) -> Bars:
-    axis, sent = in_bytes("sent by a rank, {}", list(map(_sent, rows)))
-    return Bars("sent", f"Sent by a rank: {_where(rows)}", axis, _labels(rows), [Values("sent", sent)])
-
-
-def _sent(row: Row) -> float | None:
     """What was counted, else what the schedule says."""
-    counted = number(row["bytes_per_rank"])
-    return number(row["bytes_formula"]) if counted is None else counted
+    counted = [(number(row["bytes_per_rank"]), number(row["bytes_formula"])) for row in rows]
+    axis, sent = in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
+    return Bars("sent", f"Sent per rank: {_where(rows)}", axis, _labels(rows), [Values("sent", sent)])
 
 
 def _labels(rows: list[Row]) -> list[str]:
@@ -54,12 +44,12 @@ def _labels(rows: list[Row]) -> list[str]:
 
 
 def _by_size(rows: list[Row]) -> Lines:
-    curves = [_curve(f"{codec} over {rival}", column, [row for row in rows if text(row["codec"]) == codec])
-              for codec in distinct(rows, "codec") for rival, column in _RIVALS.items()]  # fmt: skip
-    title = f"Speed-up by size: {_where(rows)}"
-    return Lines("speedup", title, Axis("message, elements", log=True), SPEEDUP, curves, [EVEN])
-
-
-def _curve(name: str, column: str, rows: list[Row]) -> Curve:
-    at = [(number(row["numel"]), number(row[column])) for row in rows]
-    return Curve(name, sorted((numel, gain) for numel, gain in at if numel and gain is not None))
+    doubled = [{**row, "rival": rival, "gain": row[column]} for row in rows for rival, column in _RIVALS.items()]
+    doubled.sort(key=lambda row: distinct(rows, "codec").index(text(row["codec"])))
+    curves = by_name(
+        doubled,
+        lambda row: f"{text(row['codec'])} over {row['rival']}",
+        lambda row: (number(row["numel"]), number(row["gain"])),
+    )
+    across = Axis("message, elements", log=True)
+    return Lines("speedup", f"Speed-up by size: {_where(rows)}", across, SPEEDUP, curves, [EVEN])

@@ -1,22 +1,22 @@
 """Charts with matplotlib: PNG files, and SVG whose colours a page may change. The only module that imports it."""
 
 import contextlib
-import functools
 import io
 import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.report.cells import significant
 from thinwire.tools.report.charts.look import DASHES, DPI, LIGHT, MARKERS, SETTINGS, WIDTH
-from thinwire.tools.report.charts.shapes import Axis, Band, Bars, Chart, Curve, Line, Lines, Values
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 MANY = 24  # bars; more of them are not written beside
 FARTHEST = 1e100  # from zero, on an axis
-MARGIN, LEGEND_LINE, LEAST = 0.75, 0.2, 2.2  # inches
+MARGIN = 0.75  # inches, as the next two
+LEGEND_LINE = 0.2
+LEAST = 2.2
 # Of a logarithmic axis, by its ends' ratio: which digits are written between the powers of ten.
 BETWEEN = ((10.0, "12357"), (30.0, "1235"), (500.0, "125"), (math.inf, "1"))
 SHORT = 4.0  # ratio of the ends of an axis that may hold too few of these
@@ -56,7 +58,8 @@ def svg(chart: Chart, prefix: str) -> str:
 
     Identifiers begin with `prefix`, so that several charts can share a page.
     """
-    root = ElementTree.fromstring(_save(chart, "svg", title=False, transparent=True, metadata=_NOTHING))
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    root = ElementTree.fromstring(_save(chart, "svg", title=False, transparent=True, metadata=nothing))
     for parent in list(root.iter()):
         for child in [child for child in parent if child.tag in _LEFT_OUT]:
             parent.remove(child)
@@ -66,10 +69,10 @@ def svg(chart: Chart, prefix: str) -> str:
     root.set("aria-label", chart.title)
     for size in ("width", "height"):  # the page decides; the viewBox keeps the proportions
         root.attrib.pop(size, None)
-    return _named(ElementTree.tostring(root, encoding="unicode"))
-
-
-_NOTHING = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    text = ElementTree.tostring(root, encoding="unicode")
+    for name, colour in LIGHT.names().items():  # the page's names for its colours
+        text = re.sub(rf"(?<=: ){colour}\b", f"var({name})", text)
+    return text
 
 
 def _save(chart: Chart, form: str, *, title: bool, **options: Any) -> bytes:
@@ -84,26 +87,24 @@ def _save(chart: Chart, form: str, *, title: bool, **options: Any) -> bytes:
 
 def _drawable(chart: Chart) -> Chart:
     """The chart without what is farther than any axis can show: matplotlib computes with the ends of an axis."""
-    marks = [mark for mark in chart.marks if all(map(_is_near, _ends(mark)))]
+    marks = [mark for mark in chart.marks if _is_near(mark.low) and _is_near(mark.high or 0.0)]
     if isinstance(chart, Lines):
         return replace(chart, curves=list(map(_near, chart.curves)), marks=marks)
-    series = [replace(part, values=[value if value is not None and _is_near(value) else None for value in part.values])
-              for part in chart.series]  # fmt: skip
+    series = [
+        replace(part, values=[value if value is not None and _is_near(value) else None for value in part.values])
+        for part in chart.series
+    ]
     return replace(chart, series=series, marks=marks)
 
 
 def _near(curve: Curve) -> Curve:
-    errors = curve.errors or [None] * len(curve.points)
-    kept = [(x, y, error) for (x, y), error in zip(curve.points, errors, strict=True) if _is_near(x) and _is_near(y)]
-    return replace(curve, points=[(x, y) for x, y, _ in kept], errors=[error for *_, error in kept])
+    kept = [_is_near(x) and _is_near(y) for x, y in curve.points]
+    errors = curve.errors and list(compress(curve.errors, kept))
+    return replace(curve, points=list(compress(curve.points, kept)), errors=errors)
 
 
 def _is_near(value: float) -> bool:
     return abs(value) < FARTHEST
-
-
-def _ends(mark: Line | Band) -> tuple[float, ...]:
-    return (mark.at,) if isinstance(mark, Line) else (mark.low, mark.high)
 
 
 @contextlib.contextmanager
@@ -123,18 +124,12 @@ def _settings() -> "Iterator[type[Figure]]":
 
 def _height(chart: Chart, title: bool) -> float:
     """In inches: as high as its labels and its legend need."""
-    body = 2.3 if isinstance(chart, Lines) else len(chart.labels) * _row_height(chart)
-    words = _legend_lines(chart) + (len(_title_lines(chart)) if title else 0)
+    body = 2.3
+    if isinstance(chart, Bars):
+        thick = 0.065 if _as_points(chart) else 0.17  # a marker, a bar with its number
+        body = len(chart.labels) * max(0.25, 0.06 + thick * len(chart.series))
+    words = _legend_lines(chart) + (len(textwrap.wrap(chart.title, LETTERS)) if title else 0)
     return max(LEAST, MARGIN + body) + LEGEND_LINE * words
-
-
-def _row_height(chart: Bars) -> float:
-    thick = 0.065 if _as_points(chart) else 0.17  # a marker, a bar with its number
-    return max(0.25, 0.06 + thick * len(chart.series))
-
-
-def _title_lines(chart: Chart) -> list[str]:
-    return textwrap.wrap(chart.title, LETTERS)
 
 
 def _legend(chart: Chart) -> list[str]:
@@ -167,24 +162,23 @@ def _fill(figure: "Figure", chart: Chart, title: bool) -> None:
     if _legend(chart):
         figure.legend(loc="outside lower left", ncols=_legend_columns(chart), borderaxespad=0.2, columnspacing=1.2)
     if title:
-        figure.suptitle("\n".join(_title_lines(chart)), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        figure.suptitle(textwrap.fill(chart.title, LETTERS), x=0.01, ha="left", fontsize=10, fontweight="bold")
 
 
 def _fill_bars(axes: "Axes", chart: Bars) -> None:
-    places, count = range(len(chart.labels)), len(chart.series)
+    places = range(len(chart.labels))
     _scale(axes, chart.axis, "x")
     for number, values in enumerate(chart.series):
         (_points if _as_points(chart) else _bars)(axes, chart, values, number)
     for mark in chart.marks:
-        _mark(axes, mark, "x")
+        _mark(mark, axes.axvline, axes.axvspan)
     axes.set_yticks(places, [_short(label, LABEL) for label in chart.labels])
     axes.set_yticks([place + 0.5 for place in places[:-1]], minor=True)
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)  # the first on top
     axes.tick_params(axis="y", which="both", length=0)
-    axes.set_xlabel(chart.axis.label)
     axes.grid(axis="x")
     if _as_points(chart):  # of one series a line through its points, of several one between their rows
-        axes.grid(axis="y", which="major" if count == 1 else "minor")
+        axes.grid(axis="y", which="major" if len(chart.series) == 1 else "minor")
     _cut(axes, chart)
     _tick(axes, chart.axis, "x")
 
@@ -200,10 +194,11 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
         for y, x, error in zip(_places(chart, number), values.values, errors, strict=True)
         if x is not None and not _is_beyond(chart, x)
     ]
+    xs, ys, widths = zip(*there, strict=True) if there else ((), (), ())
     axes.errorbar(
-        [x for x, _, _ in there],
-        [y for _, y, _ in there],
-        xerr=[error for *_, error in there] if values.errors else None,
+        xs,
+        ys,
+        xerr=widths if values.errors else None,
         fmt=MARKERS[number % len(MARKERS)],
         color=_colour(number),
         label=_short(values.name, LETTERS),
@@ -241,9 +236,10 @@ def _width_of(error: float | None) -> float:
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
-    places, thick = _places(chart, number), 0.9 * THICK / len(chart.series)
-    lengths = [0.0 if value is None else value for value in values.values]
-    drawn = axes.barh(places, lengths, thick, color=_colour(number), label=_short(values.name, LETTERS))
+    thick = 0.9 * THICK / len(chart.series)
+    lengths = [value or 0.0 for value in values.values]
+    label = _short(values.name, LETTERS)
+    drawn = axes.barh(_places(chart, number), lengths, thick, color=_colour(number), label=label)
     if len(chart.series) * len(chart.labels) <= MANY:
         axes.bar_label(drawn, [significant(value) for value in values.values], padding=3, fontsize=8)
         axes.margins(x=0.12)
@@ -256,24 +252,24 @@ def _fill_lines(axes: "Axes", chart: Lines) -> None:
         alike = [other for other in chart.curves[:number] if (other.known, other.under) == (curve.known, curve.under)]
         _curve(axes, curve, number, len(alike))
     for mark in chart.marks:
-        _mark(axes, mark, "y")
-    axes.set_xlabel(chart.across.label)
-    axes.set_ylabel(chart.axis.label)
+        _mark(mark, axes.axhline, axes.axhspan)
     axes.grid()
     _tick(axes, chart.across, "x")
     _tick(axes, chart.axis, "y")
 
 
 def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
-    """The curve of that number, and of that place among those of its sort."""
-    dash = _dash(curve, number, place)
-    marker = MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else ""
+    """The curve of that number, and of that place among those of its sort. Dashes tell apart what markers do not."""
+    if curve.known:
+        dash = DASHES[1 + place % (len(DASHES) - 1)]
+    else:
+        dash = DASHES[(number // len(LIGHT.series) if curve.dots else place) % len(DASHES)]
     errors = [_width_of(error) for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
         [x for x, _ in curve.points],
         [y for _, y in curve.points],
         yerr=errors,
-        marker=marker,
+        marker=MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else "",
         linestyle=dash if curve.joined else "none",
         color=LIGHT.ink if curve.known else _colour(number),
         label=_short(curve.name, LETTERS),
@@ -283,26 +279,15 @@ def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
     )
 
 
-def _dash(curve: Curve, number: int, place: int) -> str:
-    """Where markers do not, dashes tell curves apart, in any colour."""
-    if curve.known:
-        return DASHES[1 + place % (len(DASHES) - 1)]
-    return DASHES[(number // len(LIGHT.series) if curve.dots else place) % len(DASHES)]
-
-
-def _mark(axes: "Axes", mark: Line | Band, across: str) -> None:
-    """A line or band at a value of the axis `across`."""
-    if isinstance(mark, Line):
-        draw = axes.axvline if across == "x" else axes.axhline
-        draw(mark.at, color=LIGHT.ink, linestyle="--", linewidth=1.0, label=mark.name)
+def _mark(mark: Mark, line: Callable[..., object], span: Callable[..., object]) -> None:
+    if mark.high is None:
+        line(mark.low, color=LIGHT.ink, linestyle="--", linewidth=1.0, label=mark.name)
     else:
-        fill = axes.axvspan if across == "x" else axes.axhspan
-        fill(mark.low, mark.high, color=LIGHT.series[-1], alpha=0.2, linewidth=0, label=mark.name)
+        span(mark.low, mark.high, color=LIGHT.series[-1], alpha=0.2, linewidth=0, label=mark.name)
 
 
 def _scale(axes: "Axes", axis: Axis, which: str) -> None:
-    if axis.log:
-        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axes.set(**{f"{which}label": axis.label, f"{which}scale": "log" if axis.log else "linear"})
 
 
 def _tick(axes: "Axes", axis: Axis, which: Literal["x", "y"]) -> None:
@@ -317,18 +302,9 @@ def _tick(axes: "Axes", axis: Axis, which: Literal["x", "y"]) -> None:
         ticks.set_major_locator(MaxNLocator(4))
         ticks.set_minor_locator(NullLocator())
     digits = next(digits for ratio, digits in BETWEEN if high <= ratio * low)
-    ticks.set_major_formatter(FuncFormatter(_plain))
-    ticks.set_minor_formatter(FuncFormatter(functools.partial(_between, digits)))
+    ticks.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))  # 0.001 and 1e-05, without formulas
+    ticks.set_minor_formatter(FuncFormatter(lambda value, place: f"{value:g}" if f"{value:.0e}"[0] in digits else ""))
     axes.tick_params(axis=which, which="both", length=3, pad=3.5)  # all numbers at one height
-
-
-def _plain(value: float, place: int | None) -> str:
-    """0.001 and 1e-05, as text without formulas."""
-    return f"{value:g}"
-
-
-def _between(digits: str, value: float, place: int | None) -> str:
-    return _plain(value, place) if f"{value:.0e}"[0] in digits else ""
 
 
 def _colour(number: int) -> str:
@@ -346,10 +322,3 @@ def _as_html(element: ElementTree.Element, prefix: str) -> None:
         element.set("href", element.attrib.pop(_LINK).replace("#", f"#{prefix}-"))
     for name, value in element.attrib.items():
         element.set(name, value.replace("url(#", f"url(#{prefix}-"))
-
-
-def _named(text: str) -> str:
-    """The SVG with the page's names for its colours."""
-    for name, colour in LIGHT.names().items():
-        text = re.sub(rf"(?<=: ){colour}\b", f"var({name})", text)
-    return text

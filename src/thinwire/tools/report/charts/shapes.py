@@ -1,7 +1,10 @@
-"""The shapes a chart can have: bars by name, and curves over a number."""
+"""The shapes a chart can have: bars by name, and curves over a number; and rows of a record in these shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from thinwire.tools.bench.record import Row
+from thinwire.tools.report.cells import text
 
 Number = float | None
 
@@ -26,20 +29,12 @@ _BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 @dataclass(frozen=True)
-class Line:
-    """A value to compare with, across the chart."""
+class Mark:
+    """A value to compare with, across the chart; or a band of values that mean the same."""
 
-    at: float
     name: str
-
-
-@dataclass(frozen=True)
-class Band:
-    """A range of values that mean the same, across the chart."""
-
     low: float
-    high: float
-    name: str
+    high: float | None = None  # of a band
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Bars:
     axis: Axis
     labels: Sequence[str]
     series: Sequence[Values]
-    marks: Sequence[Line | Band] = ()
+    marks: Sequence[Mark] = ()
     points: bool = False  # even on an axis with a zero
 
     def __bool__(self) -> bool:
@@ -89,10 +84,38 @@ class Lines:
     across: Axis
     axis: Axis
     curves: Sequence[Curve]
-    marks: Sequence[Line | Band] = ()
+    marks: Sequence[Mark] = ()
 
     def __bool__(self) -> bool:
         return any(curve.points for curve in self.curves if not curve.known)
 
 
 Chart = Bars | Lines
+Name = Callable[[Row], str]
+
+
+def named(column: str) -> Name:
+    """The text of a row in that column."""
+    return lambda row: text(row[column])
+
+
+def by_label(
+    rows: Sequence[Row], label: Name, series: Name, value: Callable[[Row], Number]
+) -> tuple[list[str], list[Values]]:
+    """The labels of the rows, and for each series of them its value at each label."""
+    at = {(label(row), series(row)): value(row) for row in rows}
+    labels = list(dict.fromkeys(map(label, rows)))
+    names = dict.fromkeys(map(series, rows))
+    return labels, [Values(name, [at.get((label, name)) for label in labels]) for name in names]
+
+
+def by_name(
+    rows: Sequence[Row], name: Name, place: Callable[[Row], tuple[Number, Number]], *, joined: bool = True
+) -> list[Curve]:
+    """A curve for each name of the rows, through the places that can be drawn."""
+    points: dict[str, list[tuple[float, float]]] = {name(row): [] for row in rows}
+    for row in rows:
+        x, y = place(row)
+        if x and y is not None:
+            points[name(row)].append((x, y))
+    return [Curve(name, sorted(found), joined=joined) for name, found in points.items()]
