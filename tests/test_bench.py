@@ -267,15 +267,18 @@ def test_progress_sees_every_case_and_can_stop_the_run() -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda")
-FEW = copies.Effort(rounds=2, launches=2, footprint=1 << 16, eager_rounds=1, eager_numel=1 << 10, replays=4)
+FEW = timing.Effort(rounds=2, launches=2, slow_rounds=1, slow_numel=1 << 10)
 
 
-def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> kernels_bench.Case:
-    return kernels_bench.Case(op, codec(spec), dtype, numel, 1, CPU)
+def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> kernels_bench.OpCase:
+    world = 4 if op in kernels_bench.SUMS else 1
+    return kernels_bench.OpCase(
+        part="codecs", op=op, name=spec, dtype=dtype, numel=numel, world=world, threads=1, device=CPU
+    )
 
 
 def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
-    return kernels_bench.Plan(device, usual, **asked).jobs()
+    return kernels_bench.KernelPlan(device, usual, **asked).cases()
 
 
 @pytest.mark.parametrize(
@@ -295,9 +298,8 @@ def test_minimal_bytes(op: str, expected: int) -> None:
 
 
 def test_minimal_bytes_of_eight_ranks() -> None:
-    assert replace(a_case("decode_sum"), ranks=8).minimal_bytes == 8 * 1344 + 4 * 1280
-    assert replace(a_case("recode"), ranks=8).minimal_bytes == 8 * 1344 + 1344
-    assert replace(a_case("encode"), ranks=8).minimal_bytes == 4 * 1280 + 1344
+    assert replace(a_case("decode_sum"), world=8).minimal_bytes == 8 * 1344 + 4 * 1280
+    assert replace(a_case("recode"), world=8).minimal_bytes == 8 * 1344 + 1344
 
 
 def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,12 +523,12 @@ def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int)
 
 @pytest.mark.parametrize("op", rivals.OPS)
 def test_a_row_of_torchs_hooks(op: str) -> None:
-    case = rivals.HookCase("torch:per_channel", op, 1000, 1, CPU)
+    case = rivals.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
     row = kernels_bench.row_of(case, reference, FEW, kernels_bench._Inputs())
     assert row["note"] is None
     assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
     assert row["minimal_bytes"] == 1000 * (4 + 1) + 8 * 2  # two channels of 512
-    assert row["rounds"] == FEW.eager_rounds
+    assert row["rounds"] == FEW.slow_rounds
     assert set(record.COLUMNS["kernels"]) <= set(row)
 
 
@@ -539,7 +541,8 @@ def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) 
         return call
 
     monkeypatch.setattr(timing, "captured", captured)
-    case = replay.PathCase(codec(spec), 4096, 8, 1, CPU)
+    monkeypatch.setattr(replay, "REPLAYS", 4)
+    case = replay.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
     row = kernels_bench.row_of(case, kernels.select(CPU), FEW, kernels_bench._Inputs())
     assert row["note"] is None
     assert len(wrapped) == 3  # the path and both copies
@@ -562,7 +565,7 @@ def test_the_path_encodes_recodes_and_decodes(monkeypatch: pytest.MonkeyPatch) -
 
     for name in real:
         monkeypatch.setattr(Codec, name, spy(name))
-    path = replay.PathCase(codec("lloyd4"), 4096, 8, 1, CPU).prepare(torch.randn(4096))
+    path = replay.PathCase(name="lloyd4", numel=4096, world=8, threads=1, device=CPU).prepare(torch.randn(4096))
     calls.clear()
     path()
     shard, message = codec("lloyd4").wire_bytes(512), codec("lloyd4").wire_bytes(4096)
@@ -658,7 +661,7 @@ def gpu_rows() -> list[record.Row]:
     for place, job in enumerate(planned()):
         row: record.Row = dict.fromkeys((*record.COLUMNS["kernels"], "times_compile", "launched_ms", "note"))
         row |= {name: getattr(job, name) for name in ("op", "numel", "world", "threads", "part")}
-        row |= {"codec": job.name, "dtype": kernels_bench.dtype_name(job.dtype), "device": "cuda"}
+        row |= {"codec": job.name, "dtype": timing.dtype_name(job.dtype), "device": "cuda"}
         row |= {"backend": "torch" if job.name.startswith("torch") else "triton"}
         row |= {"ms_p50": 0.002 * (place + 1), "copy_share": place / 1000, "times_eager": 12.0, "launched_ms": 0.0456}
         rows.append(row)

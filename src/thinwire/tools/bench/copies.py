@@ -1,33 +1,55 @@
-"""What a kernel is held against: a copy of its tensor, and a copy of as many bytes as it has to move, by turns with it.
+"""A case of the kernel benchmark, and what kernels are held against: copies of as many bytes, by turns with them.
 
 On a GPU every call goes round sets of buffers that together are several times its cache, so that small tensors come
 from memory as large ones do, kernel and copies alike.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels import Backend
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Row
-from thinwire.tools.bench.timing import Call
+from thinwire.tools.bench.timing import Call, Effort
 
 COLUMNS = (*TIMES, "copy_ms", "times_copy", "copy_share", "copy_same_ms", "minimal_bytes", "cold", "rounds")
+FOOTPRINT = 1 << 28  # bytes that a call goes round on a GPU
 MOST_SETS = 256  # of buffers
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much a run measures."""
+@dataclass(frozen=True, kw_only=True)
+class KernelCase(ABC):
+    """One row of the kernel benchmark."""
 
-    rounds: int = 9  # more => steadier medians
-    launches: int = 1  # of a call in a row, on a GPU; more => less of the clock's own error
-    footprint: int = 0  # bytes a call goes round, on a GPU; several times the cache, or 0: one set of buffers
-    eager_rounds: int = 3  # the reference is slow: fewer rounds,
-    eager_numel: int = 1 << 21  # and on at most this many elements, with the kernel beside it on as many
-    replays: int = 50  # of a graph in a row
+    part: str
+    op: str
+    name: str  # in the column `codec`
+    numel: int
+    dtype: torch.dtype = torch.float32
+    world: int = 1  # wires that the op reads
+    threads: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        size = f"{self.threads} threads" if self.device.type == "cpu" else f"{self.numel} elements"
+        return f"{self.op} {self.name} {timing.dtype_name(self.dtype)}, {size}"
+
+    @property
+    @abstractmethod
+    def minimal_bytes(self) -> int:
+        """Each input byte read once, each output byte written once."""
+
+    @abstractmethod
+    def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
+        """The time columns, of x or of a part of it."""
+
+    def backend_name(self, backend: Backend) -> str:
+        """What the column `backend` says where `backend` serves the device."""
+        return timing.name_of(backend)
 
 
 def beside(
@@ -36,15 +58,17 @@ def beside(
     moved: int,
     effort: Effort,
     *,
+    cold: bool = True,
     sets: int | None = None,
     wrap: Callable[[Call], Call] = lambda call: call,
 ) -> Row:
     """The time columns of what `make` prepares on x, which moves at least `moved` bytes.
 
-    `sets` of buffers, by default as many as fill the footprint; `wrap` is put around all calls that are compared.
+    `cold`: on a GPU, from memory rather than from its cache. `sets` of buffers, by default as many as fill the
+    footprint; `wrap` is put around all calls that are compared.
     """
-    cold = x.device.type == "cuda" and effort.footprint > 0
-    footprint = effort.footprint if cold else 0
+    cold = cold and x.device.type == "cuda"
+    footprint = FOOTPRINT if cold else 0
     half = _bytes(x, -(-moved // 32) * 16)  # whole vectors: a copy that ends in odd bytes may go by bytes
     calls = {
         "copy": _ring(x, _copy, wrap, sets_for(2 * x.numel() * x.itemsize, footprint)),
@@ -52,11 +76,17 @@ def beside(
         "ours": _ring(x, make, wrap, sets or sets_for(moved, footprint)),
     }
     times = timing.interleave(calls, effort.rounds, x.device, effort.launches)
-    p20, p50, p80 = timing.percentiles(times["ours"])
-    copy_ms, copy_same_ms = (timing.percentiles(times[name])[1] for name in ("copy", "same"))
-    shares = {"copy_ms": copy_ms, "times_copy": p50 / copy_ms, "copy_share": copy_same_ms / p50}
-    extras = {"copy_same_ms": copy_same_ms, "minimal_bytes": moved, "cold": cold, "rounds": effort.rounds}
-    return {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80, **shares, **extras}
+    copy_ms, same_ms, ours_ms = (timing.percentiles(taken)[1] for taken in times.values())
+    return {
+        **timing.columns(times["ours"]),
+        "copy_ms": copy_ms,
+        "times_copy": ours_ms / copy_ms,
+        "copy_share": same_ms / ours_ms,
+        "copy_same_ms": same_ms,
+        "minimal_bytes": moved,
+        "cold": cold,
+        "rounds": effort.rounds,
+    }
 
 
 def sets_for(nbytes: int, footprint: int) -> int:

@@ -25,7 +25,7 @@ class Method:
     """How all layers of a network are quantised in place, given the bits of weights and activations."""
 
     name: str
-    quantise: Callable[[nn.Module, int], None]
+    quantize: Callable[[nn.Module, int], None]
     control: bool = False  # ought to fail
     peer: bool = False  # torch's own
     at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
@@ -35,7 +35,7 @@ class Method:
 
     def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
         """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
-        self.quantise(model, bits)
+        self.quantize(model, bits)
         with torch.no_grad():
             model.eval()(images)
         for module in model.modules():
@@ -86,7 +86,7 @@ class AbsmaxAlways(AbsmaxStart):
         return fake_quantize(x, start.scale_C, quant_min=low, quant_max=high, axis=self.axis, gradient="torch")
 
 
-class Slot(nn.Module):
+class FakeQuantAdapter(nn.Module):
     """A quantiser by torch's names in the place of one of thinwire's."""
 
     group = 0
@@ -97,24 +97,24 @@ class Slot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x on the grid."""
-        quantised: Tensor = self.fake_quant(x)
-        return quantised
+        quantized: Tensor = self.fake_quant(x)
+        return quantized
 
 
 def _leave(model: nn.Module, bits: int) -> None:
     """Nothing is quantised."""
 
 
-def _by_lsq(quantiser: type[LSQ], model: nn.Module, bits: int) -> None:
-    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantiser=quantiser)
+def _by_lsq(kind: type[LSQ], model: nn.Module, bits: int) -> None:
+    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantiser=kind)
 
 
 def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int) -> None:
     """As torch's module is meant: observers give the first ranges, symmetric for weights, affine for activations."""
     _by_lsq(LSQ, model, bits)
     for layer in [module for module in model.modules() if isinstance(module, QuantisedLayer)]:
-        layer.register_module("weight_quantiser", Slot(_weights(kind, bits, len(layer.weight))))
-        layer.register_module("act_quantiser", Slot(_activations(kind, bits)))
+        layer.register_module("weight_quantiser", FakeQuantAdapter(_weights(kind, bits, len(layer.weight))))
+        layer.register_module("act_quantiser", FakeQuantAdapter(_activations(kind, bits)))
 
 
 def _weights(kind: Callable[..., nn.Module], bits: int, channels: int) -> nn.Module:

@@ -4,15 +4,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import Backend, reference
 from thinwire.tools.bench import copies
-from thinwire.tools.bench.copies import Effort
+from thinwire.tools.bench.copies import KernelCase
 from thinwire.tools.bench.record import Row
-from thinwire.tools.bench.timing import Call
+from thinwire.tools.bench.timing import Call, Effort
 
 CHANNEL = 512  # elements: the default of torch's per-channel hook
 OPS = ("encode", "decode")
@@ -46,37 +47,25 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class HookCase:
-    """One row to be measured: what torch's quantisation hook does to a bucket before or after its messages."""
+@dataclass(frozen=True, kw_only=True)
+class HookCase(KernelCase):
+    """What torch's quantisation hook does to a bucket before or after its messages; `name` is one of HOOKS."""
 
-    name: str  # of HOOKS; in the column `codec`
-    op: str
-    numel: int
-    threads: int
-    device: torch.device
-    dtype: torch.dtype = torch.float32
     part: str = "rivals"
-
-    world = 1
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.name}, {self.numel} elements"
 
     @property
     def minimal_bytes(self) -> int:
-        """The tensor, a byte an element, and 8 bytes of scale and zero point."""
+        """The tensor, one byte per element, and 8 bytes per scale and zero point."""
         return self.numel * (self.dtype.itemsize + 1) + 8 * HOOKS[self.name].scales(self.numel)
 
-    def backend(self, backend: Backend) -> str:
-        """In the column `backend`."""
+    def backend_name(self, backend: Backend) -> str:
         return "torch"
 
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
-        """Time columns. The slow hook gets few rounds. One set of buffers: its own temporaries fill any cache."""
-        few = replace(effort, rounds=effort.eager_rounds, launches=1) if HOOKS[self.name].slow else effort
+        """The slow hook gets few rounds. One set of buffers: its own temporaries fill any cache."""
+        few = replace(effort, rounds=effort.slow_rounds, launches=1) if HOOKS[self.name].slow else effort
         with quiet():
-            return {**copies.beside(x, self.prepare, self.minimal_bytes, few, sets=1), "times_eager": None}
+            return copies.beside(x, self.prepare, self.minimal_bytes, few, sets=1)
 
     def prepare(self, x: Tensor) -> Call:
         """The op on x."""
@@ -91,56 +80,57 @@ def _drop(result: object) -> None:
     """A timed call returns nothing."""
 
 
+def _torch_hooks() -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+    return quantization_hooks
+
+
 def _per_tensor_encode(x: Tensor) -> Quantized:
     """As in `quantization_pertensor_hook`: observe, bring scale and zero point to the device, quantise."""
     from torch.ao.quantization import MinMaxObserver
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
     observer = MinMaxObserver().to(x.device)
     observer(x)
-    scale, zero = observer.calculate_qparams()
-    both = torch.FloatTensor([scale, zero]).to(x.device)
-    return quantization_hooks._quantize_per_tensor_backend(x, both[0], both[1]), both[0], both[1]
+    scale, zero = torch.FloatTensor([*observer.calculate_qparams()]).to(x.device)
+    return _torch_hooks()._quantize_per_tensor_backend(x, scale, zero), scale, zero
 
 
 def _per_tensor_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    decoded: Tensor = quantization_hooks._dequantize_per_tensor_backend(codes, scale, zero)
+    decoded: Tensor = _torch_hooks()._dequantize_per_tensor_backend(codes, scale, zero)
     return decoded
 
 
 def _per_channel_encode(x: Tensor) -> Quantized:
     """As in `quantization_perchannel_hook`: pad to channels, observe, quantise channel by channel."""
     from torch.ao.quantization import PerChannelMinMaxObserver
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
     padded = torch.nn.functional.pad(x, (0, CHANNEL - len(x) % CHANNEL), mode="constant", value=0)
     x_CB = padded.view(-1, CHANNEL).to(x.device)
     observer = PerChannelMinMaxObserver().to(x.device)
     observer(x_CB)
     scale_C, zero_C = torch.stack(observer.calculate_qparams()).to(x.device)
-    return quantization_hooks._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
+    return _torch_hooks()._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
 
 
 def _per_channel_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    decoded: Tensor = quantization_hooks._dequantize_per_channel_backend(codes, scale, zero)
+    decoded: Tensor = _torch_hooks()._dequantize_per_channel_backend(codes, scale, zero)
     return decoded.flatten()
 
 
 @dataclass(frozen=True)
-class Hook:
-    """The two halves of a hook."""
+class HookHalves:
+    """What one of torch's hooks does before and after its messages."""
 
     encode: Callable[[Tensor], Quantized]
     decode: Callable[[Tensor, Tensor, Tensor], Tensor]
-    scales: Callable[[int], int]  # how many a tensor of so many elements has
+    scales: Callable[[int], int]  # how many scales a tensor of so many elements has
     slow: bool = False  # a loop over channels: over a second for 2**24 elements
 
 
 HOOKS = {
-    "torch:per_tensor": Hook(_per_tensor_encode, _per_tensor_decode, lambda numel: 1),
-    "torch:per_channel": Hook(_per_channel_encode, _per_channel_decode, lambda numel: numel // CHANNEL + 1, slow=True),
+    "torch:per_tensor": HookHalves(_per_tensor_encode, _per_tensor_decode, lambda numel: 1),
+    "torch:per_channel": HookHalves(
+        _per_channel_encode, _per_channel_decode, lambda numel: numel // CHANNEL + 1, slow=True
+    ),
 }

@@ -17,10 +17,10 @@ from thinwire.errors import CodecError, RecordError
 from thinwire.tools.advise import machine as machines
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
-from thinwire.tools.bench.demo import Tick, Watch
-from thinwire.tools.bench.link import Link
+from thinwire.tools.bench.demo import Observer, Tick
+from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Interrupted, Record, read, write
-from thinwire.tools.bench.schemes import Scheme
+from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.cli import findings, flags, screen
 from thinwire.tools.report import charts, page, tables
 from thinwire.tools.report.charts import draw
@@ -108,7 +108,7 @@ def command(
     raise typer.Exit(status if written else 1)
 
 
-def _schemes(codecs: list[str] | None) -> tuple[tuple[Scheme, ...], list[str] | None]:
+def _schemes(codecs: list[str] | None) -> tuple[tuple[TrainScheme, ...], list[str] | None]:
     """What will be trained, and the names it was asked for by."""
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     with screen.usage_errors("--codecs", CodecError):
@@ -123,11 +123,11 @@ def _start_again_as_own_root() -> NoReturn:
 
 
 def _measure(
-    schemes: Sequence[Scheme],
+    schemes: Sequence[TrainScheme],
     world: int,
     named: list[str] | None,
     steps: int | None,
-    shaped: Link | None,
+    shaped: ShapedLink | None,
     quick: bool,
 ) -> tuple[Record, int]:
     """The record, and the exit status so far."""
@@ -144,7 +144,7 @@ def _measure(
 
 
 @contextlib.contextmanager
-def _watch(schemes: Sequence[Scheme]) -> Iterator[Watch]:
+def _watch(schemes: Sequence[TrainScheme]) -> Iterator[Observer]:
     """Bars on standard error; one line a run where that is no terminal."""
     console = screen.console(stderr=True)
     if not console.is_terminal:
@@ -172,7 +172,7 @@ class _Lines:
 class _Bars:
     """A bar for the runs of each codec, and before them one for what else takes time."""
 
-    def __init__(self, bar: Bar, schemes: Sequence[Scheme]) -> None:
+    def __init__(self, bar: Bar, schemes: Sequence[TrainScheme]) -> None:
         self._bar = bar
         self._stage = self._add("", None)
         self._runs = {scheme: self._add(str(scheme), 1.0) for scheme in schemes}
