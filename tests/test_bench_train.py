@@ -175,9 +175,9 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert [task.value for task in cli.Task] == list(tasks.TASKS) == list(bench.CODECS)
-    assert [optimizer.value for optimizer in cli.Optimizer] == list(schemes.OPTIMIZERS)
-    assert [feedback.value for feedback in cli.Feedback] == list(schemes.FEEDBACKS)
+    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS)
+    assert list(cli.OptimizerName) == list(schemes.OPTIMIZERS)
+    assert list(cli.FeedbackName) == list(schemes.FEEDBACKS)
 
 
 @pytest.mark.parametrize(
