@@ -447,7 +447,7 @@ def test_prepared_ops_do_what_they_say(op: str) -> None:
 
 def test_a_kernels_run() -> None:
     before = torch.get_num_threads()
-    found = kernels_bench.run("cpu", ["int8", "lloyd1"], 4096, threads=[1, before + 1], quick=True)
+    found = kernels_bench.run("cpu", codecs=["int8", "lloyd1"], numels=[4096], threads=[1, before + 1], quick=True)
     assert torch.get_num_threads() == before
     assert record.loads(record.dumps(found)) == found
     per_count = len(kernels_bench.OPS) * 2 + len(kernels_bench.OPS) - 1  # int8 on bfloat16 too, but for the recode
@@ -464,7 +464,7 @@ def test_a_kernels_run() -> None:
 
 
 def test_a_world_and_several_sizes() -> None:
-    found = kernels_bench.run("cpu", ["int4"], [500, 700], ["recode"], threads=[1], quick=True, ranks=3)
+    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True, ranks=3)
     assert [(row["numel"], row["world"], row["minimal_bytes"]) for row in found.rows] == [
         (numel, 3, 4 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
     ]
@@ -472,7 +472,8 @@ def test_a_world_and_several_sizes() -> None:
 
 def test_the_reference_is_not_compared_with_itself() -> None:
     with use_backend("reference"):
-        found = kernels_bench.run("cpu", ["int8"], 1000, ["decode"], ["float32"], [1], quick=True)
+        asked: Any = {"ops": ["decode"], "dtypes": ["float32"], "threads": [1]}
+        found = kernels_bench.run(codecs=["int8"], numels=[1000], quick=True, **asked)
     assert [(row["backend"], row["times_eager"], row["eager_numel"]) for row in found.rows] == [
         ("reference", None, None)
     ]
@@ -498,7 +499,7 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     def fails() -> None:
         raise TypeError("no")
 
-    monkeypatch.setattr(kernels_bench.rivals, "Compiled", fails)
+    monkeypatch.setattr(kernels_bench.rivals, "compiled", fails)
     case = replace(a_case("encode"), rivals=(kernels_bench.EAGER, kernels_bench.COMPILE))
     with use_backend("reference"):
         row = kernels_bench.row_of(case, BACKENDS["reference"], FEW, kernels_bench._Inputs())
@@ -722,7 +723,7 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
 
     def run(*arguments: Any, **keys: Any) -> record.Record:
         del keys["progress"]
-        asked.append((arguments, keys))
+        asked.append((arguments, {name: value for name, value in keys.items() if value}))
         row = {**dict.fromkeys(record.COLUMNS["kernels"]), "device": "cpu", "note": "RuntimeError: no"}
         return record.Record("kernels", record.conditions(CPU), [row, row][: len(asked) - 1])
 
@@ -731,8 +732,8 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     plain = CliRunner().invoke(app, command)
     full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--world", "8", "--parts", "sizes,codecs", "--compile"])
     assert asked == [
-        (("cpu", [], None, kernels_bench.OPS, None, None, False, False), {"parts": None, "ranks": None}),
-        (("cpu", [], [7, 9], kernels_bench.OPS, None, None, False, True), {"parts": ["sizes", "codecs"], "ranks": 8}),
+        (("cpu",), {}),
+        (("cpu",), {"numels": [7, 9], "ranks": 8, "parts": ["sizes", "codecs"], "compile": True}),
     ]
     assert (plain.exit_code, plain.stderr) == (0, "")
     assert full.exit_code == 1  # a row without a time

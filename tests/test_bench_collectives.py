@@ -26,7 +26,7 @@ EVERYTHING = ",".join(bench.VERBS)
 def a_case(
     verb: str = "all_reduce", world: int = 2, numel: int = 1000, names: tuple[str, ...] = ("int8",)
 ) -> CollectiveCase:
-    return CollectiveCase(verb, world, None, numel, 1, bench.entries(names, verb, world))
+    return CollectiveCase(verb, world, None, numel, bench.entries(names, verb, world))
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     assert (row["bytes_per_rank"], row["wire_limit_share"]) == (300, None)
     assert (row["cpu_ms_per_rank"], row["rel_error"]) == (2, math.sqrt(9e-4))
     assert row["identical"] is False
-    shaped = CollectiveCase("all_reduce", 2, MBIT, 1000, 1, bench.entries(["int8"], "all_reduce", 2))
+    shaped = CollectiveCase("all_reduce", 2, MBIT, 1000, bench.entries(["int8"], "all_reduce", 2))
     (row,) = bench.rows_of(shaped, parts)
     assert row["bytes_per_rank"] == 310 - 110  # what the barrier sends is not the call's
     assert row["bytes_payload"] == 290 - 50

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +33,8 @@ def invoke(*flags: str) -> Any:
 
 
 def a_plan(*names: str, task: str = "digits", seeds: int = 2, link: links.ShapedLink | None = None) -> TrainPlan:
-    return TrainPlan(tasks.find(task, quick=True), 2, link, "adam", bench.lineup(task, names), seeds, 3, bench.QUICK, 1)
+    small = replace(tasks.find(task, quick=True), seeds=seeds, steps=3)
+    return TrainPlan(small, bench.lineup(task, names), 2, link, "adam", bench.QUICK)
 
 
 def number(row: record.Row, name: str) -> float:
@@ -310,7 +312,7 @@ def test_a_quick_run_on_digits(program: Ended) -> None:
 
 
 def train(group: dist.ProcessGroup, plan: TrainPlan, scheme: TrainScheme) -> list[Trained]:
-    return [bench.train(plan, TrainingRun(scheme, seed)) for seed in range(plan.seeds)]
+    return [bench.train(plan, TrainingRun(scheme, seed)) for seed in range(plan.task.seeds)]
 
 
 @pytest.mark.program(*QUICK, "--task", "gpt", "--codecs", "lloyd2", "--steps", "3")

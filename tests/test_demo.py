@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,7 +45,8 @@ def said(text: str) -> str:
 
 
 def a_plan(steps: int = 5) -> TrainPlan:
-    return TrainPlan(tasks.QUICK_DEMO, 2, None, "adam", bench.lineup(["lloyd2"]), 1, steps, train.QUICK, 1)
+    task = replace(tasks.QUICK_DEMO, seeds=1, steps=steps)
+    return TrainPlan(task, bench.lineup(["lloyd2"]), 2, None, "adam", train.QUICK)
 
 
 def a_row(codec: str, ms: float = 60.0, ratio: float | None = 0.0, **others: Any) -> Row:
@@ -235,7 +237,7 @@ def test_bytes_that_nobody_knows() -> None:
 
 
 def test_bytes_are_counted_at_the_interface_of_a_shaped_link() -> None:
-    plan = TrainPlan(tasks.DEMO, 2, links.parse("1gbit"), "adam", bench.lineup(None), 1, 1, train.QUICK, 1)
+    plan = TrainPlan(tasks.DEMO, bench.lineup(None), 2, links.parse("1gbit"), "adam", train.QUICK)
     assert bench._bytes_columns(plan, plan.schemes[0], a_row("none")) == {"bytes_from": "interface"}
 
 

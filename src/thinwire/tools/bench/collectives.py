@@ -73,14 +73,13 @@ class CollectiveCase:
     world: int
     link: ShapedLink | None
     numel: int
-    threads: int
     entries: tuple[Entry, ...]
     nodes: int | None = None  # None => every rank has a link of its own
 
     @property
-    def setting(self) -> tuple[int, ShapedLink | None, int, int | None]:
+    def setting(self) -> tuple[int, ShapedLink | None, int | None]:
         """What the ranks are started with."""
-        return self.world, self.link, self.threads, self.nodes
+        return self.world, self.link, self.nodes
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes else ""
@@ -109,7 +108,6 @@ def run(
     algorithm: str | None = None,
     rounds: int | None = None,
     quick: bool = False,
-    threads: int = 1,
     nodes: int | None = None,
     progress: Progress = iter,
 ) -> Record:
@@ -119,13 +117,11 @@ def run(
     for world in worlds:
         check_nodes(nodes, world, link, codecs, verbs)
     cases = [
-        CollectiveCase(
-            verb, world, link, divisible(verb, world, numel), threads, entries(codecs, verb, world, algorithm), nodes
-        )
+        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world, algorithm), nodes)
         for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
-    with timing.threads(threads):
+    with timing.threads(launch.THREADS):
         return collect("collectives", torch.device("cpu"), _rows(cases, effort, progress))
 
 
@@ -240,7 +236,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "identical": _identical(case.verb, samples),
             "auto": entry.algorithm == "auto",
             "rounds": len(times),
-            "threads": case.threads,
+            "threads": launch.THREADS,
             "cores": os.cpu_count(),
             "plain_cpu_ms": _cpu_ms(plain),
             "bf16_cpu_ms": _cpu_ms(bf16),

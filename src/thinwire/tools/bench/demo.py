@@ -6,19 +6,19 @@ own all_reduce too: by formula, where no interface counts them (`bytes_from` say
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from thinwire.tools.bench import launch, tasks, train
+from thinwire.tools.bench import tasks, train
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import CURVE, Record, Row
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
 from thinwire.tools.bench.timing import Effort
-from thinwire.tools.bench.train import Results, Trained, Trainer, TrainingRun, TrainPlan
+from thinwire.tools.bench.train import Trained, Trainer, TrainingRun, TrainPlan
 
 WORLD = 2
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2")
@@ -64,74 +64,62 @@ def run(
 ) -> Record:
     """A record of kind "train". Ctrl-C raises Interrupted with the rows of the schemes that were finished."""
     task = tasks.QUICK_DEMO if quick else tasks.DEMO
-    plan = TrainPlan(
-        task=task,
-        world=world,
-        link=link,
-        optimizer=task.optimizer,
-        schemes=lineup(codecs),
-        seeds=task.seeds,
-        steps=steps or task.steps,
-        effort=train.QUICK if quick else EFFORT,
-    )
+    task = replace(task, steps=steps or task.steps)
+    plan = TrainPlan(task, lineup(codecs), world, link, task.optimizer, train.QUICK if quick else EFFORT)
     return train.recorded(plan, _rows(plan, observer))
 
 
 def _rows(plan: TrainPlan, observer: Observer) -> Generator[Row]:
+    def staged(cases: Sequence[Any]) -> Iterator[Any]:
+        for case in cases:
+            if case == train.STEP_TIMES:
+                observer.stage("timing steps")
+            yield case
+
     observer.stage(f"starting {plan.world} ranks")
-    with launch.ranks(plan.world, plan.link, plan.threads) as world:
-        observer.stage("timing steps")
-        times = world.run(train.time_steps, plan)
-        results: dict[TrainScheme, Results] = {}
-        for scheme in plan.schemes:
-            runs = _ObservedRuns(plan, scheme, observer)
-            results[scheme] = [runs.train(world, seed) for seed in range(plan.seeds)]
-            row = train.row_of(plan, scheme, results, times)
-            # [step, loss of the batches since the last point]: the mean over ranks and seeds
-            curve: Row = {CURVE: [[step, fmean(losses)] for step, losses in runs.losses.items()]}
-            yield row | _bytes_columns(plan, scheme, row) | curve
+    runs = _ObservedRuns(plan, observer)
+    for scheme, row in zip(plan.schemes, train.rows(plan, staged, runs.train), strict=True):
+        # [step, loss of the batches since the last point]: the mean over ranks and seeds
+        curve: Row = {CURVE: [[step, fmean(losses)] for step, losses in runs.losses.items()]}
+        yield row | _bytes_columns(plan, scheme, row) | curve
 
 
 class _ObservedRuns:
-    """The runs of one scheme, seed after seed."""
+    """Runs in pieces, with a tick after each; a scheme's are told from its first seed on."""
 
-    def __init__(self, plan: TrainPlan, scheme: TrainScheme, observer: Observer) -> None:
+    def __init__(self, plan: TrainPlan, observer: Observer) -> None:
         self._plan = plan
-        self._scheme = scheme
         self._observer = observer
-        self._begun = time.monotonic()
-        self._sent = 0.0
-        self.losses: dict[int, list[float]] = {}  # by step, then by seed
+        self.losses: dict[int, list[float]] = {}  # of the scheme at hand: by step, then by seed
 
-    def train(self, world: World, seed: int) -> list[Trained]:
+    def train(self, world: World, run: TrainingRun) -> list[Trained]:
         """One run; what each rank holds after it."""
-        world.run(begin, self._plan, TrainingRun(self._scheme, seed))
+        if run.seed == 0:
+            self.losses = {}
+            self._begun = time.monotonic()
+            self._sent: float | None = 0.0
+        world.run(begin, self._plan, run)
         before = self._sent
-        for first, last in _slices(self._plan.steps):
+        for first, last in _slices(self._plan.task.steps):
             looks: list[Look] = world.run(advance, last - first)
             self.losses.setdefault(last, []).append(fmean(look.loss for look in looks))
-            self._show(seed, last, before, looks)
+            sent = self._sent_in(run.scheme, last, looks)
+            self._sent = None if before is None or sent is None else before + sent
+            self._observer.tick(self._tick(run, last))
         trained: list[Trained] = world.run(finish)
         return trained
 
-    def _show(self, seed: int, step: int, before: float, looks: "list[Look]") -> None:
-        sent = self._sent_in(step, looks)
-        self._sent = before + (sent or 0.0)
-        tick = Tick(
-            scheme=self._scheme,
-            step=seed * self._plan.steps + step,
-            steps=self._plan.seeds * self._plan.steps,
-            loss=self.losses[step][-1],
-            sent=None if sent is None else self._sent,
-            seconds=time.monotonic() - self._begun,
-        )
-        self._observer.tick(tick)
+    def _tick(self, run: TrainingRun, step: int) -> Tick:
+        steps = self._plan.task.steps
+        seconds = time.monotonic() - self._begun
+        done = run.seed * steps + step
+        return Tick(run.scheme, done, self._plan.task.seeds * steps, self.losses[step][-1], self._sent, seconds)
 
-    def _sent_in(self, steps: int, looks: "list[Look]") -> float | None:
+    def _sent_in(self, scheme: TrainScheme, steps: int, looks: "list[Look]") -> float | None:
         counted = [look.sent for look in looks if look.sent is not None]
         if counted:
             return float(max(counted))
-        each = ring_bytes(self._scheme, looks[0].params, self._plan.world)
+        each = ring_bytes(scheme, looks[0].params, self._plan.world)
         return None if each is None else steps * each
 
 

@@ -9,9 +9,10 @@ Inputs are Gaussian; the speed of the kernels does not hang on the values. A run
     rivals   torch.compile of the reference and torch's quantisation hooks (bench/rivals.py)
 """
 
-import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,51 +103,55 @@ class KernelPlan:
 
     device: torch.device
     usual: Defaults
-    codecs: tuple[Codec, ...] = ()
-    numels: tuple[int, ...] = ()
-    ops: tuple[str, ...] = OPS
-    dtypes: tuple[str, ...] = ()
-    threads: tuple[int, ...] = ()
-    parts: tuple[str, ...] = ()
-    ranks: int = 0
+    codecs: Sequence[str | Codec] = ()
+    numels: Sequence[int] = ()
+    ops: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    threads: Sequence[int] = ()
+    parts: Sequence[str] = ()
+    ranks: int | None = None
     compile: bool = False  # True => torch.compile beside every case of the codecs; seconds more per case
 
     def cases(self) -> list[KernelCase]:
-        """The cases of the parts, in order."""
+        """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
+        for part in self.parts:
+            check(part, self.device)
+        kept = ("codecs",) if self.numels else ("codecs", "sizes") if self.codecs or self.ops else PARTS
         makers: dict[str, Callable[[], Iterator[KernelCase]]] = {
             "codecs": self._by_codec,
             "sizes": self._by_size,
             "replay": self._replays,
             "rivals": self._rivals,
         }
-        return [case for part in self._parts for case in makers[part]()]
+        parts = self.parts or [part for part in self.usual.parts if part in kept]
+        return [case for part in parts for case in makers[part]()]
 
     def _by_codec(self) -> Iterator[KernelCase]:
         beside = (EAGER, COMPILE) if self.compile else (EAGER,)
-        for numel, count in itertools.product(self.numels or (self.usual.numel,), self._threads):
+        for numel, count in product(self.numels or (self.usual.numel,), self._threads):
             for name in self._codecs(self.usual.codecs):
-                for dtype, op in itertools.product(self._dtypes(name), self.ops):
+                for dtype, op in product(self._dtypes(name), self.ops or OPS):
                     if self._tells(op, dtype):
                         yield replace(self._op("codecs", name, op, numel, beside), dtype=dtype, threads=count)
 
     def _by_size(self) -> Iterator[KernelCase]:
-        for size, dtype in itertools.product(self.numels or self.usual.size_bytes, DTYPES.values()):
+        for size, dtype in product(self.numels or self.usual.size_bytes, DTYPES.values()):
             numel = size if self.numels else size // dtype.itemsize
-            for name, op in itertools.product(self._codecs(self.usual.swept), self.ops):
+            for name, op in product(self._codecs(self.usual.swept), self.ops or OPS):
                 if dtype in self._dtypes(name) and self._tells(op, dtype):
                     yield replace(self._op("sizes", name, op, numel, ()), dtype=dtype)
 
     def _replays(self) -> Iterator[KernelCase]:
-        for name, numel in itertools.product(self._codecs(replay.CODECS), self.numels or self.usual.path_numels):
+        for name, numel in product(self._codecs(replay.CODECS), self.numels or self.usual.path_numels):
             yield PathCase(name=name, numel=numel, world=self._ranks, threads=self._threads[-1], device=self.device)
 
     def _rivals(self) -> Iterator[KernelCase]:
         numel = min(self.numels or (self.usual.rival_numel,))
-        ops = [op for op in self.ops if op in rivals.OPS]
-        for name, op in itertools.product(rivals.HOOKS, ops):
+        ops = [op for op in self.ops or OPS if op in rivals.OPS]
+        for name, op in product(rivals.HOOKS, ops):
             yield HookCase(op=op, name=name, numel=numel, threads=self._threads[-1], device=self.device)
         beside = (EAGER, COMPILE) if self.usual.compile or self.compile else (EAGER,)
-        for name, op in itertools.product(self._codecs(COMPILED), ops):
+        for name, op in product(self._codecs(COMPILED), ops):
             yield self._op("rivals", name, op, numel, beside)
 
     def _op(self, part: str, name: str, op: str, numel: int, beside: tuple[str, ...]) -> OpCase:
@@ -161,62 +166,29 @@ class KernelPlan:
         return bool(self.dtypes) or op != "recode" or dtype == torch.float32
 
     def _codecs(self, default: Sequence[str]) -> list[str]:
-        return [str(chosen) for chosen in self.codecs or map(codec, default)]
+        return [str(codec(spec)) for spec in self.codecs or default]
 
     def _dtypes(self, name: str) -> list[torch.dtype]:
-        if self.dtypes:
-            return [DTYPES[name] for name in self.dtypes]
         both = self.usual.bf16_codecs is None or name in self.usual.bf16_codecs
-        return [torch.float32, torch.bfloat16] if both else [torch.float32]
+        usual = ("float32", "bfloat16") if both else ("float32",)
+        return [DTYPES[dtype] for dtype in self.dtypes or usual]
 
     @property
-    def _parts(self) -> tuple[str, ...]:
-        """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
-        for part in self.parts:
-            check(part, self.device)
-        kept = ("codecs",) if self.numels else ("codecs", "sizes") if self.codecs or self.ops != OPS else PARTS
-        return self.parts or tuple(part for part in self.usual.parts if part in kept)
-
-    @property
-    def _threads(self) -> tuple[int, ...]:
+    def _threads(self) -> Sequence[int]:
         """1 and all on the CPU; on another device host threads do nothing."""
         every = torch.get_num_threads()
-        return self.threads or (tuple(sorted({1, every})) if self.device.type == "cpu" else (every,))
+        return self.threads or (sorted({1, every}) if self.device.type == "cpu" else [every])
 
     @property
     def _ranks(self) -> int:
         return self.ranks or self.usual.ranks
 
 
-def run(
-    device: str | torch.device = "cpu",
-    codecs: Sequence[str | Codec] = (),
-    numel: int | Sequence[int] | None = None,
-    ops: Sequence[str] = OPS,
-    dtypes: Sequence[str] | None = None,
-    threads: Sequence[int] | None = None,
-    quick: bool = False,
-    compile: bool = False,
-    progress: Progress = iter,
-    *,
-    parts: Sequence[str] | None = None,
-    ranks: int | None = None,
-) -> Record:
-    """A record of kind "kernels". What is empty or None is that of `defaults`; `ranks` is the world of sums."""
+def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Progress = iter, **asked: Any) -> Record:
+    """A record of kind "kernels"; what is asked for are fields of KernelPlan."""
     device = torch.device(device)
     backend = kernels.select(device)
-    plan = KernelPlan(
-        device=device,
-        usual=defaults(device, backend, quick),
-        codecs=tuple(codec(spec) for spec in codecs),
-        numels=(numel,) if isinstance(numel, int) else tuple(numel or ()),
-        ops=tuple(ops),
-        dtypes=tuple(dtypes or ()),
-        threads=tuple(threads or ()),
-        parts=tuple(parts or ()),
-        ranks=ranks or 0,
-        compile=compile,
-    )
+    plan = KernelPlan(device, defaults(device, backend, quick), **asked)
     return collect("kernels", device, _rows(plan.cases(), backend, timing.effort_on(device, quick), progress))
 
 
@@ -314,7 +286,7 @@ def _rivals(case: OpCase, backend: Backend, effort: Effort, x: Tensor) -> Row:
         row = {EAGER: _times(small, backend, reference, effort, part), "eager_numel": small.numel}
     if COMPILE in case.rivals:
         try:
-            row |= {COMPILE: _times(small, backend, rivals.Compiled(), effort, part), "eager_numel": small.numel}
+            row |= {COMPILE: _times(small, backend, rivals.compiled(), effort, part), "eager_numel": small.numel}
         except Exception as error:  # a compiler may raise anything
             row |= {"note": f"torch.compile of the reference: {timing.note_of(error)}"}
     return row

@@ -33,6 +33,7 @@ from thinwire.tools.bench import link as links
 from thinwire.tools.bench.link import ShapedLink
 
 STOP_S = 20.0
+THREADS = 1
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -80,8 +81,8 @@ class World:
 
 
 @contextlib.contextmanager
-def ranks(size: int, link: ShapedLink | None = None, threads: int = 1, nodes: int | None = None) -> Iterator[World]:
-    """Start `size` ranks with `threads` torch threads each, end them with the block.
+def ranks(size: int, link: ShapedLink | None = None, nodes: int | None = None) -> Iterator[World]:
+    """Start `size` ranks of THREADS torch threads each, end them with the block.
 
     With a link, `nodes` hosts have equally many of them, in order; without it ranks find each other over loopback.
     """
@@ -95,7 +96,7 @@ def ranks(size: int, link: ShapedLink | None = None, threads: int = 1, nodes: in
                 host = hosts[rank * len(hosts) // size] if hosts else None
                 near, far = multiprocessing.Pipe()
                 pipes.append(near)
-                arguments = (far, rank, size, host, threads, folder)
+                arguments = (far, rank, size, host, folder)
                 # Spawned: a fork would copy the locks of torch's threads.
                 process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
                 process.start()
@@ -130,14 +131,14 @@ def _no_ctrl_c() -> Iterator[None]:
 # The ranks' side.
 
 
-def _serve(pipe: Connection, rank: int, size: int, host: str | None, threads: int, folder: Path) -> None:
+def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path) -> None:
     """Join the group, say so, answer calls until told to end."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_hear, args=(pipe, calls), daemon=True).start()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(THREADS)
     pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"))))))
     while call := calls.get():
         pipe.send_bytes(_answer(call))

@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,23 +21,12 @@ OPS = ("encode", "decode")
 Quantized = tuple[Tensor, Tensor, Tensor]  # codes, scales, zero points
 
 
-class Compiled:
-    """The reference through torch.compile, as a backend."""
-
-    def __init__(self) -> None:
-        # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
-        torch._dynamo.reset()
-        self.encode = torch.compile(reference.encode, dynamic=False)
-        self.decode_sum = torch.compile(reference.decode_sum, dynamic=False)
-        self.recode = torch.compile(reference.recode, dynamic=False)
-        self.fake_quantize = torch.compile(reference.fake_quantize, dynamic=False)
-        self.fake_quantize_grad = torch.compile(reference.fake_quantize_grad, dynamic=False)
-
-    def serves(self, device: torch.device) -> bool:
-        return reference.serves(device)
-
-    def unavailable(self) -> str | None:
-        return None
+def compiled() -> Backend:
+    """The ops of the reference through torch.compile."""
+    # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
+    torch._dynamo.reset()
+    ops = {op: torch.compile(getattr(reference, op), dynamic=False) for op in ("encode", "decode_sum", "recode")}
+    return cast(Backend, SimpleNamespace(**ops))
 
 
 @contextmanager
@@ -68,7 +58,6 @@ class HookCase(KernelCase):
             return copies.beside(x, self.prepare, self.minimal_bytes, few, sets=1)
 
     def prepare(self, x: Tensor) -> Call:
-        """The op on x."""
         hook = HOOKS[self.name]
         if self.op == "encode":
             return lambda: _drop(hook.encode(x))
@@ -78,6 +67,16 @@ class HookCase(KernelCase):
 
 def _drop(result: object) -> None:
     """A timed call returns nothing."""
+
+
+@dataclass(frozen=True)
+class TorchHook:
+    """What a quantisation hook of torch does before and after its messages, and its scales per so many elements."""
+
+    encode: Callable[[Tensor], Quantized]
+    decode: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scales: Callable[[int], int]
+    slow: bool = False  # a loop over channels: over a second for 2**24 elements
 
 
 def _torch_hooks() -> Any:
@@ -96,11 +95,6 @@ def _per_tensor_encode(x: Tensor) -> Quantized:
     return _torch_hooks()._quantize_per_tensor_backend(x, scale, zero), scale, zero
 
 
-def _per_tensor_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    decoded: Tensor = _torch_hooks()._dequantize_per_tensor_backend(codes, scale, zero)
-    return decoded
-
-
 def _per_channel_encode(x: Tensor) -> Quantized:
     """As in `quantization_perchannel_hook`: pad to channels, observe, quantise channel by channel."""
     from torch.ao.quantization import PerChannelMinMaxObserver
@@ -113,24 +107,16 @@ def _per_channel_encode(x: Tensor) -> Quantized:
     return _torch_hooks()._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
 
 
-def _per_channel_decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    decoded: Tensor = _torch_hooks()._dequantize_per_channel_backend(codes, scale, zero)
-    return decoded.flatten()
-
-
-@dataclass(frozen=True)
-class HookHalves:
-    """What one of torch's hooks does before and after its messages."""
-
-    encode: Callable[[Tensor], Quantized]
-    decode: Callable[[Tensor, Tensor, Tensor], Tensor]
-    scales: Callable[[int], int]  # how many scales a tensor of so many elements has
-    slow: bool = False  # a loop over channels: over a second for 2**24 elements
-
-
 HOOKS = {
-    "torch:per_tensor": HookHalves(_per_tensor_encode, _per_tensor_decode, lambda numel: 1),
-    "torch:per_channel": HookHalves(
-        _per_channel_encode, _per_channel_decode, lambda numel: numel // CHANNEL + 1, slow=True
+    "torch:per_tensor": TorchHook(
+        encode=_per_tensor_encode,
+        decode=lambda *quantized: _torch_hooks()._dequantize_per_tensor_backend(*quantized),
+        scales=lambda numel: 1,
+    ),
+    "torch:per_channel": TorchHook(
+        encode=_per_channel_encode,
+        decode=lambda *quantized: _torch_hooks()._dequantize_per_channel_backend(*quantized).flatten(),
+        scales=lambda numel: numel // CHANNEL + 1,
+        slow=True,
     ),
 }

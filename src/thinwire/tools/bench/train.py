@@ -9,8 +9,8 @@ import gc
 import hashlib
 import math
 import os
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, count
 from statistics import median
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
+from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import BF16, NONE, ONEBIT, RANKS, Replica, TrainScheme
@@ -34,6 +35,7 @@ CODECS = {
     "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *RANKS),
 }
 COMPUTE = "a step alone"  # timed beside the schemes
+STEP_TIMES = "step times"  # the case before all runs
 FULL = Effort(rounds=7, most=100, seconds=2.0)
 QUICK = Effort(rounds=3, most=10, seconds=0.1)
 
@@ -43,14 +45,11 @@ class TrainPlan:
     """What a run measures."""
 
     task: Task
+    schemes: tuple[TrainScheme, ...]  # the uncompressed one first
     world: int
     link: ShapedLink | None
     optimizer: str
-    schemes: tuple[TrainScheme, ...]  # the uncompressed one first
-    seeds: int
-    steps: int
     effort: Effort
-    threads: int = 1
 
     @property
     def timed(self) -> tuple[TrainScheme, ...]:
@@ -103,30 +102,21 @@ def run(
     feedback: str = "auto",
     steps: int | None = None,
     quick: bool = False,
-    threads: int = 1,
     progress: Progress = iter,
 ) -> Record:
     """A record of kind "train", of DDP on gloo; what is None is the task's own."""
     chosen = tasks.find(task, quick=quick)
-    plan = TrainPlan(
-        task=chosen,
-        world=world,
-        link=link,
-        optimizer=optimizer or chosen.optimizer,
-        schemes=lineup(task, codecs, feedback, optimizer),
-        seeds=seeds or chosen.seeds,
-        steps=steps or chosen.steps,
-        effort=QUICK if quick else FULL,
-        threads=threads,
-    )
-    return recorded(plan, _rows(plan, progress))
+    chosen = replace(chosen, seeds=seeds or chosen.seeds, steps=steps or chosen.steps)
+    lined_up = lineup(task, codecs, feedback, optimizer)
+    plan = TrainPlan(chosen, lined_up, world, link, optimizer or chosen.optimizer, QUICK if quick else FULL)
+    return recorded(plan, rows(plan, progress))
 
 
 def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
     """The record of the rows of a plan, where its link can be had."""
     if plan.link is not None:
         links.check()
-    with timing.threads(plan.threads):
+    with timing.threads(launch.THREADS):
         return collect("train", torch.device("cpu"), rows)
 
 
@@ -141,18 +131,20 @@ def lineup(
     return tuple(dict.fromkeys([schemes.parse(NONE), *found]))
 
 
-def _rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
-    """Times first: then a row is complete as soon as its last seed is."""
-    runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.seeds)]
+def rows(
+    plan: TrainPlan, progress: Progress, train_on: "Callable[[World, TrainingRun], list[Trained]] | None" = None
+) -> Generator[Row]:
+    """Times first: then a row is complete as soon as its last seed is. `train_on` trains on the ranks of a world."""
+    runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     results: dict[TrainScheme, Results] = {scheme: [] for scheme in plan.schemes}
     times: Times = []
-    with launch.ranks(plan.world, plan.link, plan.threads) as world:
-        for case in progress(["step times", *runs]):
-            if not isinstance(case, TrainingRun):
+    with launch.ranks(plan.world, plan.link) as world:
+        for case in progress([STEP_TIMES, *runs]):
+            if case == STEP_TIMES:
                 times = world.run(time_steps, plan)
                 continue
-            results[case.scheme].append(world.run(train, plan, case))
-            if len(results[case.scheme]) == plan.seeds:
+            results[case.scheme].append(train_on(world, case) if train_on else world.run(train, plan, case))
+            if case.seed == plan.task.seeds - 1:
                 yield row_of(plan, case.scheme, results, times)
 
 
@@ -168,16 +160,16 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "feedback": mine[0][0].feedback,
         "world": plan.world,
         "link": str(plan.link or "loopback"),
-        "seeds": plan.seeds,
+        "seeds": plan.task.seeds,
         **_loss_columns(losses(mine), losses(plain)),
         **_val_columns(val_losses(mine), val_losses(plain)),
         **_time_columns(plan, scheme, times),
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         "control": scheme.control,
         "peer": scheme.peer,
-        "steps": plan.steps,
+        "steps": plan.task.steps,
         "params": mine[0][0].params,
-        "threads": plan.threads,
+        "threads": launch.THREADS,
         "cores": os.cpu_count(),
     }
 
@@ -262,7 +254,7 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
 def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     """Train this rank's replica; all ranks run it together."""
     trainer = Trainer(plan, run)
-    for _ in range(plan.steps):
+    for _ in range(plan.task.steps):
         trainer.step()
     return trainer.finish()
 
@@ -275,7 +267,7 @@ class Trainer:
         self._seed = run.seed
         self._steps = 0
         self._network = plan.task.model(run.seed)
-        warmup = round(schemes.WARMUP * plan.steps)
+        warmup = round(schemes.WARMUP * plan.task.steps)
         optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, self._network.parameters(), warmup)
         self._replica = Replica(run.scheme, self._network, optimizer)
         self.params = sum(parameter.numel() for parameter in self._network.parameters())
@@ -284,7 +276,7 @@ class Trainer:
         """The next step, and the loss of this rank's batch before it."""
         plan = self._plan
         batch = plan.task.batch(self._steps, self._seed, dist.get_rank(), plan.world)
-        rate = plan.task.rate(plan.optimizer, self._steps, plan.steps)
+        rate = plan.task.rate(plan.optimizer, self._steps, plan.task.steps)
         self._steps += 1
         return self._replica.step(plan.task, batch, rate)
 

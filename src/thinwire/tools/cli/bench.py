@@ -151,17 +151,23 @@ def kernels_command(
       thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
     """
     _check_device(device)
-    chosen = flags.codecs(codecs, ())
-    some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
-    types = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes")
-    counts = flags.counts(threads, "--threads")
-    sizes = flags.counts(numel, "--numel")
-    pieces = flags.words(parts, kernels_bench.PARTS, "--parts")
+    run = partial(
+        kernels_bench.run,
+        device.value,
+        codecs=flags.codecs(codecs, ()),
+        numels=flags.counts(numel, "--numel") or (),
+        ops=flags.words(ops, kernels_bench.OPS, "--ops") or (),
+        dtypes=flags.words(dtypes, kernels_bench.DTYPES, "--dtypes") or (),
+        threads=flags.counts(threads, "--threads") or (),
+        parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),
+        ranks=world,
+        compile=compile,
+        quick=quick,
+    )
     with screen.usage_errors("--parts", ValueError):
-        for part in pieces or ():
+        for part in run.keywords["parts"]:
             kernels_bench.check(part, torch.device(device.value))
-    run = partial(kernels_bench.run, device.value, chosen, sizes, some, types, counts, quick, compile)
-    _deliver(partial(run, parts=pieces, ranks=world), json, csv)
+    _deliver(run, json, csv)
 
 
 @app.command("collectives")
