@@ -162,17 +162,16 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
 
 
 def test_runs_go_by_bits_then_by_method_and_fp32_is_first() -> None:
-    plan = qat.QATPlan(TINY, ("lsq", "fp32"), (2, 4), 2, 1, CPU)
-    runs = [str(run) for run in plan.runs()]
+    runs = [str(run) for run in qat.runs(TINY, ("lsq", "fp32"), (2, 4), 2, CPU)]
     assert runs[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
     assert runs[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
 
 
 def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
-    usual = [(run.bits, run.method) for run in qat.QATPlan(TINY, None, (4, 2), 1, 1, CPU).runs()]
+    usual = [(run.bits, run.method) for run in qat.runs(TINY, None, (4, 2), 1, CPU)]
     assert [method for bits, method in usual if bits in (2, 32)] == list(METHODS)
     assert [method for bits, method in usual if bits == 4] == [*list(METHODS)[1:5], "absmax_ste"]
-    asked = [(run.bits, run.method) for run in qat.QATPlan(TINY, ("lsq_no_floor",), (4, 2), 1, 1, CPU).runs()]
+    asked = [(run.bits, run.method) for run in qat.runs(TINY, ("lsq_no_floor",), (4, 2), 1, CPU)]
     assert asked == [(4, "lsq_no_floor"), (2, "lsq_no_floor")]
 
 

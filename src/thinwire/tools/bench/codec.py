@@ -25,8 +25,6 @@ QUICK_NUMEL = 1 << 18
 
 @dataclass(frozen=True)
 class CodecCase:
-    """One row to be measured."""
-
     distribution: str
     codec: Codec
     numel: int

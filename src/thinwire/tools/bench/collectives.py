@@ -212,7 +212,6 @@ def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
-    """The rows of a case, from what each rank measured."""
     for entry in case.entries:
         samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.name, FP32, BF16))
         times = turns.slowest(parts, entry.name)
@@ -336,7 +335,6 @@ class _RankBench:
         return call
 
     def _compressed(self, entry: Entry) -> Call:
-        """thinwire's verb."""
         verb = getattr(collectives, self.case.verb)
         given = {"all_reduce": (self.out,), "broadcast": (self.out, 0)}.get(self.case.verb, (self.out, self.source))
         how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm}
@@ -360,7 +358,6 @@ class _RankBench:
         return sum(collectives.traffic(group).sent for group in groups)
 
     def restore(self) -> None:
-        """Make the output what it is before a call."""
         if self.case.verb in IN_PLACE:
             self.out.copy_(self.source)
         else:
@@ -396,7 +393,6 @@ def inputs(rank: int, case: CollectiveCase) -> Tensor:
 
 
 def output_numel(case: CollectiveCase) -> int:
-    """Elements that each rank gets."""
     return case.numel // case.world if case.verb == "reduce_scatter_tensor" else case.numel
 
 

@@ -52,7 +52,6 @@ def check_digits(what: str, instead: str) -> None:
 
 
 def gaussian(numel: int, generator: Generator) -> Tensor:
-    """Standard normal."""
     return torch.randn(numel, generator=generator)
 
 

@@ -164,12 +164,10 @@ def begin(plan: TrainPlan, run: TrainingRun) -> None:
 
 
 def advance(steps: int) -> Look:
-    """Train for so many steps."""
     trainer = _at_work[0]
     losses = [trainer.step() for _ in range(steps)]
-    return Look(float(torch.stack(losses).mean()), trainer.bytes_sent, trainer.params)
+    return Look(float(torch.stack(losses).mean()), trainer.replica.bytes_sent, trainer.params)
 
 
 def finish() -> Trained:
-    """Judge it."""
     return _at_work.pop().finish()

@@ -5,8 +5,8 @@ Inputs are Gaussian; the speed of the kernels does not hang on the values. A run
 
     codecs   every codec and op at one size
     sizes    a few codecs, by the bytes of the tensor
-    replay   the codec's part of a small all_reduce as one CUDA graph (bench/replay.py)
-    rivals   torch.compile of the reference and torch's quantisation hooks (bench/rivals.py)
+    replay   the codec's part of a small all_reduce as one CUDA graph
+    rivals   torch.compile of the reference and torch's quantisation hooks
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,13 +19,11 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
-from thinwire.kernels import Backend, Encoding, hashing, reference
-from thinwire.tools.bench import copies, replay, rivals, timing
-from thinwire.tools.bench.copies import KernelCase
+from thinwire.kernels import Backend, reference
+from thinwire.tools.bench import kernel_cases, timing
+from thinwire.tools.bench.kernel_cases import COMPILE, EAGER, HOOKS, HookCase, KernelCase, OpCase, PathCase
 from thinwire.tools.bench.record import BenchError, Progress, Record, Row, collect
-from thinwire.tools.bench.replay import PathCase
-from thinwire.tools.bench.rivals import HookCase
-from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.timing import Effort
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
 SUMS = ("decode_sum", "recode")  # the ops that take the wires of several ranks
@@ -37,10 +35,11 @@ CODECS = (
 HEADLINES = ("int8", "int4", "int2", "lloyd4", "lloyd2", "lloyd1")
 COMPILED = ("int8", "int4", "lloyd4")  # the codecs compared with torch.compile where nothing is asked for
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PATH_CODECS = ("int8", "int4", "lloyd4")
+PATH_NUMELS = (4096, 65536, 262144)
+HOOK_OPS = ("encode", "decode")
 MOST_RANKS = 64
-EAGER, COMPILE = "times_eager", "times_compile"  # columns, and the rivals they tell of
 QUICK_NUMEL = 1 << 20
-_KEY = hashing.key(0, 0, hashing.ROTATION)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Defaults:
     swept: tuple[str, ...] = HEADLINES  # measured by size
     size_bytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 28, 1 << 30)
     rival_numel: int = 1 << 24
-    path_numels: tuple[int, ...] = replay.NUMELS
+    path_numels: tuple[int, ...] = PATH_NUMELS
     compile: bool = True  # in the rivals
 
 
@@ -64,37 +63,8 @@ CPU_QUICK = replace(CPU, numel=QUICK_NUMEL, size_bytes=(1 << 18, 1 << 20), rival
 CUDA = replace(CPU, parts=PARTS, bf16_codecs=None, numel=1 << 27, ranks=8)
 FEW = ("int8", "lloyd4")  # Triton compiles every kernel at its first use, for seconds
 CUDA_QUICK = replace(
-    CPU_QUICK, parts=PARTS, codecs=FEW, bf16_codecs=(), ranks=8, swept=FEW, path_numels=replay.NUMELS[:1]
+    CPU_QUICK, parts=PARTS, codecs=FEW, bf16_codecs=(), ranks=8, swept=FEW, path_numels=PATH_NUMELS[:1]
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpCase(KernelCase):
-    """One op of a backend, in the codec `name`."""
-
-    rivals: tuple[str, ...] = (EAGER,)  # EAGER, COMPILE: what it is compared with beside the copies
-
-    @property
-    def encoding(self) -> Encoding:
-        """What the kernel is asked to do."""
-        return codec(self.name).pick(shape=(self.numel,)).encoding(self.dtype)
-
-    @property
-    def minimal_bytes(self) -> int:
-        wire = self.encoding.format.layout(self.numel).nbytes
-        plain = self.numel * self.dtype.itemsize
-        return {
-            "encode": plain + wire,
-            "encode_residual": plain + wire + 2 * 4 * self.numel,  # the residual is fp32, read and written
-            "decode": wire + plain,
-            "decode_sum": self.world * wire + plain,
-            "recode": self.world * wire + wire,
-        }[self.op]
-
-    def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
-        """The kernel beside copies on the whole of x, then beside its rivals on a slice."""
-        columns = copies.beside(x, lambda each: prepare(self, backend, each), self.minimal_bytes, effort)
-        return {**columns, **_rivals(self, backend, effort, x)}
 
 
 @dataclass(frozen=True)
@@ -142,13 +112,13 @@ class KernelPlan:
                     yield replace(self._op("sizes", name, op, numel, ()), dtype=dtype)
 
     def _replays(self) -> Iterator[KernelCase]:
-        for name, numel in product(self._codecs(replay.CODECS), self.numels or self.usual.path_numels):
+        for name, numel in product(self._codecs(PATH_CODECS), self.numels or self.usual.path_numels):
             yield PathCase(name=name, numel=numel, world=self._ranks, threads=self._threads[-1], device=self.device)
 
     def _rivals(self) -> Iterator[KernelCase]:
         numel = min(self.numels or (self.usual.rival_numel,))
-        ops = [op for op in self.ops or OPS if op in rivals.OPS]
-        for name, op in product(rivals.HOOKS, ops):
+        ops = [op for op in self.ops or OPS if op in HOOK_OPS]
+        for name, op in product(HOOKS, ops):
             yield HookCase(op=op, name=name, numel=numel, threads=self._threads[-1], device=self.device)
         beside = (EAGER, COMPILE) if self.usual.compile or self.compile else (EAGER,)
         for name, op in product(self._codecs(COMPILED), ops):
@@ -225,7 +195,7 @@ def row_of(case: KernelCase, backend: Backend, effort: Effort, inputs: "_Inputs"
         "world": case.world,
         "threads": case.threads,
     }
-    nothing: Row = dict.fromkeys((*copies.COLUMNS, EAGER, COMPILE, "eager_numel", "note"))
+    nothing: Row = dict.fromkeys((*kernel_cases.COLUMNS, EAGER, COMPILE, "eager_numel", "note"))
     try:
         measured = case.measure(backend, effort, inputs.of(case))
     except Exception as error:  # of a compiler, a driver or an allocator: any kind
@@ -251,50 +221,3 @@ class _Inputs:
             x = torch.randn(case.numel, generator=generator, device=case.device)
             self._kept[key] = x.to(case.dtype)
         return self._kept[key]
-
-
-def prepare(case: OpCase, backend: Backend, x: Tensor, filler: Backend | None = None) -> Call:
-    """The op of `case` on x, with its other buffers made, and filled by `filler` where the op is slow to prepare."""
-    how = case.encoding
-    numel = x.numel()
-    wires_WN = x.new_empty(case.world, how.format.layout(numel).nbytes, dtype=torch.uint8)
-    (filler or backend).encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
-    if case.op == "encode":
-        return lambda: backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
-    if case.op == "encode_residual":
-        residual = torch.zeros_like(x, dtype=torch.float32)
-        return lambda: backend.encode(how, x, wires_WN[0], residual, rotation=_KEY, dither=0)
-    wires_WN[1:] = wires_WN[0]
-    scale = 1 / case.world
-    if case.op == "recode":
-        wire = torch.empty_like(wires_WN[0])
-        return lambda: backend.recode(how, wires_WN, wire, numel, scale=scale, rotation=_KEY, dither=0)
-    out = torch.empty_like(x)
-    return lambda: backend.decode_sum(how.format, wires_WN, out, scale=scale, rotation=_KEY)
-
-
-def _rivals(case: OpCase, backend: Backend, effort: Effort, x: Tensor) -> Row:
-    """How many times longer than the kernel the same op takes in torch: above 1, the kernel is faster.
-
-    Measured on the first `slow_numel` elements, kernel and rival by turns; null where there is no rival, and where
-    the reference cannot be compiled.
-    """
-    row: Row = {}
-    small = replace(case, numel=min(case.numel, effort.slow_numel))
-    part = x[: small.numel]
-    if EAGER in case.rivals and backend is not reference:
-        row = {EAGER: _times(small, backend, reference, effort, part), "eager_numel": small.numel}
-    if COMPILE in case.rivals:
-        try:
-            row |= {COMPILE: _times(small, backend, rivals.compiled(), effort, part), "eager_numel": small.numel}
-        except Exception as error:  # a compiler may raise anything
-            row |= {"note": f"torch.compile of the reference: {timing.note_of(error)}"}
-    return row
-
-
-def _times(case: OpCase, backend: Backend, rival: Backend, effort: Effort, x: Tensor) -> float:
-    with rivals.quiet():
-        calls = {"ours": prepare(case, backend, x), "rival": prepare(case, rival, x, reference)}
-        times = timing.interleave(calls, effort.slow_rounds, case.device)
-    ours, theirs = (timing.percentiles(taken)[1] for taken in times.values())
-    return theirs / ours

@@ -91,7 +91,9 @@ def ranks(size: int, link: ShapedLink | None = None, nodes: int | None = None) -
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-bench-")))
         hosts = stack.enter_context(links.hosts(nodes or size, link)) if link else []
         pipes: list[Connection] = []
-        with _no_ctrl_c():
+        resource_tracker.ensure_running()  # the first start would do that, and unblock signals by it
+        # A terminal sends Ctrl-C to all; this process alone decides what it means.
+        with links.blocked(signal.SIGINT):
             for rank in range(size):
                 host = hosts[rank * len(hosts) // size] if hosts else None
                 near, far = multiprocessing.Pipe()
@@ -115,17 +117,6 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
     process.join(STOP_S)
     process.kill()
     process.join()
-
-
-@contextlib.contextmanager
-def _no_ctrl_c() -> Iterator[None]:
-    """Processes started in the block never see Ctrl-C: a terminal sends it to all, and this process alone decides."""
-    resource_tracker.ensure_running()  # the first start would do that, and unblock signals by it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # The ranks' side.

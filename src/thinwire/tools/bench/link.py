@@ -100,13 +100,12 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
                 _plug(name, number, switch, link)
             yield names
         finally:
-            with _no_signals():
+            with blocked(signal.SIGINT, signal.SIGTERM):
                 for name in (*names, switch):
                     _run("ip", "netns", "del", name, check=False)
 
 
 def address(number: int) -> str:
-    """The address of a host on the bridge."""
     return f"10.77.0.{number + 1}"
 
 
@@ -192,9 +191,9 @@ def _run(*command: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait, here and in the commands that are run, until the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def blocked(*signals: signal.Signals) -> Iterator[None]:
+    """These signals wait until the block ends; in processes that are started in it, for ever."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from statistics import fmean
 
 import torch
@@ -50,41 +51,15 @@ class QATRun:
 Result = tuple[Judgement, float]  # of a run, and the seconds its training took
 
 
-@dataclass(frozen=True)
-class QATPlan:
-    """The trainings of a benchmark run."""
-
-    schedule: QATSchedule
-    methods: tuple[str, ...] | None  # None => all, each where it tells something
-    bits: tuple[int, ...]
-    seeds: int
-    workers: int
-    device: torch.device
-
-    def runs(self) -> list[QATRun]:
-        """By bits, then by method; fp32 has no bits and comes first, once."""
-        methods = METHODS if self.methods is None else self.methods
-        plain = [(FULL_BITS, FP32)] if FP32 in methods else []
-        others = [(bits, name) for bits in self.bits for name in methods if name != FP32 and self._tells(name, bits)]
-        return [
-            QATRun(self.schedule, name, bits, seed, self.device)
-            for bits, name in plain + others
-            for seed in range(self.seeds)
-        ]
-
-    def _tells(self, name: str, bits: int) -> bool:
-        return self.methods is not None or METHODS[name].at_all_bits or bits == min(self.bits)
-
-    def rows(self, progress: Progress) -> Iterator[Row]:
-        """One for each method at each number of bits, as soon as its last seed is trained."""
-        runs = self.runs()
-        found: list[Result] = []
-        with _pool(self.workers) as map_runs:
-            for run, result in zip(progress(runs), map_runs(train, runs), strict=False):
-                found.append(result)
-                if len(found) == self.seeds:
-                    yield row_of(run, found, self.workers)
-                    found = []
+def runs(
+    schedule: QATSchedule, methods: Sequence[str] | None, bits: Sequence[int], seeds: int, device: torch.device
+) -> list[QATRun]:
+    """By bits, then by method; fp32 has no bits and comes first, once. Of all methods (None), each where it tells."""
+    kinds = [(FULL_BITS, FP32)] if methods is None or FP32 in methods else []
+    for width, name in product(bits, METHODS if methods is None else methods):
+        if name != FP32 and (methods is not None or METHODS[name].at_all_bits or width == min(bits)):
+            kinds.append((width, name))
+    return [QATRun(schedule, name, width, seed, device) for width, name in kinds for seed in range(seeds)]
 
 
 def run(
@@ -107,24 +82,31 @@ def run(
     chosen = parts or PARTS
     if "train" in chosen:
         qat_tasks.check()
-    plan = QATPlan(
-        schedule=qat_tasks.QUICK if quick else qat_tasks.FULL,
-        methods=tuple(methods) if methods else None,
-        bits=tuple(bits or (QUICK_BITS if quick else BITS)),
-        seeds=seeds or (QUICK_SEEDS if quick else SEEDS),
-        workers=workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS)),
-        device=device,
-    )
+    schedule = qat_tasks.QUICK if quick else qat_tasks.FULL
+    seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
+    trainings = runs(schedule, methods, bits or (QUICK_BITS if quick else BITS), seeds, device)
+    workers = workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS))
 
     def rows() -> Generator[Row]:
         if "speed" in chosen:
             for case in progress(qat_speed.cases(device, numel, threads, quick)):
                 yield from case.rows()
         if "train" in chosen:
-            yield from plan.rows(progress)
+            yield from _trained_rows(trainings, seeds, workers, progress)
 
     with timing.threads(threads):
         return collect("qat", device, rows())
+
+
+def _trained_rows(runs: Sequence[QATRun], seeds: int, workers: int, progress: Progress) -> Iterator[Row]:
+    """One for each method at each number of bits, as soon as its last seed is trained."""
+    results: list[Result] = []
+    with _pool(workers) as map_runs:
+        for run, result in zip(progress(runs), map_runs(train, runs), strict=False):
+            results.append(result)
+            if len(results) == seeds:
+                yield row_of(run, results, workers)
+                results = []
 
 
 def train(run: QATRun) -> Result:

@@ -30,9 +30,6 @@ class Method:
     peer: bool = False  # torch's own
     at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
 
-    def __str__(self) -> str:
-        return self.name
-
     def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
         """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
         self.quantize(model, bits)
@@ -78,7 +75,6 @@ class AbsmaxAlways(AbsmaxStart):
     """Nothing is learned: every tensor is rounded on the grid of its own largest element, straight through."""
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """x on the grid."""
         start = self.estimate(x)
         if start is None:
             return x
@@ -86,23 +82,10 @@ class AbsmaxAlways(AbsmaxStart):
         return fake_quantize(x, start.scale_C, quant_min=low, quant_max=high, axis=self.axis, gradient="torch")
 
 
-class FakeQuantAdapter(nn.Module):
+class FakeQuantAdapter(nn.Sequential):
     """A quantiser by torch's names in the place of one of thinwire's."""
 
     group = 0
-
-    def __init__(self, fake_quant: nn.Module) -> None:
-        super().__init__()
-        self.fake_quant = fake_quant
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x on the grid."""
-        quantized: Tensor = self.fake_quant(x)
-        return quantized
-
-
-def _leave(model: nn.Module, bits: int) -> None:
-    """Nothing is quantised."""
 
 
 def _by_lsq(kind: type[LSQ], model: nn.Module, bits: int) -> None:
@@ -135,7 +118,7 @@ def _activations(kind: Callable[..., nn.Module], bits: int) -> nn.Module:
 
 
 _ALL = (
-    Method(FP32, _leave),
+    Method(FP32, lambda model, bits: None),
     Method("lsq", partial(_by_lsq, LSQ)),
     Method("lsqplus", partial(_by_lsq, LSQPlus)),
     Method("learnable", partial(_by_fake_quant, LearnableFakeQuantize)),

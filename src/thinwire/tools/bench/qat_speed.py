@@ -83,7 +83,6 @@ class SpeedCase:
 
 
 def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[SpeedCase]:
-    """What a run measures on a device."""
     size = numel or (QUICK_NUMEL if quick else NUMEL)["cuda" if device.type == "cuda" else "cpu"]
     effort = timing.effort_on(device, quick)
     return [
@@ -149,7 +148,6 @@ def subjects(case: SpeedCase) -> tuple[Subject, Subject]:
 
 
 def _measure(case: SpeedCase) -> dict[str, Row]:
-    """The columns of every op."""
     ours, theirs = subjects(case)
     calls: dict[str, Call] = _floors(ours)
     peaks: dict[str, float] = {}

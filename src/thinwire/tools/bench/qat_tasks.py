@@ -70,7 +70,6 @@ class Judgement:
 
     @property
     def diverged(self) -> bool:
-        """Whether it ended without a finite loss."""
         return not math.isfinite(self.train_loss)
 
 
@@ -78,12 +77,10 @@ DIVERGED = Judgement(math.nan, math.nan)
 
 
 def check() -> None:
-    """Raise unless the digits are there."""
     data.check_digits("the training part", "take --parts speed, which needs nothing")
 
 
 def split(seed: int, device: torch.device) -> Split:
-    """The digits of a seed."""
     images, labels = data.digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     images = images.view(-1, 1, 8, 8)[order].to(device)

@@ -113,7 +113,6 @@ def conditions(device: torch.device) -> dict[str, Value]:
 
 
 def version() -> str:
-    """The version of this thinwire."""
     text: str = sys.modules["thinwire"].__version__  # the public surface is above this room, so it is not imported
     return text
 
@@ -182,7 +181,6 @@ def _refuse(constant: str) -> None:
 
 
 def columns(kind: str, row: Row) -> tuple[str, ...]:
-    """The columns that `row` must have."""
     return QAT_SPEED if kind == "qat" and row.get("op") is not None else COLUMNS[kind]
 
 
@@ -218,11 +216,9 @@ def _is_flat(value: object) -> bool:
 
 
 def _is_curve(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(point, list) and _is_point(point) for point in value)
-
-
-def _is_point(point: list[object]) -> bool:
-    return len(point) == 2 and all(part is None or isinstance(part, float | int) for part in point)
+    points = value if isinstance(value, list) else [value]
+    numbers = (int, float, type(None))
+    return all(isinstance(p, list) and len(p) == 2 and all(isinstance(x, numbers) for x in p) for p in points)
 
 
 def _json(value: Value | Row) -> str:

@@ -48,12 +48,11 @@ class TrainScheme:
 
     @property
     def label(self) -> str:
-        """The name without its feedback."""
         return self.name.partition("@")[0]
 
     @property
     def settled(self) -> int:
-        """Steps after which one is like the other."""
+        """The steps after which one takes as long as the next."""
         return _RACED if self.codec == "auto" else _SETTLED
 
     def __str__(self) -> str:
@@ -148,7 +147,6 @@ class Replica:
         return 0 if self.scheme.label == NONE else None
 
     def close(self) -> None:
-        """Let go of what is remembered."""
         if self._handle is not None:
             self._handle.close()
 

@@ -33,7 +33,6 @@ class Total:
 
 
 def mean(totals: Sequence[Total]) -> float:
-    """The loss over all parts."""
     return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
 
 
@@ -76,7 +75,6 @@ class Task(ABC):
             return self.network()
 
     def loss(self, network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats."""
         inputs, targets = batch
         return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
 
@@ -229,29 +227,27 @@ def shard(rank: int, world: int) -> Batch:
 
 def training_text() -> Tensor:
     """The first nine tenths, as codes; the rest is held out."""
-    return _codes()[: 9 * len(_codes()) // 10]
+    codes = _corpus()[1]
+    return codes[: 9 * len(codes) // 10]
 
 
 def held_out_text() -> Tensor:
-    return _codes()[9 * len(_codes()) // 10 :]
+    codes = _corpus()[1]
+    return codes[9 * len(codes) // 10 :]
 
 
-@lru_cache(maxsize=1)
 def vocabulary() -> str:
     """Every character of the text, sorted."""
-    return "".join(sorted(set(_text())))
+    return _corpus()[0]
 
 
 @lru_cache(maxsize=1)
-def _text() -> str:
+def _corpus() -> tuple[str, Tensor]:
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return "".join(topics[name] for name in sorted(topics))
-
-
-@lru_cache(maxsize=1)
-def _codes() -> Tensor:
-    places = {letter: code for code, letter in enumerate(vocabulary())}
-    return torch.tensor([places[letter] for letter in _text()])
+    text = "".join(topics[name] for name in sorted(topics))
+    letters = "".join(sorted(set(text)))
+    places = {letter: code for code, letter in enumerate(letters)}
+    return letters, torch.tensor([places[letter] for letter in text])
 
 
 def _part(whole: Tensor, rank: int, world: int) -> Tensor:

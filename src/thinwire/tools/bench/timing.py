@@ -45,12 +45,10 @@ _EFFORTS = {
 
 
 def effort_on(device: torch.device, quick: bool) -> Effort:
-    """The effort of benchmarks that time calls on one device."""
     return _EFFORTS["cuda" if device.type == "cuda" else "cpu", quick]
 
 
 def name_of(backend: Backend) -> str:
-    """The name a backend has in kernels.BACKENDS."""
     return next(name for name, entry in BACKENDS.items() if entry is backend)
 
 
@@ -147,7 +145,6 @@ def _replay(graph: torch.cuda.CUDAGraph, held: Call) -> None:
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50, p80."""
     p20, p50, p80 = (float(p) for p in np.percentile(times, [20, 50, 80]))
     return p20, p50, p80
 

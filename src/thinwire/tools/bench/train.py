@@ -53,7 +53,6 @@ class TrainPlan:
 
     @property
     def timed(self) -> tuple[TrainScheme, ...]:
-        """The schemes, and torch's bf16."""
         peer = schemes.parse(BF16)
         return self.schemes if peer in self.schemes else (*self.schemes, peer)
 
@@ -149,7 +148,6 @@ def rows(
 
 
 def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results], times: Times) -> Row:
-    """The row of a scheme, from what each rank measured."""
     mine = results[scheme]
     plain = results[plan.schemes[0]]
     return {
@@ -175,12 +173,12 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
 
 
 def losses(results: Results) -> list[float]:
-    """Of each seed, on the training data."""
+    """The loss of each seed on the training data."""
     return [tasks.mean([trained.train for trained in ranks]) for ranks in results]
 
 
 def val_losses(results: Results) -> list[float]:
-    """Of each seed, on the held-out data; none where the task holds nothing out."""
+    """The loss of each seed on the held-out data; none where the task holds nothing out."""
     held_out = [[trained.val for trained in ranks if trained.val] for ranks in results]
     return [tasks.mean(totals) for totals in held_out if totals]
 
@@ -269,7 +267,7 @@ class Trainer:
         self._network = plan.task.model(run.seed)
         warmup = round(schemes.WARMUP * plan.task.steps)
         optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, self._network.parameters(), warmup)
-        self._replica = Replica(run.scheme, self._network, optimizer)
+        self.replica = Replica(run.scheme, self._network, optimizer)
         self.params = sum(parameter.numel() for parameter in self._network.parameters())
 
     def step(self) -> torch.Tensor:
@@ -278,12 +276,7 @@ class Trainer:
         batch = plan.task.batch(self._steps, self._seed, dist.get_rank(), plan.world)
         rate = plan.task.rate(plan.optimizer, self._steps, plan.task.steps)
         self._steps += 1
-        return self._replica.step(plan.task, batch, rate)
-
-    @property
-    def bytes_sent(self) -> int | None:
-        """Handed to the transport so far; None where torch sends by itself."""
-        return self._replica.bytes_sent
+        return self.replica.step(plan.task, batch, rate)
 
     def finish(self) -> Trained:
         """Judge the network and let go of the replica; nothing can follow."""
@@ -291,15 +284,15 @@ class Trainer:
         with torch.no_grad():
             train_loss = task.train_loss(self._network, dist.get_rank(), self._plan.world)
             val_loss = task.val_loss(self._network, dist.get_rank(), self._plan.world)
-        trained = Trained(train_loss, val_loss, digest(self._network), self._replica.feedback, self.params)
-        self._replica.close()
-        del self._replica
+        trained = Trained(train_loss, val_loss, digest(self._network), self.replica.feedback, self.params)
+        self.replica.close()
+        del self.replica
         gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
         return trained
 
 
 def digest(network: torch.nn.Module) -> str:
-    """Of all weights, bit by bit."""
+    """A digest of all weights, bit by bit."""
     found = hashlib.sha256()
     for parameter in network.parameters():
         found.update(parameter.detach().contiguous().numpy().tobytes())
