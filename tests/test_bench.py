@@ -21,12 +21,10 @@ from thinwire.codecs import Codec, codec
 from thinwire.kernels import BACKENDS, reference, use_backend
 from thinwire.tools.bench import (
     codec as codec_bench,
-    copies,
     data,
+    kernel_cases as cases,
     kernels as kernels_bench,
     record,
-    replay,
-    rivals,
     selftest,
     timing,
 )
@@ -267,15 +265,16 @@ def test_progress_sees_every_case_and_can_stop_the_run() -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda")
-FEW = copies.Effort(rounds=2, launches=2, footprint=1 << 16, eager_rounds=1, eager_numel=1 << 10, replays=4)
+FEW = timing.Effort(rounds=2, launches=2, slow_rounds=1, slow_numel=1 << 10)
 
 
-def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> kernels_bench.Case:
-    return kernels_bench.Case(op, codec(spec), dtype, numel, 1, CPU)
+def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> cases.OpCase:
+    world = 4 if op in kernels_bench.SUMS else 1
+    return cases.OpCase(part="codecs", op=op, name=spec, dtype=dtype, numel=numel, world=world, threads=1, device=CPU)
 
 
 def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
-    return kernels_bench.Plan(device, usual, **asked).jobs()
+    return kernels_bench.KernelPlan(device, usual, **asked).cases()
 
 
 @pytest.mark.parametrize(
@@ -295,9 +294,8 @@ def test_minimal_bytes(op: str, expected: int) -> None:
 
 
 def test_minimal_bytes_of_eight_ranks() -> None:
-    assert replace(a_case("decode_sum"), ranks=8).minimal_bytes == 8 * 1344 + 4 * 1280
-    assert replace(a_case("recode"), ranks=8).minimal_bytes == 8 * 1344 + 1344
-    assert replace(a_case("encode"), ranks=8).minimal_bytes == 4 * 1280 + 1344
+    assert replace(a_case("decode_sum"), world=8).minimal_bytes == 8 * 1344 + 4 * 1280
+    assert replace(a_case("recode"), world=8).minimal_bytes == 8 * 1344 + 1344
 
 
 def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,33 +307,33 @@ def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch)
             call()
         return {"copy": [5.0, 5.0], "same": [3.0, 3.0], "ours": [4.0, 4.0]}
 
-    real = copies._copy
+    real = cases._copy
 
     def copy(source: torch.Tensor) -> timing.Call:
         copied.append(source.numel() * source.itemsize)
         return real(source)
 
     monkeypatch.setattr(timing, "interleave", interleave)
-    monkeypatch.setattr(copies, "_copy", copy)
-    row = copies.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
+    monkeypatch.setattr(cases, "_copy", copy)
+    row = cases.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
     assert copied == [4000, 6176]  # a copy of n bytes moves twice as many; 16 bytes at a time
     assert (row["times_copy"], row["copy_share"], row["copy_same_ms"]) == (4 / 5, 3 / 4, 3)
     assert (row["minimal_bytes"], row["cold"], row["rounds"]) == (12_345, False, 2)
-    assert set(row) == set(copies.COLUMNS)
+    assert set(row) == set(cases.COLUMNS)
 
 
 def test_the_copy_of_the_same_bytes_reads_memory_that_was_written() -> None:
     x = torch.randn(5)
-    assert copies._bytes(x, 47).tolist() == (3 * x.view(torch.uint8).tolist())[:47]
-    assert copies._bytes(x, 7).tolist() == x.view(torch.uint8).tolist()[:7]
+    assert cases._bytes(x, 47).tolist() == (3 * x.view(torch.uint8).tolist())[:47]
+    assert cases._bytes(x, 7).tolist() == x.view(torch.uint8).tolist()[:7]
 
 
 def test_small_tensors_go_round_many_buffers() -> None:
-    assert copies.sets_for(1 << 20, footprint=1 << 28) == 256
-    assert copies.sets_for(3 << 26, footprint=1 << 28) == 2
-    assert copies.sets_for(1 << 30, footprint=1 << 28) == 1
-    assert copies.sets_for(1, footprint=1 << 28) == copies.MOST_SETS
-    assert copies.sets_for(1000, footprint=0) == 1
+    assert cases.sets_for(1 << 20, footprint=1 << 28) == 256
+    assert cases.sets_for(3 << 26, footprint=1 << 28) == 2
+    assert cases.sets_for(1 << 30, footprint=1 << 28) == 1
+    assert cases.sets_for(1, footprint=1 << 28) == cases.MOST_SETS
+    assert cases.sets_for(1000, footprint=0) == 1
     made: list[str] = []
     call = timing.rotate([lambda: made.append("a"), lambda: made.append("b"), lambda: made.append("c")])
     for _ in range(5):
@@ -350,7 +348,7 @@ def test_a_ring_has_buffers_of_its_own_for_every_set() -> None:
         return lambda: seen.append(x.data_ptr())
 
     source = torch.arange(4)
-    ring = copies._ring(source, make, lambda call: call, 3)
+    ring = cases._ring(source, make, lambda call: call, 3)
     for _ in range(6):
         ring()
     assert seen[:3] == seen[3:]
@@ -376,8 +374,8 @@ def test_what_a_run_on_a_gpu_measures() -> None:
         *("torch:per_tensor", "torch:per_channel", "int8", "int4", "lloyd4")
     }
     assert {job.numel for job in parts["rivals"]} == {1 << 24}
-    assert all(kernels_bench.COMPILE in job.rivals for job in parts["rivals"] if job.name == "int4")
-    assert [kernels_bench.COMPILE in job.rivals for job in parts["codecs"]].count(True) == 0
+    assert all(cases.COMPILE in job.rivals for job in parts["rivals"] if job.name == "int4")
+    assert [cases.COMPILE in job.rivals for job in parts["codecs"]].count(True) == 0
     assert len({(*(getattr(job, name) for name in ("part", "op", "name", "dtype", "numel")),) for job in jobs}) == len(
         jobs
     )
@@ -395,7 +393,7 @@ def test_what_is_asked_for_narrows_a_run() -> None:
     assert {job.world for job in planned(ranks=3, ops=("recode",))} == {3}
     assert {job.dtype for job in planned(dtypes=("float16",), ops=("recode",))} == {torch.float16}
     everywhere = planned(compile=True, parts=("codecs",))
-    assert all(job.rivals == (kernels_bench.EAGER, kernels_bench.COMPILE) for job in everywhere)
+    assert all(job.rivals == (cases.EAGER, cases.COMPILE) for job in everywhere)
 
 
 def test_what_a_run_on_the_cpu_measures() -> None:
@@ -419,9 +417,7 @@ def test_quick_and_the_reference_get_few_elements() -> None:
         assert quick.parts == full.parts
         most = max(job.numel for job in planned(device, quick))
         assert most == kernels_bench.QUICK_NUMEL < max(job.numel for job in planned(device, full))
-    assert not any(
-        kernels_bench.COMPILE in getattr(job, "rivals", ()) for job in planned(CUDA, kernels_bench.CUDA_QUICK)
-    )
+    assert not any(cases.COMPILE in getattr(job, "rivals", ()) for job in planned(CUDA, kernels_bench.CUDA_QUICK))
 
 
 def test_graphs_are_refused_on_the_cpu() -> None:
@@ -437,7 +433,7 @@ def test_prepared_ops_do_what_they_say(op: str) -> None:
         decode_sum=lambda *a, **k: calls.append("decode" if len(a[1]) == 1 else "decode_sum"),
         recode=lambda *a, **k: calls.append("recode"),
     )
-    call = kernels_bench.prepare(a_case(op), spy, torch.zeros(1280))
+    call = cases.prepare(a_case(op), spy, torch.zeros(1280))
     calls.clear()
     call()
     assert calls == [op]
@@ -445,7 +441,7 @@ def test_prepared_ops_do_what_they_say(op: str) -> None:
 
 def test_a_kernels_run() -> None:
     before = torch.get_num_threads()
-    found = kernels_bench.run("cpu", ["int8", "lloyd1"], 4096, threads=[1, before + 1], quick=True)
+    found = kernels_bench.run("cpu", codecs=["int8", "lloyd1"], numels=[4096], threads=[1, before + 1], quick=True)
     assert torch.get_num_threads() == before
     assert record.loads(record.dumps(found)) == found
     per_count = len(kernels_bench.OPS) * 2 + len(kernels_bench.OPS) - 1  # int8 on bfloat16 too, but for the recode
@@ -462,7 +458,7 @@ def test_a_kernels_run() -> None:
 
 
 def test_a_world_and_several_sizes() -> None:
-    found = kernels_bench.run("cpu", ["int4"], [500, 700], ["recode"], threads=[1], quick=True, ranks=3)
+    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True, ranks=3)
     assert [(row["numel"], row["world"], row["minimal_bytes"]) for row in found.rows] == [
         (numel, 3, 4 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
     ]
@@ -470,7 +466,8 @@ def test_a_world_and_several_sizes() -> None:
 
 def test_the_reference_is_not_compared_with_itself() -> None:
     with use_backend("reference"):
-        found = kernels_bench.run("cpu", ["int8"], 1000, ["decode"], ["float32"], [1], quick=True)
+        asked: Any = {"ops": ["decode"], "dtypes": ["float32"], "threads": [1]}
+        found = kernels_bench.run(codecs=["int8"], numels=[1000], quick=True, **asked)
     assert [(row["backend"], row["times_eager"], row["eager_numel"]) for row in found.rows] == [
         ("reference", None, None)
     ]
@@ -496,8 +493,8 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     def fails() -> None:
         raise TypeError("no")
 
-    monkeypatch.setattr(kernels_bench.rivals, "Compiled", fails)
-    case = replace(a_case("encode"), rivals=(kernels_bench.EAGER, kernels_bench.COMPILE))
+    monkeypatch.setattr(cases, "compiled", fails)
+    case = replace(a_case("encode"), rivals=(cases.EAGER, cases.COMPILE))
     with use_backend("reference"):
         row = kernels_bench.row_of(case, BACKENDS["reference"], FEW, kernels_bench._Inputs())
     assert row["note"] == "torch.compile of the reference: TypeError: no"
@@ -505,32 +502,32 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     assert row["ms_p50"] is not None
 
 
-@pytest.mark.parametrize("name", rivals.HOOKS)
+@pytest.mark.parametrize("name", cases.HOOKS)
 @pytest.mark.parametrize("numel", [1000, 1024])
 def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int) -> None:
     x = torch.randn(numel)
-    with rivals.quiet():
-        codes, scale, zero = rivals.HOOKS[name].encode(x)
-        decoded = rivals.HOOKS[name].decode(codes, scale, zero)[:numel]
+    with cases.quiet():
+        codes, scale, zero = cases.HOOKS[name].encode(x)
+        decoded = cases.HOOKS[name].decode(codes, scale, zero)[:numel]
     assert codes.dtype == torch.uint8
-    assert scale.numel() == rivals.HOOKS[name].scales(numel)
+    assert scale.numel() == cases.HOOKS[name].scales(numel)
     half_step = scale.max().item() / 2
     rounding = 3 * 2.0**-24 * x.abs().max().item()  # quotient, difference, product
     assert (decoded - x).abs().max().item() <= half_step + rounding
 
 
-@pytest.mark.parametrize("op", rivals.OPS)
+@pytest.mark.parametrize("op", kernels_bench.HOOK_OPS)
 def test_a_row_of_torchs_hooks(op: str) -> None:
-    case = rivals.HookCase("torch:per_channel", op, 1000, 1, CPU)
+    case = cases.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
     row = kernels_bench.row_of(case, reference, FEW, kernels_bench._Inputs())
     assert row["note"] is None
     assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
     assert row["minimal_bytes"] == 1000 * (4 + 1) + 8 * 2  # two channels of 512
-    assert row["rounds"] == FEW.eager_rounds
+    assert row["rounds"] == FEW.slow_rounds
     assert set(record.COLUMNS["kernels"]) <= set(row)
 
 
-@pytest.mark.parametrize("spec", replay.CODECS)
+@pytest.mark.parametrize("spec", kernels_bench.PATH_CODECS)
 def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped: list[timing.Call] = []
 
@@ -539,7 +536,8 @@ def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) 
         return call
 
     monkeypatch.setattr(timing, "captured", captured)
-    case = replay.PathCase(codec(spec), 4096, 8, 1, CPU)
+    monkeypatch.setattr(cases, "REPLAYS", 4)
+    case = cases.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
     row = kernels_bench.row_of(case, kernels.select(CPU), FEW, kernels_bench._Inputs())
     assert row["note"] is None
     assert len(wrapped) == 3  # the path and both copies
@@ -562,7 +560,7 @@ def test_the_path_encodes_recodes_and_decodes(monkeypatch: pytest.MonkeyPatch) -
 
     for name in real:
         monkeypatch.setattr(Codec, name, spy(name))
-    path = replay.PathCase(codec("lloyd4"), 4096, 8, 1, CPU).prepare(torch.randn(4096))
+    path = cases.PathCase(name="lloyd4", numel=4096, world=8, threads=1, device=CPU).prepare(torch.randn(4096))
     calls.clear()
     path()
     shard, message = codec("lloyd4").wire_bytes(512), codec("lloyd4").wire_bytes(4096)
@@ -658,7 +656,7 @@ def gpu_rows() -> list[record.Row]:
     for place, job in enumerate(planned()):
         row: record.Row = dict.fromkeys((*record.COLUMNS["kernels"], "times_compile", "launched_ms", "note"))
         row |= {name: getattr(job, name) for name in ("op", "numel", "world", "threads", "part")}
-        row |= {"codec": job.name, "dtype": kernels_bench.dtype_name(job.dtype), "device": "cuda"}
+        row |= {"codec": job.name, "dtype": timing.dtype_name(job.dtype), "device": "cuda"}
         row |= {"backend": "torch" if job.name.startswith("torch") else "triton"}
         row |= {"ms_p50": 0.002 * (place + 1), "copy_share": place / 1000, "times_eager": 12.0, "launched_ms": 0.0456}
         rows.append(row)
@@ -718,7 +716,8 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[Any] = []
 
     def run(*arguments: Any, **keys: Any) -> record.Record:
-        asked.append((arguments[:8], keys))
+        del keys["progress"]
+        asked.append((arguments, {name: value for name, value in keys.items() if value}))
         row = {**dict.fromkeys(record.COLUMNS["kernels"]), "device": "cpu", "note": "RuntimeError: no"}
         return record.Record("kernels", record.conditions(CPU), [row, row][: len(asked) - 1])
 
@@ -727,8 +726,8 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     plain = CliRunner().invoke(app, command)
     full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--world", "8", "--parts", "sizes,codecs", "--compile"])
     assert asked == [
-        (("cpu", [], None, kernels_bench.OPS, None, None, False, False), {"parts": None, "ranks": None}),
-        (("cpu", [], [7, 9], kernels_bench.OPS, None, None, False, True), {"parts": ["sizes", "codecs"], "ranks": 8}),
+        (("cpu",), {}),
+        (("cpu",), {"numels": [7, 9], "ranks": 8, "parts": ["sizes", "codecs"], "compile": True}),
     ]
     assert (plain.exit_code, plain.stderr) == (0, "")
     assert full.exit_code == 1  # a row without a time

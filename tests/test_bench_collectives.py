@@ -1,4 +1,4 @@
-"""The collectives benchmark: shaped links, ranks by torch's launcher, the formulas, and whole runs of two ranks."""
+"""The collectives benchmark: shaped links, ranks, the formulas, and whole runs of two ranks."""
 
 import math
 import multiprocessing
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from programs import Ended
 from thinwire.codecs import codec
 from thinwire.tools.bench import collectives as bench, link as links, record
-from thinwire.tools.bench.collectives import Case, Sample
+from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import tables
 
@@ -23,8 +23,10 @@ MBIT = links.parse("100mbit")
 EVERYTHING = ",".join(bench.VERBS)
 
 
-def a_case(verb: str = "all_reduce", world: int = 2, numel: int = 1000, names: tuple[str, ...] = ("int8",)) -> Case:
-    return Case(verb, world, None, numel, 1, bench.entries(names, verb, world))
+def a_case(
+    verb: str = "all_reduce", world: int = 2, numel: int = 1000, names: tuple[str, ...] = ("int8",)
+) -> CollectiveCase:
+    return CollectiveCase(verb, world, None, numel, bench.entries(names, verb, world))
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -172,15 +174,15 @@ def test_the_exact_result_is_what_the_verb_means(verb: str) -> None:
         assert len(expected) == bench.output_numel(case)
 
 
-def samples(ms: float, digest: str = "a") -> Sample:
+def samples(ms: float, digest: str = "a") -> CallSample:
     sent = 100 if ms else 0
-    return Sample([ms, 3 * ms, 2 * ms], [1.0] * 3, [110] * 3, [50] * 3, [sent] * 3, 4e-4, digest, True, "two_phase")
+    return CallSample([ms, 3 * ms, 2 * ms], [1.0] * 3, [110] * 3, [50] * 3, [sent] * 3, 4e-4, digest, True, "two_phase")
 
 
 def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     parts = [{"torch fp32": samples(8), "torch bf16": samples(4), "int8": samples(1), "nothing": samples(0)}
              for _ in range(2)]  # fmt: skip
-    parts[1]["int8"] = Sample([5, 1, 1], [3.0] * 3, [310] * 3, [290] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
+    parts[1]["int8"] = CallSample([5, 1, 1], [3.0] * 3, [310] * 3, [290] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
     (row,) = bench.rows_of(a_case(), parts)
     assert set(row) >= set(record.COLUMNS["collectives"])
     assert (row["ms_p50"], row["plain_ms"], row["bf16_ms"]) == (3, 16, 8)  # rounds take 5, 3 and 2
@@ -188,7 +190,7 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
     assert (row["bytes_per_rank"], row["wire_limit_share"]) == (300, None)
     assert (row["cpu_ms_per_rank"], row["rel_error"]) == (2, math.sqrt(9e-4))
     assert row["identical"] is False
-    shaped = Case("all_reduce", 2, MBIT, 1000, 1, bench.entries(["int8"], "all_reduce", 2))
+    shaped = CollectiveCase("all_reduce", 2, MBIT, 1000, bench.entries(["int8"], "all_reduce", 2))
     (row,) = bench.rows_of(shaped, parts)
     assert row["bytes_per_rank"] == 310 - 110  # what the barrier sends is not the call's
     assert row["bytes_payload"] == 290 - 50
@@ -273,7 +275,7 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     ],
 )
 def test_nodes_that_cannot_be_are_refused(
-    nodes: int | None, world: int, link: links.Link | None, codecs: list[str], verbs: list[str], told: str
+    nodes: int | None, world: int, link: links.ShapedLink | None, codecs: list[str], verbs: list[str], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
         bench.run([world], link, codecs=codecs, verbs=verbs, nodes=nodes)

@@ -38,8 +38,8 @@ def call(*arguments: str) -> Result:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def a_case(**changes: Any) -> qat_speed.Case:
-    usual = qat_speed.Case("channel", torch.float32, "torch", 4096, 1, CPU, qat_speed.Effort(1))
+def a_case(**changes: Any) -> qat_speed.SpeedCase:
+    usual = qat_speed.SpeedCase("channel", torch.float32, "torch", 4096, 1, CPU, timing.Effort(1))
     return replace(usual, **changes)
 
 
@@ -118,12 +118,12 @@ def test_times_are_held_against_floor_and_torch(monkeypatch: pytest.MonkeyPatch)
 def test_ctrl_c_keeps_the_finished_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     finished = list(a_case().rows())
 
-    def third_is_interrupted(case: qat_speed.Case) -> Iterator[record.Row]:
+    def third_is_interrupted(case: qat_speed.SpeedCase) -> Iterator[record.Row]:
         if case.gradient == "torch":
             raise KeyboardInterrupt
         yield from finished
 
-    monkeypatch.setattr(qat_speed.Case, "rows", third_is_interrupted)
+    monkeypatch.setattr(qat_speed.SpeedCase, "rows", third_is_interrupted)
     with pytest.raises(record.Interrupted) as stop:
         qat.run(parts=["speed"], quick=True)
     assert len(stop.value.record.rows) == 2 * len(qat_speed.OPS)
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_the_finished_cases(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-TINY = qat_tasks.Digits(Recipe(1, 0.05), epochs=1, widths=(4, 4, 4))
+TINY = qat_tasks.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = data.digits()
     monkeypatch.setattr(data, "digits", lambda: (images[:250], labels[:250]))
     monkeypatch.setattr(qat_tasks, "QUICK", TINY)
-    qat._trained.cache_clear()
+    qat._trained_in_fp32.cache_clear()
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -161,31 +161,30 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
     assert [row["method"] for row in rows if row["peer"]] == ["torch_learnable"]
 
 
-def test_lessons_go_by_bits_then_by_method_and_fp32_is_first() -> None:
-    plan = qat.Plan(TINY, ("lsq", "fp32"), (2, 4), 2, 1, CPU)
-    lessons = [str(lesson) for lesson in plan.lessons()]
-    assert lessons[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
-    assert lessons[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
+def test_runs_go_by_bits_then_by_method_and_fp32_is_first() -> None:
+    runs = [str(run) for run in qat.runs(TINY, ("lsq", "fp32"), (2, 4), 2, CPU)]
+    assert runs[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
+    assert runs[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
 
 
 def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
-    usual = [(lesson.bits, lesson.method) for lesson in qat.Plan(TINY, None, (4, 2), 1, 1, CPU).lessons()]
+    usual = [(run.bits, run.method) for run in qat.runs(TINY, None, (4, 2), 1, CPU)]
     assert [method for bits, method in usual if bits in (2, 32)] == list(METHODS)
     assert [method for bits, method in usual if bits == 4] == [*list(METHODS)[1:5], "absmax_ste"]
-    asked = [(lesson.bits, lesson.method) for lesson in qat.Plan(TINY, ("lsq_no_floor",), (4, 2), 1, 1, CPU).lessons()]
+    asked = [(run.bits, run.method) for run in qat.runs(TINY, ("lsq_no_floor",), (4, 2), 1, CPU)]
     assert asked == [(4, "lsq_no_floor"), (2, "lsq_no_floor")]
 
 
 def test_a_pool_maps_in_order_and_leaves_no_process() -> None:
-    """On numbers, since a process that was sent a lesson would import torch first."""
-    learn_all: Any
-    with qat._pool(2) as learn_all:
-        assert list(learn_all(abs, [-3, 2, -1])) == [3, 2, 1]
+    """On numbers, since a process that was sent a run would import torch first."""
+    map_runs: Any
+    with qat._pool(2) as map_runs:
+        assert list(map_runs(abs, [-3, 2, -1])) == [3, 2, 1]
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_a_seed_fixes_a_training_and_fp32_is_trained_once_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_fixes_a_training_and_fp32_is_trained_once_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[tuple[Recipe, int]] = []
     train = qat_tasks.train
 
@@ -197,7 +196,7 @@ def test_a_seed_fixes_a_training_and_fp32_is_trained_once_a_seed(monkeypatch: py
     first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
     timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
     assert timeless[0] == timeless[1]
-    before, after, later = TINY.before, TINY.after(2), 1 + qat.LATER
+    before, after, later = TINY.before, TINY.after, 1 + qat.LATER
     assert trained[:4] == [(before, 0), (after, qat.LATER), (before, 1), (after, later)]
     assert trained[4:] == 3 * [(after, qat.LATER), (after, later)]
 
@@ -338,7 +337,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 
 
 def test_without_scikit_learn_training_is_an_error_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qat_tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
     monkeypatch.setattr(qat_speed, "cases", lambda *arguments: pytest.fail("measured"))
     result = call("--parts", "train")
     assert result.exit_code == 1

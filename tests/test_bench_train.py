@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -17,9 +18,9 @@ from ranks import RankPool
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
 from thinwire.tools.bench import link as links, record, schemes, tasks, train as bench
-from thinwire.tools.bench.schemes import Scheme
+from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
-from thinwire.tools.bench.train import Outcome, Plan, Sample
+from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
 from thinwire.tools.cli import bench as cli
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import tables
@@ -31,8 +32,9 @@ def invoke(*flags: str) -> Any:
     return CliRunner().invoke(app, ["bench", "train", *flags])
 
 
-def a_plan(*names: str, task: str = "digits", seeds: int = 2, link: links.Link | None = None) -> Plan:
-    return Plan(tasks.find(task, quick=True), 2, link, "adam", bench.lineup(task, names), seeds, 3, bench.QUICK, 1)
+def a_plan(*names: str, task: str = "digits", seeds: int = 2, link: links.ShapedLink | None = None) -> TrainPlan:
+    small = replace(tasks.find(task, quick=True), seeds=seeds, steps=3)
+    return TrainPlan(small, bench.lineup(task, names), 2, link, "adam", bench.QUICK)
 
 
 def number(row: record.Row, name: str) -> float:
@@ -132,7 +134,7 @@ def test_the_rate_rises_and_falls() -> None:
 
 
 def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(tasks.data, "find_spec", lambda name: None)
     result = invoke("--quick")
     assert result.exit_code == 1
     assert "task 'digits' needs scikit-learn, which is not installed: pip install 'thinwire[bench]'" in result.stderr
@@ -145,16 +147,16 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_names() -> None:
-    assert schemes.parse("int8") == Scheme("int8", "int8", "auto")
-    assert schemes.parse(" lloyd4:block=256@ef21 ") == Scheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
+    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto")
+    assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
     assert schemes.parse("lloyd2", "classic").feedback == "classic"
     assert schemes.parse("lloyd2@none", "classic").label == "lloyd2"
     assert schemes.parse("auto:2.5").codec == "auto:2.5"
-    assert schemes.parse("none") == Scheme("none", None, "none")
-    assert schemes.parse("bf16", "ef21") == Scheme("bf16", None, "none", peer=True)
+    assert schemes.parse("none") == TrainScheme("none", None, "none")
+    assert schemes.parse("bf16", "ef21") == TrainScheme("bf16", None, "none", peer=True)
     assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
     assert schemes.parse("powersgd2").peer
-    assert schemes.parse("sign", "ef21") == Scheme("sign", schemes.CONTROLS["sign"], "none", "none", control=True)
+    assert schemes.parse("sign", "ef21") == TrainScheme("sign", schemes.CONTROLS["sign"], "none", "none", control=True)
     assert not schemes.parse("int2@ef21").control
 
 
@@ -175,9 +177,9 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert [task.value for task in cli.Task] == list(tasks.TASKS) == list(bench.CODECS)
-    assert [optimizer.value for optimizer in cli.Optimizer] == list(schemes.OPTIMIZERS)
-    assert [feedback.value for feedback in cli.Feedback] == list(schemes.FEEDBACKS)
+    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS)
+    assert list(cli.OptimizerName) == list(schemes.OPTIMIZERS)
+    assert list(cli.FeedbackName) == list(schemes.FEEDBACKS)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +211,11 @@ def test_ratios_are_paired_by_seed() -> None:
     assert bench.noise_floor([1.0]) is None
 
 
-def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Outcome]]:
+def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> list[list[Trained]]:
     """By seed, then by rank: the second rank has three times as much to judge."""
     return [
         [
-            Outcome(
+            Trained(
                 Total(count * loss, count), None if val is None else Total(count * val * loss, count), digest, "ef21", 9
             )
             for count, digest in zip((1, 3), digests, strict=True)
@@ -222,11 +224,16 @@ def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> l
     ]
 
 
-def samples(plan: Plan, **ms: float) -> list[dict[str, Sample]]:
-    part = {scheme.name: Sample([1.0, 3.0, 2.0], [1100] * 3, [900] * 3, 5) for scheme in plan.timed}
-    part |= {bench.COMPUTE: Sample([1.0] * 3, [100] * 3), bench.NOTHING: Sample([0.0] * 3, [100] * 3)}
-    part |= {name: Sample([value] * 3, [2100] * 3) for name, value in ms.items()}
-    return [part, {**part, "int8": Sample([5.0, 1.0, 1.0], [600] * 3, [400] * 3, 7)}]
+def a_sample(ms: list[float], interface: int, transport: int | None = None, extra: int | None = None) -> StepSample:
+    sent = [] if transport is None else [transport] * 3
+    return StepSample(ms, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
+
+
+def samples(plan: TrainPlan, **ms: float) -> list[dict[str, StepSample]]:
+    part = {scheme.name: a_sample([1.0, 3.0, 2.0], 1100, 900, 5) for scheme in plan.timed}
+    part |= {bench.COMPUTE: a_sample([1.0] * 3, 100), bench.NOTHING: a_sample([0.0] * 3, 100)}
+    part |= {name: a_sample([value] * 3, 2100) for name, value in ms.items()}
+    return [part, {**part, "int8": a_sample([5.0, 1.0, 1.0], 600, 400, 7)}]
 
 
 def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
@@ -304,8 +311,8 @@ def test_a_quick_run_on_digits(program: Ended) -> None:
     assert "val. gap" not in table
 
 
-def learn(group: dist.ProcessGroup, plan: Plan, scheme: Scheme) -> list[Outcome]:
-    return [bench.learn(plan, scheme, seed) for seed in range(plan.seeds)]
+def train(group: dist.ProcessGroup, plan: TrainPlan, scheme: TrainScheme) -> list[Trained]:
+    return [bench.train(plan, TrainingRun(scheme, seed)) for seed in range(plan.task.seeds)]
 
 
 @pytest.mark.program(*QUICK, "--task", "gpt", "--codecs", "lloyd2", "--steps", "3")
@@ -318,9 +325,9 @@ def test_a_quick_run_on_text_and_the_same_losses_again(program: Ended, ranks: Ra
     assert number(lloyd2, "noise_floor") > 0 < number(lloyd2, "val_noise_floor")
     assert "val. gap" in tables.grid(found).header
     plan = a_plan("lloyd2", task="gpt")
-    trained = list(zip(*ranks(2).run(learn, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
-    assert fmean(bench._losses(trained)) == lloyd2["loss"]
-    assert fmean(bench._val_losses(trained)) == lloyd2["val_loss"]
+    trained = list(zip(*ranks(2).run(train, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
+    assert fmean(bench.losses(trained)) == lloyd2["loss"]
+    assert fmean(bench.val_losses(trained)) == lloyd2["val_loss"]
 
 
 @pytest.mark.timeout(180)  # ranks start slowly on a busy machine

@@ -258,8 +258,8 @@ def test_what_a_collectives_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     names = ["int4:block=32,mode=affine", "auto", "plain"]
     assert asked == [
         ([2, 4], None, None, ["all_reduce"], list(collectives_bench.CODECS), None, None, False, None),
-        ([3, 4, 2], links.Link("1gbit", 1e9), [1024, 65536], ["broadcast"], names, "auto", 7, True, None),
-        ([4], links.Link("1gbit", 1e9), None, ["all_reduce"], ["int8"], None, None, False, 2),
+        ([3, 4, 2], links.ShapedLink("1gbit", 1e9), [1024, 65536], ["broadcast"], names, "auto", 7, True, None),
+        ([4], links.ShapedLink("1gbit", 1e9), None, ["all_reduce"], ["int8"], None, None, False, 2),
     ]
 
 
@@ -280,7 +280,7 @@ def test_without_scikit_learn_the_gradient_is_an_error_before_measuring(monkeypa
 def test_ctrl_c_writes_the_finished_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measure, path = codec_bench.measure, tmp_path / "part.json"
 
-    def third_is_interrupted(case: codec_bench.Case) -> record.Row:
+    def third_is_interrupted(case: codec_bench.CodecCase) -> record.Row:
         if (case.distribution, str(case.codec)) == ("sparse", "int8"):
             raise KeyboardInterrupt
         return measure(case)

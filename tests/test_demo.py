@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from thinwire.tools.advise.links import PAYLOAD
 from thinwire.tools.bench import demo as bench, link as links, record, schemes, tasks, train
 from thinwire.tools.bench.demo import Look, Tick
 from thinwire.tools.bench.record import Interrupted, Record, Row
-from thinwire.tools.bench.train import Outcome, Plan
+from thinwire.tools.bench.train import Trained, TrainingRun, TrainPlan
 from thinwire.tools.cli import demo as cli, findings
 from thinwire.tools.cli.app import app
 from thinwire.tools.report.charts import Bars, draw
@@ -43,8 +44,9 @@ def said(text: str) -> str:
     return " ".join(text.replace("│", "").split())
 
 
-def a_plan(steps: int = 5) -> Plan:
-    return Plan(tasks.QUICK_DEMO, 2, None, "adam", bench.lineup(["lloyd2"]), 1, steps, train.QUICK, 1)
+def a_plan(steps: int = 5) -> TrainPlan:
+    task = replace(tasks.QUICK_DEMO, seeds=1, steps=steps)
+    return TrainPlan(task, bench.lineup(["lloyd2"]), 2, None, "adam", train.QUICK)
 
 
 def a_row(codec: str, ms: float = 60.0, ratio: float | None = 0.0, **others: Any) -> Row:
@@ -192,15 +194,15 @@ def test_on_a_terminal_there_are_bars_and_ctrl_c_keeps_what_was_finished(program
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def watched(group: dist.ProcessGroup, plan: Plan, cuts: Sequence[int]) -> tuple[list[Look], Outcome]:
+def watched(group: dist.ProcessGroup, plan: TrainPlan, cuts: Sequence[int]) -> tuple[list[Look], Trained]:
     """A run in pieces, as the parent asks for them."""
-    bench.begin(plan, plan.schemes[1], 0)
+    bench.begin(plan, TrainingRun(plan.schemes[1], 0))
     looks = [bench.advance(count) for count in cuts]
     return looks, bench.finish()
 
 
-def learned(group: dist.ProcessGroup, plan: Plan) -> Outcome:
-    return train.learn(plan, plan.schemes[1], 0)
+def learned(group: dist.ProcessGroup, plan: TrainPlan) -> Trained:
+    return train.train(plan, TrainingRun(plan.schemes[1], 0))
 
 
 def test_looking_on_changes_nothing(ranks: RankPool) -> None:
@@ -235,7 +237,7 @@ def test_bytes_that_nobody_knows() -> None:
 
 
 def test_bytes_are_counted_at_the_interface_of_a_shaped_link() -> None:
-    plan = Plan(tasks.DEMO, 2, links.parse("1gbit"), "adam", bench.lineup(None), 1, 1, train.QUICK, 1)
+    plan = TrainPlan(tasks.DEMO, bench.lineup(None), 2, links.parse("1gbit"), "adam", train.QUICK)
     assert bench._bytes_columns(plan, plan.schemes[0], a_row("none")) == {"bytes_from": "interface"}
 
 

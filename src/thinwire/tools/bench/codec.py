@@ -1,7 +1,7 @@
 """The codec benchmark: how many bits a codec puts on the wire, and what they lose, on six distributions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -19,13 +19,12 @@ CODECS = (
     *("none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int4:block=32", "int3", "int2"),
     *("lloyd4", "lloyd4:block=256", "lloyd3", "lloyd2", "lloyd1", "lloyd1:block=1024"),
 )
-NUMEL, QUICK_NUMEL = 1 << 22, 1 << 18
+NUMEL = 1 << 22
+QUICK_NUMEL = 1 << 18
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row to be measured."""
-
+class CodecCase:
     distribution: str
     codec: Codec
     numel: int
@@ -44,23 +43,19 @@ def run(
     data.check(distributions)
     device = torch.device("cpu")
     backend = timing.name_of(kernels.select(device))
-    cases = [Case(name, codec(spec), numel) for name in distributions for spec in codecs]
-    return collect("codec", device, _rows(cases, backend, progress))
+    cases = [CodecCase(name, codec(spec), numel) for name in distributions for spec in codecs]
+    return collect("codec", device, ({**measure(case), "backend": backend} for case in progress(cases)))
 
 
-def _rows(cases: Sequence[Case], backend: str, progress: Progress) -> Iterator[Row]:
-    for case in progress(cases):
-        yield {**measure(case), "backend": backend}
-
-
-def measure(case: Case) -> Row:
+def measure(case: CodecCase) -> Row:
     """Encode, decode, and compare with the input."""
     x = data.sample(case.distribution, case.numel)
     wire = torch.empty(case.codec.wire_bytes(x.numel()), dtype=torch.uint8)
     out = torch.empty_like(x)
     case.codec.encode(x, wire)
     case.codec.decode(wire, out)
-    wire_bits, lost = 8 * wire.numel() / x.numel(), nmse(x, out)
+    wire_bits = 8 * wire.numel() / x.numel()
+    lost = nmse(x, out)
     return {
         "distribution": case.distribution,
         "codec": str(case.codec),

@@ -10,11 +10,16 @@ import torch
 from torch import Generator, Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.bench.record import BenchError
 
 REGION = 512  # mean length of a region of one scale in `hetero`: scales change inside blocks too
 LOG_SIGMA = 1.0  # of the scales in `hetero`; larger => a few regions hold all the energy and decide the error alone
 DENSITY = 0.01  # share of non-zeros in `sparse`
-WIDTH, STEPS, BATCH, RATE = 1024, 40, 128, 0.05  # of the network behind `gradient`: 64-1024-1024-10, 1.1 M weights
+# The network behind `gradient`: 64-1024-1024-10, 1.1 M weights.
+WIDTH = 1024
+STEPS = 40
+BATCH = 128
+RATE = 0.05
 
 
 @lru_cache(maxsize=1)
@@ -25,7 +30,7 @@ def sample(name: str, numel: int, seed: int = 0) -> Tensor:
     """
     check([name])
     if numel < 1:
-        raise ValueError(f"numel must be 1 or more, got {numel}")
+        raise BenchError(f"numel must be 1 or more, got {numel}")
     return DISTRIBUTIONS[name](numel, Generator().manual_seed(seed))
 
 
@@ -33,22 +38,27 @@ def check(names: Iterable[str]) -> None:
     """Raise unless every named distribution can be drawn here."""
     for name in names:
         if name not in DISTRIBUTIONS:
-            raise ValueError(f"unknown distribution {name!r}; known: {', '.join(DISTRIBUTIONS)}")
-        if name == "gradient" and find_spec("sklearn") is None:
-            raise ThinwireError(
-                "distribution 'gradient' needs scikit-learn, which is not installed: pip install 'thinwire[bench]', "
-                "or name the distributions without it"
-            )
+            raise BenchError(f"unknown distribution {name!r}; known: {', '.join(DISTRIBUTIONS)}")
+        if name == "gradient":
+            check_digits("distribution 'gradient'", "name the distributions without it")
+
+
+def check_digits(what: str, instead: str) -> None:
+    """Raise unless `what`, which reads scikit-learn's digits, can have them."""
+    if find_spec("sklearn") is None:
+        raise ThinwireError(
+            f"{what} needs scikit-learn, which is not installed: pip install 'thinwire[bench]', or {instead}"
+        )
 
 
 def gaussian(numel: int, generator: Generator) -> Tensor:
-    """Standard normal."""
     return torch.randn(numel, generator=generator)
 
 
 def laplace(numel: int, generator: Generator) -> Tensor:
     """Laplace: the difference of two exponentials."""
-    return _exponential(numel, generator) - _exponential(numel, generator)
+    one, other = (torch.empty(numel).exponential_(generator=generator) for _ in range(2))
+    return one - other
 
 
 def student3(numel: int, generator: Generator) -> Tensor:
@@ -72,7 +82,7 @@ def sparse(numel: int, generator: Generator) -> Tensor:
 
 
 def gradient(numel: int, generator: Generator) -> Tensor:
-    """Of all weights of a ReLU network on scikit-learn's digits after 40 steps of SGD. Its length is its own."""
+    """That of all weights of a ReLU network on scikit-learn's digits after 40 steps of SGD. Its length is its own."""
     images, labels = digits()
     sizes = (images.shape[1], WIDTH, WIDTH, 10)
     weights = [_layer(fan_in, fan_out, generator) for fan_in, fan_out in pairwise(sizes)]
@@ -82,13 +92,9 @@ def gradient(numel: int, generator: Generator) -> Tensor:
     return torch.cat([slope.reshape(-1) for slope in _slopes(weights, images, labels, generator)])
 
 
-def _exponential(numel: int, generator: Generator) -> Tensor:
-    return torch.empty(numel).exponential_(generator=generator)
-
-
 def digits() -> tuple[Tensor, Tensor]:
     """scikit-learn's digits: images from 0 to 1, and labels."""
-    from sklearn.datasets import load_digits  # an optional dependency, see check
+    from sklearn.datasets import load_digits  # an optional dependency, see check_digits
 
     images, labels = load_digits(return_X_y=True)
     return torch.from_numpy(images).float() / 16, torch.from_numpy(labels).long()

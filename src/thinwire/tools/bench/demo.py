@@ -1,4 +1,4 @@
-"""The demonstration: the small GPT trained plainly and in a few codecs, watched while it trains.
+"""The demonstration: the small GPT trained plainly and in a few codecs, observed while it trains.
 
 Seeds, batches, timing and columns are those of `bench train`. Its rows have a `curve` beside them, and bytes of torch's
 own all_reduce too: by formula, where no interface counts them (`bytes_from` says which).
@@ -6,23 +6,23 @@ own all_reduce too: by formula, where no interface counts them (`bytes_from` say
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from thinwire.tools.bench import launch, link as links, tasks, timing, train
+from thinwire.tools.bench import tasks, train
 from thinwire.tools.bench.launch import World
-from thinwire.tools.bench.link import Link
-from thinwire.tools.bench.record import CURVE, Curve, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, NONE, Scheme
-from thinwire.tools.bench.train import Class, Effort, Outcome, Plan, Pupil
+from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.record import CURVE, Record, Row
+from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
+from thinwire.tools.bench.timing import Effort
+from thinwire.tools.bench.train import Trained, Trainer, TrainingRun, TrainPlan
 
 WORLD = 2
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2")
-EFFORT = Effort(seconds=1.0, least=7, most=30)
+EFFORT = Effort(rounds=7, most=30, seconds=1.0)
 LOOKS = 40  # at a run, while it trains: points of its curve
 RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce
 
@@ -31,7 +31,7 @@ RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce
 class Tick:
     """How far the runs of one scheme have come."""
 
-    scheme: Scheme
+    scheme: TrainScheme
     step: int  # done, over all seeds
     steps: int  # in all
     loss: float  # of the last batches
@@ -39,7 +39,7 @@ class Tick:
     seconds: float  # since the first step
 
 
-class Watch(Protocol):
+class Observer(Protocol):
     """Whoever looks on."""
 
     def stage(self, text: str) -> None:
@@ -49,87 +49,78 @@ class Watch(Protocol):
         """After every few steps."""
 
 
-def lineup(codecs: Sequence[str] | None) -> tuple[Scheme, ...]:
+def lineup(codecs: Sequence[str] | None) -> tuple[TrainScheme, ...]:
     """What is trained, the uncompressed one first; CodecError where a name is not known."""
     return train.lineup("gpt", codecs or CODECS)
 
 
 def run(
-    watch: Watch,
+    observer: Observer,
     world: int = WORLD,
     codecs: Sequence[str] | None = None,
     steps: int | None = None,
-    link: Link | None = None,
+    link: ShapedLink | None = None,
     quick: bool = False,
 ) -> Record:
     """A record of kind "train". Ctrl-C raises Interrupted with the rows of the schemes that were finished."""
     task = tasks.QUICK_DEMO if quick else tasks.DEMO
-    if link is not None:
-        links.check()
-    plan = Plan(
-        task=task,
-        world=world,
-        link=link,
-        optimizer=task.optimizer,
-        schemes=lineup(codecs),
-        seeds=task.seeds,
-        steps=steps or task.steps,
-        effort=train.QUICK if quick else EFFORT,
-        threads=1,
-    )
-    with timing.threads(plan.threads), closing(_rows(plan, watch)) as rows:
-        return collect("train", torch.device("cpu"), rows)
+    task = replace(task, steps=steps or task.steps)
+    plan = TrainPlan(task, lineup(codecs), world, link, task.optimizer, train.QUICK if quick else EFFORT)
+    return train.recorded(plan, _rows(plan, observer))
 
 
-def _rows(plan: Plan, watch: Watch) -> Generator[Row]:
-    watch.stage(f"starting {plan.world} ranks")
-    with launch.ranks(plan.world, plan.link, plan.threads) as world:
-        watch.stage("timing steps")
-        times = world.run(train.clock, plan)
-        trained: dict[Scheme, Class] = {}
-        for scheme in plan.schemes:
-            runs = _Runs(plan, scheme, watch)
-            trained[scheme] = [runs.train(world, seed) for seed in range(plan.seeds)]
-            row = train.row_of(plan, scheme, trained, times)
-            yield row | _bytes_columns(plan, scheme, row) | {CURVE: runs.curve}
+def _rows(plan: TrainPlan, observer: Observer) -> Generator[Row]:
+    def staged(cases: Sequence[Any]) -> Iterator[Any]:
+        for case in cases:
+            if case == train.STEP_TIMES:
+                observer.stage("timing steps")
+            yield case
+
+    observer.stage(f"starting {plan.world} ranks")
+    runs = _ObservedRuns(plan, observer)
+    for scheme, row in zip(plan.schemes, train.rows(plan, staged, runs.train), strict=True):
+        # [step, loss of the batches since the last point]: the mean over ranks and seeds
+        curve: Row = {CURVE: [[step, fmean(losses)] for step, losses in runs.losses.items()]}
+        yield row | _bytes_columns(plan, scheme, row) | curve
 
 
-class _Runs:
-    """The runs of one scheme, seed after seed."""
+class _ObservedRuns:
+    """Runs in pieces, with a tick after each; a scheme's are told from its first seed on."""
 
-    def __init__(self, plan: Plan, scheme: Scheme, watch: Watch) -> None:
-        self._plan, self._scheme, self._watch = plan, scheme, watch
-        self._begun, self._sent = time.monotonic(), 0.0
-        self._losses: dict[int, list[float]] = {}  # by step, then by seed
+    def __init__(self, plan: TrainPlan, observer: Observer) -> None:
+        self._plan = plan
+        self._observer = observer
+        self.losses: dict[int, list[float]] = {}  # of the scheme at hand: by step, then by seed
 
-    def train(self, world: World, seed: int) -> list[Outcome]:
+    def train(self, world: World, run: TrainingRun) -> list[Trained]:
         """One run; what each rank holds after it."""
-        world.run(begin, self._plan, self._scheme, seed)
+        if run.seed == 0:
+            self.losses = {}
+            self._begun = time.monotonic()
+            self._sent: float | None = 0.0
+        world.run(begin, self._plan, run)
         before = self._sent
-        for first, last in _slices(self._plan.steps):
+        for first, last in _slices(self._plan.task.steps):
             looks: list[Look] = world.run(advance, last - first)
-            self._losses.setdefault(last, []).append(fmean(look.loss for look in looks))
-            self._show(seed, last, before, looks)
-        outcomes: list[Outcome] = world.run(finish)
-        return outcomes
+            self.losses.setdefault(last, []).append(fmean(look.loss for look in looks))
+            sent = self._sent_in(run.scheme, last, looks)
+            self._sent = None if before is None or sent is None else before + sent
+            self._observer.tick(self._tick(run, last))
+        trained: list[Trained] = world.run(finish)
+        return trained
 
-    @property
-    def curve(self) -> Curve:
-        """[step, loss of the batches since the last point]: the mean over ranks and seeds."""
-        return [[step, fmean(losses)] for step, losses in self._losses.items()]
-
-    def _show(self, seed: int, step: int, before: float, looks: "list[Look]") -> None:
-        plan, sent = self._plan, self._sent_in(step, looks)
-        self._sent = before + (sent or 0.0)
-        told = None if sent is None else self._sent
+    def _tick(self, run: TrainingRun, step: int) -> Tick:
+        steps = self._plan.task.steps
         seconds = time.monotonic() - self._begun
-        done, loss = seed * plan.steps + step, self._losses[step][-1]
-        self._watch.tick(Tick(self._scheme, done, plan.seeds * plan.steps, loss, told, seconds))
+        done = run.seed * steps + step
+        return Tick(run.scheme, done, self._plan.task.seeds * steps, self.losses[step][-1], self._sent, seconds)
 
-    def _sent_in(self, steps: int, looks: "list[Look]") -> float | None:
+    def _sent_in(self, scheme: TrainScheme, steps: int, looks: "list[Look]") -> float | None:
         counted = [look.sent for look in looks if look.sent is not None]
-        each = ring_bytes(self._scheme, looks[0].params, self._plan.world)
-        return float(max(counted)) if counted else None if each is None else steps * each
+        if counted:
+            return float(max(counted))
+        each = ring_bytes(scheme, looks[0].params, self._plan.world)
+        return None if each is None else steps * each
 
 
 def _slices(steps: int) -> Iterator[tuple[int, int]]:
@@ -138,13 +129,13 @@ def _slices(steps: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + size, steps)) for first in range(0, steps, size))
 
 
-def ring_bytes(scheme: Scheme, params: int, world: int) -> float | None:
-    """What a rank sends in a ring, 2(W-1)/W of its gradients; None where torch does not send them so."""
+def ring_bytes(scheme: TrainScheme, params: int, world: int) -> float | None:
+    """What each rank sends in a ring, 2(W-1)/W of its gradients; None where torch does not send them so."""
     width = RING_BYTES.get(scheme.name)
     return None if width is None else 2 * (world - 1) / world * width * params
 
 
-def _bytes_columns(plan: Plan, scheme: Scheme, row: Row) -> Row:
+def _bytes_columns(plan: TrainPlan, scheme: TrainScheme, row: Row) -> Row:
     if row["bytes_per_step"] is not None:
         return {"bytes_from": "interface" if plan.link else "transport"}
     params = row["params"]
@@ -155,7 +146,7 @@ def _bytes_columns(plan: Plan, scheme: Scheme, row: Row) -> Row:
 
 # The ranks' side.
 
-_at_work: list[Pupil] = []  # one at most: it stays between calls
+_at_work: list[Trainer] = []  # one at most: it stays between calls
 
 
 @dataclass(frozen=True)
@@ -167,18 +158,16 @@ class Look:
     params: int
 
 
-def begin(plan: Plan, scheme: Scheme, seed: int) -> None:
+def begin(plan: TrainPlan, run: TrainingRun) -> None:
     """Make the replica; all ranks do it together, and so with the rest."""
-    _at_work[:] = [Pupil(plan, scheme, seed)]
+    _at_work[:] = [Trainer(plan, run)]
 
 
 def advance(steps: int) -> Look:
-    """Train for so many steps."""
-    pupil = _at_work[0]
-    losses = [pupil.step() for _ in range(steps)]
-    return Look(float(torch.stack(losses).mean()), pupil.bytes_sent, pupil.params)
+    trainer = _at_work[0]
+    losses = [trainer.step() for _ in range(steps)]
+    return Look(float(torch.stack(losses).mean()), trainer.replica.bytes_sent, trainer.params)
 
 
-def finish() -> Outcome:
-    """Judge it."""
+def finish() -> Trained:
     return _at_work.pop().finish()

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.bench.record import BenchError
 
 INTERFACE = "eth0"  # of every host
 HEADER = 14 + 20 + 32  # bytes of Ethernet, IPv4, and TCP with timestamps
@@ -38,22 +39,22 @@ class LinkError(ThinwireError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Link:
-    """A rate, as it was written and in bits a second."""
+class ShapedLink:
+    """The rate of every host's link."""
 
-    text: str
-    rate: float
+    text: str  # as it was written
+    rate: float  # bits per second
 
     def __str__(self) -> str:
         return self.text
 
 
-def parse(text: str) -> Link:
+def parse(text: str) -> ShapedLink:
     """ "1gbit", "100mbit", "2.5gbit": a number and the unit tc knows it by."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"expected a rate such as 100mbit or 1gbit, got {text!r}")
-    return Link(found[0], float(found[1]) * _UNITS[found[2]])
+        raise BenchError(f"expected a rate such as 100mbit or 1gbit, got {text!r}")
+    return ShapedLink(found[0], float(found[1]) * _UNITS[found[2]])
 
 
 def check() -> None:
@@ -84,11 +85,12 @@ def as_own_root(command: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def hosts(count: int, link: Link) -> Iterator[list[str]]:
+def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
     """The names of `count` hosts, 10.77.0.1 and up; removed whatever ends the block, Ctrl-C and SIGTERM too."""
     check()
     prefix = f"tw{os.getpid()}n{next(_numbers)}"
-    switch, names = f"{prefix}sw", [f"{prefix}r{number}" for number in range(count)]
+    switch = f"{prefix}sw"
+    names = [f"{prefix}r{number}" for number in range(count)]
     with sigterm_as_ctrl_c():
         try:
             _run("ip", "netns", "add", switch)
@@ -98,13 +100,12 @@ def hosts(count: int, link: Link) -> Iterator[list[str]]:
                 _plug(name, number, switch, link)
             yield names
         finally:
-            with _no_signals():
+            with blocked(signal.SIGINT, signal.SIGTERM):
                 for name in (*names, switch):
                     _run("ip", "netns", "del", name, check=False)
 
 
 def address(number: int) -> str:
-    """Of a host, on the bridge."""
     return f"10.77.0.{number + 1}"
 
 
@@ -129,7 +130,7 @@ class Sent(NamedTuple):
 
 
 def sent() -> Sent:
-    """By the interface of this thread's host."""
+    """What the interface of this thread's host has sent."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
@@ -159,7 +160,7 @@ def _stop_once(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _plug(name: str, number: int, switch: str, link: Link) -> None:
+def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
     """Make a host and join it to the bridge."""
     port = f"port{number}"
     _run("ip", "netns", "add", name)
@@ -172,7 +173,7 @@ def _plug(name: str, number: int, switch: str, link: Link) -> None:
         _shape(namespace, device, link)
 
 
-def _shape(namespace: str, device: str, link: Link) -> None:
+def _shape(namespace: str, device: str, link: ShapedLink) -> None:
     # tbf sends in bursts: too small, and timers cannot keep up with the rate; too large, and small messages fly free,
     # and what follows a pause, so that sums which leave the link idle now and then look better than they are.
     burst = max(1 << 14, int(link.rate / 8 * 0.0021))
@@ -190,9 +191,9 @@ def _run(*command: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait, here and in the commands that are run, until the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def blocked(*signals: signal.Signals) -> Iterator[None]:
+    """These signals wait until the block ends; in processes that are started in it, for ever."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

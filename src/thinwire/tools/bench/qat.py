@@ -6,7 +6,6 @@ train   what a network reaches at a few bits, by method (bench/qat_tasks.py, ben
 
 import contextlib
 import copy
-import math
 import multiprocessing
 import os
 import signal
@@ -14,28 +13,31 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, stdev
+from itertools import product
+from statistics import fmean
 
 import torch
 from torch import nn
 
 from thinwire.tools.bench import qat_speed, qat_tasks, timing
 from thinwire.tools.bench.qat_methods import FP32, METHODS
-from thinwire.tools.bench.qat_tasks import DIVERGED, FULL_BITS, Digits, Outcome, Split
+from thinwire.tools.bench.qat_tasks import DIVERGED, FULL_BITS, Judgement, QATSchedule, Split
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 
 PARTS = ("speed", "train")
-BITS, QUICK_BITS = (2, 3, 4, 8), (2,)
-SEEDS, QUICK_SEEDS = 5, 2
+BITS = (2, 3, 4, 8)
+QUICK_BITS = (2,)
+SEEDS = 5
+QUICK_SEEDS = 2
 LATER = 1 << 16  # added to a seed: other batches than in fp32
 MOST_WORKERS = 8  # unless asked for: each holds a torch of its own
 
 
 @dataclass(frozen=True)
-class Lesson:
+class QATRun:
     """One training of one method. All layers get the bits: with 8 in the first and the last, methods hardly differ."""
 
-    task: Digits
+    schedule: QATSchedule
     method: str
     bits: int
     seed: int
@@ -46,48 +48,18 @@ class Lesson:
         return f"train, {self.method}{width}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What came of a lesson, and how long its training took."""
-
-    outcome: Outcome
-    seconds: float
+Result = tuple[Judgement, float]  # of a run, and the seconds its training took
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The trainings of a run."""
-
-    task: Digits
-    methods: tuple[str, ...] | None  # None => all, each where it tells something
-    bits: tuple[int, ...]
-    seeds: int
-    workers: int
-    device: torch.device
-
-    def lessons(self) -> list[Lesson]:
-        """By bits, then by method; fp32 has no bits and comes first, once."""
-        methods = METHODS if self.methods is None else self.methods
-        plain = [(FULL_BITS, FP32)] if FP32 in methods else []
-        others = [(bits, name) for bits in self.bits for name in methods if name != FP32 and self._tells(name, bits)]
-        return [
-            Lesson(self.task, name, bits, seed, self.device)
-            for bits, name in plain + others
-            for seed in range(self.seeds)
-        ]
-
-    def _tells(self, name: str, bits: int) -> bool:
-        return self.methods is not None or METHODS[name].at_all_bits or bits == min(self.bits)
-
-    def rows(self, progress: Progress) -> Iterator[Row]:
-        """One for each method at each number of bits, as soon as its last seed is trained."""
-        lessons, found = self.lessons(), list[Learned]()
-        with _pool(self.workers) as learn_all:
-            for lesson, learned in zip(progress(lessons), learn_all(learn, lessons), strict=False):
-                found.append(learned)
-                if len(found) == self.seeds:
-                    yield row_of(lesson, found, self.workers)
-                    found = []
+def runs(
+    schedule: QATSchedule, methods: Sequence[str] | None, bits: Sequence[int], seeds: int, device: torch.device
+) -> list[QATRun]:
+    """By bits, then by method; fp32 has no bits and comes first, once. Of all methods (None), each where it tells."""
+    kinds = [(FULL_BITS, FP32)] if methods is None or FP32 in methods else []
+    for width, name in product(bits, METHODS if methods is None else methods):
+        if name != FP32 and (methods is not None or METHODS[name].at_all_bits or width == min(bits)):
+            kinds.append((width, name))
+    return [QATRun(schedule, name, width, seed, device) for width, name in kinds for seed in range(seeds)]
 
 
 def run(
@@ -106,90 +78,92 @@ def run(
 
     `numel` and `threads`, the CPU's, are of the speed part; `workers` are processes of one thread that train.
     """
-    device, chosen = torch.device(device), parts or PARTS
+    device = torch.device(device)
+    chosen = parts or PARTS
     if "train" in chosen:
         qat_tasks.check()
-    cases = qat_speed.cases(device, numel, threads, quick)
-    plan = Plan(
-        task=qat_tasks.QUICK if quick else qat_tasks.FULL,
-        methods=tuple(methods) if methods else None,
-        bits=tuple(bits or (QUICK_BITS if quick else BITS)),
-        seeds=seeds or (QUICK_SEEDS if quick else SEEDS),
-        workers=workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS)),
-        device=device,
-    )
-    rows = {"speed": _speed(cases, progress), "train": plan.rows(progress)}
-    drawn = _chained(rows[part] for part in PARTS if part in chosen)
-    with timing.threads(threads), contextlib.closing(drawn) as found:
-        return collect("qat", device, found)
+    schedule = qat_tasks.QUICK if quick else qat_tasks.FULL
+    seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
+    trainings = runs(schedule, methods, bits or (QUICK_BITS if quick else BITS), seeds, device)
+    workers = workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS))
+
+    def rows() -> Generator[Row]:
+        if "speed" in chosen:
+            for case in progress(qat_speed.cases(device, numel, threads, quick)):
+                yield from case.rows()
+        if "train" in chosen:
+            yield from _trained_rows(trainings, seeds, workers, progress)
+
+    with timing.threads(threads):
+        return collect("qat", device, rows())
 
 
-def _speed(cases: Sequence[qat_speed.Case], progress: Progress) -> Iterator[Row]:
-    for case in progress(cases):
-        yield from case.rows()
+def _trained_rows(runs: Sequence[QATRun], seeds: int, workers: int, progress: Progress) -> Iterator[Row]:
+    """One for each method at each number of bits, as soon as its last seed is trained."""
+    results: list[Result] = []
+    with _pool(workers) as map_runs:
+        for run, result in zip(progress(runs), map_runs(train, runs), strict=False):
+            results.append(result)
+            if len(results) == seeds:
+                yield row_of(run, results, workers)
+                results = []
 
 
-def _chained(parts: Iterable[Iterator[Row]]) -> Generator[Row]:
-    for part in parts:
-        yield from part
-
-
-def learn(lesson: Lesson) -> Learned:
+def train(run: QATRun) -> Result:
     """Train once; one thread, so that the sums of a training have one order on every machine."""
     with timing.threads(1):
-        seen, trained = _trained(lesson.task, lesson.seed, lesson.device)
+        seen, trained = _trained_in_fp32(run.schedule, run.seed, run.device)
         model = copy.deepcopy(trained)
-        METHODS[lesson.method].start(model, seen.images[: qat_tasks.START], lesson.bits)
+        METHODS[run.method].start(model, seen.images[: qat_tasks.START], run.bits)
         begun = time.perf_counter()
-        ended = qat_tasks.train(model, seen, lesson.task.after(lesson.bits), lesson.seed + LATER)
+        ended = qat_tasks.train(model, seen, run.schedule.after.at(run.bits), run.seed + LATER)
         seconds = time.perf_counter() - begun
-        return Learned(qat_tasks.judge(model, seen) if ended else DIVERGED, seconds)
+        return qat_tasks.judge(model, seen) if ended else DIVERGED, seconds
 
 
 @cache
-def _trained(task: Digits, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
-    """What all lessons of a seed start from."""
-    seen, model = qat_tasks.split(seed, device), qat_tasks.network(task, seed).to(device)
-    qat_tasks.train(model, seen, task.before, seed)
+def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
+    """What all runs of a seed start from."""
+    seen = qat_tasks.split(seed, device)
+    model = qat_tasks.network(schedule, seed).to(device)
+    qat_tasks.train(model, seen, schedule.before, seed)
     return seen, model
 
 
-def row_of(lesson: Lesson, learned: Sequence[Learned], workers: int) -> Row:
+def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
     """What all seeds of a method came to."""
-    recipe, method = lesson.task.after(lesson.bits), METHODS[lesson.method]
+    recipe = run.schedule.after.at(run.bits)
+    method = METHODS[run.method]
+    losses = [judgement.train_loss for judgement, _ in results]
+    accuracies = [judgement.accuracy for judgement, _ in results]
     return {
-        "task": lesson.task.name,
-        "method": lesson.method,
-        "weight_bits": lesson.bits,
-        "act_bits": lesson.bits,
-        "seeds": len(learned),
-        **_over_seeds("train_loss", [each.outcome.train_loss for each in learned]),
-        **_over_seeds("accuracy", [each.outcome.accuracy for each in learned]),
-        "diverged": sum(each.outcome.diverged for each in learned),
-        "first_last_bits": lesson.bits,
+        "task": qat_tasks.TASK,
+        "method": run.method,
+        "weight_bits": run.bits,
+        "act_bits": run.bits,
+        "seeds": len(results),
+        "train_loss": timing.mean(losses),
+        "train_loss_error": timing.standard_error(losses),
+        "accuracy": timing.mean(accuracies),
+        "accuracy_error": timing.standard_error(accuracies),
+        "diverged": sum(judgement.diverged for judgement, _ in results),
+        "first_last_bits": run.bits,
         "control": method.control,
         "peer": method.peer,
         "optimizer": f"sgd, momentum {qat_tasks.MOMENTUM}",
         "rate": recipe.rate,
         "epochs": recipe.epochs,
         "batch": recipe.batch,
-        "fp32_rate": lesson.task.before.rate,
-        "fp32_epochs": lesson.task.before.epochs,
-        "device": lesson.device.type,
-        "seconds": fmean(each.seconds for each in learned),
+        "fp32_rate": run.schedule.before.rate,
+        "fp32_epochs": run.schedule.before.epochs,
+        "device": run.device.type,
+        "seconds": fmean(seconds for _, seconds in results),
         "workers": workers,
     }
 
 
-def _over_seeds(name: str, values: Sequence[float]) -> Row:
-    """Mean and standard error, which more seeds would make smaller; no mean where one diverged, no error of one."""
-    finite = all(map(math.isfinite, values))
-    error = stdev(values) / math.sqrt(len(values)) if finite and len(values) > 1 else None
-    return {name: fmean(values) if finite else None, f"{name}_error": error}
-
-
 @contextlib.contextmanager
-def _pool(workers: int) -> Iterator[Callable[[Callable[[Lesson], Learned], Iterable[Lesson]], Iterator[Learned]]]:
+def _pool(workers: int) -> Iterator[Callable[[Callable[[QATRun], Result], Iterable[QATRun]], Iterator[Result]]]:
     """What maps in order: in processes of their own, which end with the block, or here where one is enough."""
     if workers == 1:
         yield map

@@ -25,17 +25,14 @@ class Method:
     """How all layers of a network are quantised in place, given the bits of weights and activations."""
 
     name: str
-    quantise: Callable[[nn.Module, int], None]
+    quantize: Callable[[nn.Module, int], None]
     control: bool = False  # ought to fail
     peer: bool = False  # torch's own
     at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
 
-    def __str__(self) -> str:
-        return self.name
-
     def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
         """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
-        self.quantise(model, bits)
+        self.quantize(model, bits)
         with torch.no_grad():
             model.eval()(images)
         for module in model.modules():
@@ -78,7 +75,6 @@ class AbsmaxAlways(AbsmaxStart):
     """Nothing is learned: every tensor is rounded on the grid of its own largest element, straight through."""
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """x on the grid."""
         start = self.estimate(x)
         if start is None:
             return x
@@ -86,35 +82,22 @@ class AbsmaxAlways(AbsmaxStart):
         return fake_quantize(x, start.scale_C, quant_min=low, quant_max=high, axis=self.axis, gradient="torch")
 
 
-class Slot(nn.Module):
+class FakeQuantAdapter(nn.Sequential):
     """A quantiser by torch's names in the place of one of thinwire's."""
 
     group = 0
 
-    def __init__(self, fake_quant: nn.Module) -> None:
-        super().__init__()
-        self.fake_quant = fake_quant
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x on the grid."""
-        quantised: Tensor = self.fake_quant(x)
-        return quantised
-
-
-def _leave(model: nn.Module, bits: int) -> None:
-    """Nothing is quantised."""
-
-
-def _by_lsq(quantizer: type[LSQ], model: nn.Module, bits: int) -> None:
-    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantizer=quantizer)
+def _by_lsq(kind: type[LSQ], model: nn.Module, bits: int) -> None:
+    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantizer=kind)
 
 
 def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int) -> None:
     """As torch's module is meant: observers give the first ranges, symmetric for weights, affine for activations."""
     _by_lsq(LSQ, model, bits)
     for layer in [module for module in model.modules() if isinstance(module, QuantizedLayer)]:
-        layer.register_module("weight_quantizer", Slot(_weights(kind, bits, len(layer.weight))))
-        layer.register_module("act_quantizer", Slot(_activations(kind, bits)))
+        layer.register_module("weight_quantizer", FakeQuantAdapter(_weights(kind, bits, len(layer.weight))))
+        layer.register_module("act_quantizer", FakeQuantAdapter(_activations(kind, bits)))
 
 
 def _weights(kind: Callable[..., nn.Module], bits: int, channels: int) -> nn.Module:
@@ -135,7 +118,7 @@ def _activations(kind: Callable[..., nn.Module], bits: int) -> nn.Module:
 
 
 _ALL = (
-    Method(FP32, _leave),
+    Method(FP32, lambda model, bits: None),
     Method("lsq", partial(_by_lsq, LSQ)),
     Method("lsqplus", partial(_by_lsq, LSQPlus)),
     Method("learnable", partial(_by_fake_quant, LearnableFakeQuantize)),

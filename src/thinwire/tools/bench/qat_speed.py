@@ -27,7 +27,7 @@ from thinwire.qat import fake_quantize
 from thinwire.qat.ops import Gradient
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Row
-from thinwire.tools.bench.timing import Call
+from thinwire.tools.bench.timing import Call, Effort
 
 OPS = ("forward", "backward", "forward_backward")
 GRAINS = ("tensor", "channel")
@@ -38,27 +38,12 @@ NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
 QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
 BITS = 4  # the work does not hang on it
 _AHEAD_MS = 8.0  # longer than the host takes to queue the launches of a measurement
-_LO, _HI = -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1
+_LO = -(1 << (BITS - 1))
+_HI = (1 << (BITS - 1)) - 1
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How often all calls of a case are timed."""
-
-    rounds: int  # more => steadier medians
-    launches: int = 1  # of a call in a row, on a GPU; more => less of the host in the times
-
-
-EFFORTS = {
-    ("cpu", False): Effort(9),
-    ("cpu", True): Effort(3),
-    ("cuda", False): Effort(20, launches=5),
-    ("cuda", True): Effort(5, launches=3),
-}
-
-
-@dataclass(frozen=True)
-class Case:
+class SpeedCase:
     """One op on one kind of tensor: a row for each of OPS."""
 
     grain: str
@@ -70,7 +55,7 @@ class Case:
     effort: Effort
 
     def __str__(self) -> str:
-        return f"speed, {self.gradient} per {self.grain}, {self._dtype}, {self.numel} elements"
+        return f"speed, {self.gradient} per {self.grain}, {timing.dtype_name(self.dtype)}, {self.numel} elements"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,38 +63,32 @@ class Case:
         rows = next(rows for rows in range(math.isqrt(self.numel), 0, -1) if self.numel % rows == 0)
         return rows, self.numel // rows
 
-    @property
-    def _dtype(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
     def rows(self) -> Iterator[Row]:
         """One of each op. An implementation that fails has no times: the row says why, ours in `note`."""
         with timing.threads(self.threads), torch.enable_grad():
             measured = _measure(self)
         for op in OPS:
-            yield {"op": op, **self._labels(), **measured[op]}
+            yield {
+                "op": op,
+                "backend": timing.name_of(kernels.select(self.device)),
+                "device": self.device.type,
+                "numel": self.numel,
+                "dtype": timing.dtype_name(self.dtype),
+                "granularity": self.grain,
+                "channels": 1 if self.grain == "tensor" else self.shape[0],
+                "gradient": self.gradient,
+                "bits": BITS,
+                "threads": self.threads,
+                "rounds": self.effort.rounds,
+                **measured[op],
+            }
 
-    def _labels(self) -> Row:
-        return {
-            "backend": timing.name_of(kernels.select(self.device)),
-            "device": self.device.type,
-            "numel": self.numel,
-            "dtype": self._dtype,
-            "granularity": self.grain,
-            "channels": 1 if self.grain == "tensor" else self.shape[0],
-            "gradient": self.gradient,
-            "bits": BITS,
-            "threads": self.threads,
-            "rounds": self.effort.rounds,
-        }
 
-
-def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[Case]:
-    """What a run measures on a device."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    size = numel or (QUICK_NUMEL if quick else NUMEL)[kind]
+def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[SpeedCase]:
+    size = numel or (QUICK_NUMEL if quick else NUMEL)["cuda" if device.type == "cuda" else "cpu"]
+    effort = timing.effort_on(device, quick)
     return [
-        Case(grain, dtype, gradient, size, threads, device, EFFORTS[kind, quick])
+        SpeedCase(grain, dtype, gradient, size, threads, device, effort)
         for dtype in DTYPES
         for gradient in GRADIENTS
         for grain in GRAINS
@@ -143,7 +122,7 @@ class Subject:
         return dict(zip(OPS, (self.forward, backward, self.forward_backward), strict=True))
 
 
-def subjects(case: Case) -> tuple[Subject, Subject]:
+def subjects(case: SpeedCase) -> tuple[Subject, Subject]:
     """thinwire's and torch's, on the same Gaussian numbers and the same scales, those LSQ starts from."""
     generator = torch.Generator(device=case.device).manual_seed(0)
     x, grad = (torch.randn(case.shape, generator=generator, device=case.device).to(case.dtype) for _ in range(2))
@@ -170,8 +149,7 @@ def subjects(case: Case) -> tuple[Subject, Subject]:
     return Subject("ours", ours, own, grad), Subject("torch", theirs, [x, scale, zero_point], grad)
 
 
-def _measure(case: Case) -> dict[str, Row]:
-    """The columns of every op."""
+def _measure(case: SpeedCase) -> dict[str, Row]:
     ours, theirs = subjects(case)
     calls: dict[str, Call] = _floors(ours)
     peaks: dict[str, float] = {}
@@ -184,20 +162,21 @@ def _measure(case: Case) -> dict[str, Row]:
         with _noted(notes, "graph_note"):
             calls |= _graphs(case)
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
-    hosts = _hosts(case, calls)
-    return {op: {**_times(op, times), **hosts[op], **_peaks(op, peaks), **notes} for op in OPS}
+    return {
+        op: {
+            **_times(op, times),
+            "host_ms": _host_ms(case, calls.get(f"ours {op}")),
+            "torch_host_ms": _host_ms(case, calls.get(f"torch {op}")),
+            **_peaks(op, peaks),
+            **notes,
+        }
+        for op in OPS
+    }
 
 
-def _hosts(case: Case, calls: dict[str, Call]) -> dict[str, Row]:
+def _host_ms(case: SpeedCase, call: Call | None) -> float | None:
     """[Note: Host]"""
-    columns = {"host_ms": "ours", "torch_host_ms": "torch"}
-    if case.device.type != "cuda":
-        return {op: dict.fromkeys(columns) for op in OPS}
-    return {op: {column: _host_ms(case, calls.get(f"{name} {op}")) for column, name in columns.items()} for op in OPS}
-
-
-def _host_ms(case: Case, call: Call | None) -> float | None:
-    if call is None:
+    if call is None or case.device.type != "cuda":
         return None
     taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
     return timing.percentiles(taken)[1]
@@ -209,8 +188,7 @@ def _noted(notes: Row, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of a compiler, a driver or an allocator: any kind
-        first = next(iter(str(error).strip().splitlines()), "")
-        notes[name] = f"{type(error).__name__}: {first[:200]}"
+        notes[name] = timing.note_of(error)
 
 
 def _floors(subject: Subject) -> dict[str, Call]:
@@ -228,7 +206,7 @@ def _floors(subject: Subject) -> dict[str, Call]:
     return {"floor forward": copy, "floor backward": add}
 
 
-def _graphs(case: Case) -> dict[str, Call]:
+def _graphs(case: SpeedCase) -> dict[str, Call]:
     """Ours replayed as one CUDA graph. A backward must be captured with its forward, so that it is not there alone.
 
     On inputs of their own: a graph of autograd that lives on ties its leaves to the stream that it was made on.
@@ -242,15 +220,19 @@ def _graphs(case: Case) -> dict[str, Call]:
 
 def _times(op: str, times: dict[str, list[float]]) -> Row:
     """Medians, and what they are beside the floor and torch's."""
-    middle = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
-    floors = [middle[f"floor {part}"] for part in ("forward", "backward") if part in op]
-    floor, theirs = math.fsum(floors), middle.get(f"torch {op}")
-    row: Row = {**dict.fromkeys((*TIMES, "times_floor", "times_torch")), "floor_ms": floor, "torch_ms": theirs}
-    if f"ours {op}" in times:
-        p20, p50, p80 = timing.percentiles(times[f"ours {op}"])
-        row |= {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80, "times_floor": p50 / floor}
-        row |= {"times_torch": theirs / p50 if theirs else None}
-    return {**row, "torch_times_floor": theirs / floor if theirs else None, "graph_ms": middle.get(f"graph {op}")}
+    medians = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
+    floor = math.fsum(medians[f"floor {part}"] for part in ("forward", "backward") if part in op)
+    ours = medians.get(f"ours {op}")
+    theirs = medians.get(f"torch {op}")
+    return {
+        **(timing.columns(times[f"ours {op}"]) if ours else dict.fromkeys(TIMES)),
+        "times_floor": ours / floor if ours else None,
+        "times_torch": theirs / ours if ours and theirs else None,
+        "floor_ms": floor,
+        "torch_ms": theirs,
+        "torch_times_floor": theirs / floor if theirs else None,
+        "graph_ms": medians.get(f"graph {op}"),
+    }
 
 
 def _peaks(op: str, peaks: dict[str, float]) -> Row:
@@ -262,10 +244,8 @@ def _peaks(op: str, peaks: dict[str, float]) -> Row:
 def peak_bytes(subject: Subject, device: torch.device) -> float:
     """[Note: Peak]; NaN where torch cannot tell."""
     subject.forward_backward()  # what is made once is not counted
-    result = subject.inputs[0].nbytes
-    if device.type == "cuda":
-        return _cuda_peak(subject.forward_backward) - result
-    return _cpu_peak(subject.forward_backward) - result
+    peak = _cuda_peak if device.type == "cuda" else _cpu_peak
+    return peak(subject.forward_backward) - subject.inputs[0].nbytes
 
 
 def _cuda_peak(call: Call) -> int:
@@ -293,7 +273,8 @@ def _cpu_peak(call: Call) -> float:
 def _silent() -> Iterator[None]:
     """Some builds of torch's profiler announce themselves on standard error, past sys.stderr."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

@@ -5,6 +5,7 @@
 Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...], which a training row may carry.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -15,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import RecordError
+from thinwire.errors import RecordError, ThinwireError
 
 SCHEMA = 1
 TIMES = ("ms_p50", "ms_p20", "ms_p80")
@@ -71,6 +72,10 @@ class Record:
             raise RecordError(f"kind must be one of {', '.join(COLUMNS)}, got {self.kind!r}")
 
 
+class BenchError(ThinwireError, ValueError):
+    """A benchmark was asked for what it does not know or cannot measure here."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a run; `record` holds the rows that were finished."""
 
@@ -79,12 +84,13 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
-def collect(kind: str, device: torch.device, rows: Iterable[Row]) -> Record:
+def collect(kind: str, device: torch.device, rows: Generator[Row]) -> Record:
     """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished."""
     record = Record(kind, conditions(device), [])
     try:
-        for row in rows:
-            record.rows.append(row)
+        with contextlib.closing(rows):
+            for row in rows:
+                record.rows.append(row)
     except KeyboardInterrupt:
         raise Interrupted(Record(kind, {**record.conditions, "interrupted": True}, record.rows)) from None
     return record
@@ -107,13 +113,12 @@ def conditions(device: torch.device) -> dict[str, Value]:
 
 
 def version() -> str:
-    """The version of this thinwire."""
     text: str = sys.modules["thinwire"].__version__  # the public surface is above this room, so it is not imported
     return text
 
 
 def dumps(record: Record) -> str:
-    """The JSON text of a record, one row a line. JSON has no NaN or Inf: they become null."""
+    """The JSON text of a record, one row per line. JSON has no NaN or Inf: they become null."""
     rows = ",\n  ".join(_json(row) for row in record.rows)
     head = f'{{"schema": {SCHEMA}, "kind": {_json(record.kind)},\n "conditions": {_json(record.conditions)},\n '
     return f'{head}"rows": [\n  {rows}\n ]}}\n' if record.rows else f'{head}"rows": []}}\n'
@@ -125,12 +130,12 @@ def as_csv(record: Record) -> str:
     A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text. Line breaks
     become spaces: a row is a line.
     """
-    told = {f"conditions.{name}": value for name, value in record.conditions.items()}
-    header = list(dict.fromkeys([*(name for row in record.rows for name in row), *told]))
+    conditions = {f"conditions.{name}": value for name, value in record.conditions.items()}
+    header = list(dict.fromkeys([*(name for row in record.rows for name in row), *conditions]))
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(map(_cell, header))
-    lines.writerows([_cell({**row, **told}.get(name)) for name in header] for row in record.rows)
+    lines.writerows([_cell({**row, **conditions}.get(name)) for name in header] for row in record.rows)
     return text.getvalue()
 
 
@@ -176,7 +181,6 @@ def _refuse(constant: str) -> None:
 
 
 def columns(kind: str, row: Row) -> tuple[str, ...]:
-    """The columns that `row` must have."""
     return QAT_SPEED if kind == "qat" and row.get("op") is not None else COLUMNS[kind]
 
 
@@ -212,11 +216,9 @@ def _is_flat(value: object) -> bool:
 
 
 def _is_curve(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(point, list) and _is_point(point) for point in value)
-
-
-def _is_point(point: list[object]) -> bool:
-    return len(point) == 2 and all(part is None or isinstance(part, float | int) for part in point)
+    points = value if isinstance(value, list) else [value]
+    numbers = (int, float, type(None))
+    return all(isinstance(p, list) and len(p) == 2 and all(isinstance(x, numbers) for x in p) for p in points)
 
 
 def _json(value: Value | Row) -> str:

@@ -19,11 +19,14 @@ from thinwire.integrations import auto, compress_ddp, policy
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
-NONE, BF16, ONEBIT = "none", "bf16", "onebit"
+NONE = "none"
+BF16 = "bf16"
+ONEBIT = "onebit"
 RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
 PEERS = (NONE, BF16, *RANKS)
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
-OPTIMIZERS, FEEDBACKS = ("adam", "sgd"), policy.FEEDBACKS
+OPTIMIZERS = ("adam", "sgd")
+FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
@@ -33,8 +36,8 @@ _RACED = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 2
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """One way, as it was named and as compress_ddp knows it."""
+class TrainScheme:
+    """One way in which gradients travel, as it was named and as compress_ddp knows it."""
 
     name: str
     codec: str | None  # None: not thinwire's
@@ -45,40 +48,39 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """The name without its feedback."""
         return self.name.partition("@")[0]
 
     @property
     def settled(self) -> int:
-        """Steps after which one is like the other."""
+        """The steps after which one takes as long as the next."""
         return _RACED if self.codec == "auto" else _SETTLED
 
     def __str__(self) -> str:
         return self.name
 
 
-def parse(text: str, feedback: str = "auto") -> Scheme:
+def parse(text: str, feedback: str = "auto") -> TrainScheme:
     """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's; `feedback` serves where none is named."""
     label, named, asked = text.strip().partition("@")
     asked = asked if named else feedback
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if not named and label in PEERS:
-        return Scheme(label, None, "classic" if label in RANKS else "none", peer=label != NONE)
+        return TrainScheme(label, None, "classic" if label in RANKS else "none", peer=label != NONE)
     if not named and label in CONTROLS:
-        return Scheme(label, CONTROLS[label], "none", "none", control=True)
+        return TrainScheme(label, CONTROLS[label], "none", "none", control=True)
     if label == ONEBIT:
-        return Scheme(text.strip(), "lloyd1", asked)
+        return TrainScheme(text.strip(), "lloyd1", asked)
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
         raise CodecError(
             f"{error}; besides codecs there are {', '.join(('auto', ONEBIT, *CONTROLS, *PEERS))}"
         ) from None
-    return Scheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
+    return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
 
 
-def optimizer_for(scheme: Scheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
     """The optimiser of a scheme, whose rate is set before every step."""
     if scheme.label == ONEBIT:
         return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
@@ -90,11 +92,13 @@ def optimizer_for(scheme: Scheme, kind: str, parameters: Iterable[nn.Parameter],
 class Replica:
     """A network whose gradients travel in a scheme's way, on this rank. Replicas may share a network, not a step."""
 
-    def __init__(self, scheme: Scheme, network: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, scheme: TrainScheme, network: nn.Module, optimizer: Optimizer) -> None:
         cap = _ONE_BUCKET_MB if scheme.label in RANKS else None
-        self.scheme, self.optimizer = scheme, optimizer
+        self.scheme = scheme
+        self.optimizer = optimizer
         self.model = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them all alike
-        self._handle, self._power = None, None
+        self._handle = None
+        self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
                 self.model, scheme.codec, feedback=scheme.feedback, exempt=scheme.exempt, optimizer=optimizer
@@ -123,7 +127,6 @@ class Replica:
 
     @property
     def feedback(self) -> str:
-        """The feedback in use."""
         return self.scheme.feedback if self._handle is None else self._handle.stats().feedback
 
     @property
@@ -144,7 +147,6 @@ class Replica:
         return 0 if self.scheme.label == NONE else None
 
     def close(self) -> None:
-        """Let go of what is remembered."""
         if self._handle is not None:
             self._handle.close()
 

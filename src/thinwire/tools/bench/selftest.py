@@ -1,14 +1,14 @@
 """Whether the kernels of this machine work: every op of every codec, and fake quantisation, against the reference."""
 
 import math
-from collections.abc import Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec, names
-from thinwire.kernels import Backend, Encoding, Grid, hashing, reference
+from thinwire.kernels import Backend, Encoding, Grid, hashing, reference, use_backend
+from thinwire.tools.bench.codec import nmse
 
 SIZES = (1, 129, 1001)  # one element, a block and a bit, several blocks and a bit
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ def codecs() -> list[Codec]:
 def broken_reference() -> list[str]:
     """Codecs whose reference does not return something nearer to a Gaussian input than nothing at all; [] is good."""
     x = _inputs(1001, torch.device("cpu"))[0]
-    return [str(chosen) for chosen in codecs() if not _loss(chosen, x) < (1e-12 if str(chosen) == "none" else 1)]
+    return [str(chosen) for chosen in codecs() if not _lost(chosen, x) < (1e-12 if str(chosen) == "none" else 1)]
 
 
 def differences(backend: Backend, device: torch.device) -> tuple[int, list[str]]:
@@ -38,23 +38,16 @@ def differences(backend: Backend, device: torch.device) -> tuple[int, list[str]]
 
     Sums of fake quantisation may be added in any order: there a bound takes the place of bytes.
     """
-    compared, wrong = 0, []
+    found = []
     for chosen, numel, dtype in product(codecs(), SIZES, DTYPES):
-        for op, same in _comparisons(backend, chosen.encoding(dtype), _inputs(numel, device).to(dtype)):
-            compared += 1
-            wrong += [] if same else [f"{op} {chosen} {dtype} numel={numel}"]
+        how = chosen.encoding(dtype)
+        x_WN = _inputs(numel, device).to(dtype)
+        ours, theirs = (_results(each, how, x_WN) for each in (backend, reference))
+        found += [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
     for grid, shape, dtype in product(FAKES, FAKE_SHAPES, DTYPES):
-        for op, same in _fake_comparisons(backend, grid, shape, dtype, device):
-            compared += 1
-            wrong += [] if same else [f"{op} {grid} {dtype} shape={shape}"]
-    return compared, wrong
-
-
-def _comparisons(backend: Backend, how: Encoding, x_WN: Tensor) -> Iterator[tuple[str, bool]]:
-    """(op, same bytes) of each op, on the same inputs for both backends."""
-    ours, theirs = _results(backend, how, x_WN), _results(reference, how, x_WN)
-    for op, expected in theirs.items():
-        yield op, torch.equal(_bytes(ours[op]), _bytes(expected))
+        compared = _fake_comparisons(backend, grid, shape, dtype, device)
+        found += [(f"{op} {grid} {dtype} shape={shape}", same) for op, same in compared.items()]
+    return len(found), [name for name, same in found if not same]
 
 
 def _results(backend: Backend, how: Encoding, x_WN: Tensor) -> dict[str, Tensor]:
@@ -65,55 +58,57 @@ def _results(backend: Backend, how: Encoding, x_WN: Tensor) -> dict[str, Tensor]
         reference.encode(how, x, wire, None, rotation=_KEY, dither=1)
     encoded, corrected, recoded = (torch.full_like(wires_WN[0], 255) for _ in range(3))
     residual = x_WN[1].float().clone()  # a copy: encode writes into it
-    out, total = torch.empty_like(x_WN[0]), torch.empty_like(x_WN[0])
+    out, total = (torch.empty_like(x_WN[0]) for _ in range(2))
     backend.encode(how, x_WN[0], encoded, None, rotation=_KEY, dither=1)
     backend.encode(how, x_WN[0], corrected, residual, rotation=_KEY, dither=1)
     backend.decode_sum(how.format, wires_WN[:1], out, scale=1.0, rotation=_KEY)
     backend.decode_sum(how.format, wires_WN, total, scale=1 / len(x_WN), rotation=_KEY)
     backend.recode(how, wires_WN, recoded, x_WN.shape[1], scale=1 / len(x_WN), rotation=_KEY, dither=1)
-    with_residual = torch.cat((corrected, _bytes(residual)))
+    with_residual = torch.cat((corrected, residual.view(torch.uint8)))
     return {"encode": encoded, "encode_residual": with_residual, "decode": out, "decode_sum": total, "recode": recoded}
 
 
 def _fake_comparisons(
     backend: Backend, grid: Grid, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, bool]]:
-    """(what, same) of y, dx and the sums, on the same inputs for both backends."""
-    x_OCI, grad_OCI, numbers = _inputs(math.prod(shape), device)
-    x_OCI, grad_OCI = (t.to(dtype).view(shape) for t in (x_OCI, grad_OCI))
-    scale_C, shift_C = numbers[0].abs().expand(shape[1]) / 8 + 0.1, numbers[-1].expand(shape[1])
-    ours, theirs = (
-        _fake_results(made, grid, x_OCI, grad_OCI, scale_C.contiguous(), shift_C.contiguous())
-        for made in (backend, reference)
-    )
-    for what in ("fake_quantize", "fake_quantize_grad"):
-        yield what, torch.equal(_bytes(ours[what]), _bytes(theirs[what]))
+) -> dict[str, bool]:
+    """Whether y, dx and the sums are the same, on the same inputs for both backends."""
+    x, grad, numbers = _inputs(math.prod(shape), device)
+    x_OCI, grad_OCI = (each.to(dtype).view(shape) for each in (x, grad))
+    scale_C = (numbers[0].abs().expand(shape[1]) / 8 + 0.1).contiguous()
+    shift_C = numbers[-1].expand(shape[1]).contiguous()
+    ours, theirs = (_fake_results(each, grid, x_OCI, grad_OCI, scale_C, shift_C) for each in (backend, reference))
     reach = grid.quant_max - grid.quant_min  # of a term; every addition rounds once
     bound = x_OCI.numel() * 2.0**-24 * reach * grad_OCI.abs().sum(dtype=torch.float32)
-    yield "fake_quantize_grad sums", bool(((ours["sums"] - theirs["sums"]).abs() <= bound).all())
+    return {
+        "fake_quantize": _same_bytes(ours[0], theirs[0]),
+        "fake_quantize_grad": _same_bytes(ours[1], theirs[1]),
+        "fake_quantize_grad sums": bool(((ours[2] - theirs[2]).abs() <= bound).all()),
+    }
 
 
 def _fake_results(
     backend: Backend, grid: Grid, x_OCI: Tensor, grad_OCI: Tensor, scale_C: Tensor, shift_C: Tensor
-) -> dict[str, Tensor]:
-    y, dx, sums_2C = torch.empty_like(x_OCI), torch.empty_like(x_OCI), scale_C.new_empty(2, len(scale_C))
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, dx = (torch.empty_like(x_OCI) for _ in range(2))
+    sums_2C = scale_C.new_empty(2, len(scale_C))
     backend.fake_quantize(grid, x_OCI, scale_C, shift_C, y)
     backend.fake_quantize_grad(grid, x_OCI, grad_OCI, scale_C, shift_C, dx, sums_2C, factor=1.0)
-    return {"fake_quantize": y, "fake_quantize_grad": dx, "sums": sums_2C}
+    return y, dx, sums_2C
 
 
 def _inputs(numel: int, device: torch.device) -> Tensor:
     return torch.randn(WORLD, numel, generator=torch.Generator().manual_seed(numel)).to(device)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
-def _loss(chosen: Codec, x: Tensor) -> float:
+def _lost(chosen: Codec, x: Tensor) -> float:
     """NMSE of the reference on x."""
-    how = chosen.encoding(x.dtype)
-    wire, out = x.new_empty(how.format.layout(x.numel()).nbytes, dtype=torch.uint8), torch.empty_like(x)
-    reference.encode(how, x, wire, None, rotation=_KEY, dither=1)
-    reference.decode_sum(how.format, wire[None], out, scale=1.0, rotation=_KEY)
-    return ((x - out).square().sum() / x.square().sum()).item()
+    wire = torch.empty(chosen.wire_bytes(x.numel()), dtype=torch.uint8)
+    out = torch.empty_like(x)
+    with use_backend("reference"):
+        chosen.encode(x, wire)
+        chosen.decode(wire, out)
+    return nmse(x, out)

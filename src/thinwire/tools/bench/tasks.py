@@ -10,16 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from thinwire.errors import ThinwireError
 from thinwire.kernels import hashing
 from thinwire.tools.bench import data
+from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03  # share of the steps in which the rate rises
@@ -34,7 +33,6 @@ class Total:
 
 
 def mean(totals: Sequence[Total]) -> float:
-    """The loss over all parts."""
     return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
 
 
@@ -65,7 +63,6 @@ class Task(ABC):
 
     @property
     def optimizer(self) -> str:
-        """The usual one."""
         return self.rates[0][0]
 
     def __str__(self) -> str:
@@ -78,7 +75,6 @@ class Task(ABC):
             return self.network()
 
     def loss(self, network: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats."""
         inputs, targets = batch
         return functional.cross_entropy(network(inputs).flatten(0, -2), targets.flatten(), reduction=reduction)
 
@@ -100,25 +96,25 @@ class Digits(Task):
     rows: int = 32  # of a batch
 
     def network(self) -> nn.Module:
-        """Linear layers with ReLUs between them."""
         layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
         return nn.Sequential(*layers[:-1])
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
-        """Random images of this rank's labels."""
         images, labels = shard(rank, world)
         chosen = torch.randint(len(images), (self.rows,), generator=_generator(seed, step, rank))
         return images[chosen], labels[chosen]
 
     def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        """Over the whole shard."""
         images, labels = shard(rank, world)
         return Total(self.loss(network, (images, labels), "sum").item(), len(labels))
 
 
 @dataclass(frozen=True)
 class Gpt(Task):
-    """A small transformer on the characters of the help pages inside CPython; the last tenth is held out."""
+    """A small transformer on the characters of the help pages inside CPython; the last tenth is held out.
+
+    Losses are taken over the first characters of each rank's part.
+    """
 
     width: int
     heads: int
@@ -128,7 +124,6 @@ class Gpt(Task):
     judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
 
     def network(self) -> nn.Module:
-        """See Transformer."""
         return Transformer(len(vocabulary()), self.context, self.width, self.heads, self.depth)
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
@@ -139,11 +134,9 @@ class Gpt(Task):
         return windows[:, :-1], windows[:, 1:]
 
     def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        """Over the first characters of this rank's shard."""
         return self._judge(network, _part(training_text(), rank, world)[: self.judged // world])
 
     def val_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        """Over this rank's part of the held-out text."""
         return self._judge(network, _part(held_out_text(), rank, world)[: self.judged // world])
 
     def _judge(self, network: nn.Module, text: Tensor) -> Total:
@@ -159,9 +152,11 @@ class Transformer(nn.Module):
 
     def __init__(self, letters: int, context: int, width: int, heads: int, depth: int) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
+        self.letters = nn.Embedding(letters, width)
+        self.places = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(_TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, letters, bias=False)
         for weights in (self.letters.weight, self.places.weight):
             nn.init.normal_(weights, std=0.02)
 
@@ -172,13 +167,16 @@ class Transformer(nn.Module):
         return logits
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mixed = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self._attend(self.norm1(x_BTD))
@@ -212,13 +210,10 @@ QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
 def find(name: str, *, quick: bool = False) -> Task:
     """The task of that name, or what is wrong: an unknown name, or scikit-learn missing."""
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+        raise BenchError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
     task = (QUICK_TASKS if quick else TASKS)[name]
-    if isinstance(task, Digits) and find_spec("sklearn") is None:
-        raise ThinwireError(
-            f"task {name!r} needs scikit-learn, which is not installed: pip install 'thinwire[bench]', "
-            "or take --task gpt, which needs nothing"
-        )
+    if isinstance(task, Digits):
+        data.check_digits(f"task {name!r}", "take --task gpt, which needs nothing")
     return task
 
 
@@ -231,31 +226,28 @@ def shard(rank: int, world: int) -> Batch:
 
 
 def training_text() -> Tensor:
-    """The first nine tenths, as codes."""
-    return _codes()[: 9 * len(_codes()) // 10]
+    """The first nine tenths, as codes; the rest is held out."""
+    codes = _corpus()[1]
+    return codes[: 9 * len(codes) // 10]
 
 
 def held_out_text() -> Tensor:
-    """The last tenth, as codes."""
-    return _codes()[9 * len(_codes()) // 10 :]
+    codes = _corpus()[1]
+    return codes[9 * len(codes) // 10 :]
 
 
-@lru_cache(maxsize=1)
 def vocabulary() -> str:
     """Every character of the text, sorted."""
-    return "".join(sorted(set(_text())))
+    return _corpus()[0]
 
 
 @lru_cache(maxsize=1)
-def _text() -> str:
+def _corpus() -> tuple[str, Tensor]:
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return "".join(topics[name] for name in sorted(topics))
-
-
-@lru_cache(maxsize=1)
-def _codes() -> Tensor:
-    places = {letter: code for code, letter in enumerate(vocabulary())}
-    return torch.tensor([places[letter] for letter in _text()])
+    text = "".join(topics[name] for name in sorted(topics))
+    letters = "".join(sorted(set(text)))
+    places = {letter: code for code, letter in enumerate(letters)}
+    return letters, torch.tensor([places[letter] for letter in text])
 
 
 def _part(whole: Tensor, rank: int, world: int) -> Tensor:
@@ -264,5 +256,5 @@ def _part(whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def _generator(seed: int, step: int, rank: int) -> Generator:
-    """Of one batch. torch's generator looks at 32 bits of its seed only, so these are mixed first."""
+    """The generator of one batch. torch looks at 32 bits of a seed only, so these are mixed first."""
     return Generator().manual_seed(hashing.key(seed, step, rank) & 0xFFFFFFFF)

@@ -1,30 +1,66 @@
-"""Clocks, interleaved rounds and percentiles: how every benchmark takes its times."""
+"""Effort, clocks, interleaved rounds, percentiles and means: how every benchmark takes its times."""
 
 import contextlib
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import numpy as np
 import torch
 
 from thinwire.kernels import BACKENDS, Backend
+from thinwire.tools.bench.record import Row
 
 Call = Callable[[], None]
-_CYCLES_A_MS = 2_000_000  # about
+_CYCLES_PER_MS = 2_000_000  # about
 _WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much a run measures; more rounds => steadier medians."""
+
+    rounds: int  # at least, of all calls by turns
+    most: int = 0  # rounds, while `seconds` last
+    seconds: float = 0.0  # per call
+    launches: int = 1  # of a call in a row, on a GPU; more => less of the clock's own error
+    slow_rounds: int = 3  # of what is slow: torch eager
+    slow_numel: int = 1 << 21  # elements at most, where something slow is compared
+
+    def goes_on(self, rounds: int, seconds: float) -> bool:
+        """Whether another round follows after so many, which took so many seconds per call."""
+        return rounds < self.rounds or (rounds < self.most and seconds < self.seconds)
+
+
+_EFFORTS = {
+    ("cpu", False): Effort(9),
+    ("cpu", True): Effort(3, slow_rounds=1, slow_numel=1 << 18),
+    ("cuda", False): Effort(20, launches=5, slow_numel=1 << 24),
+    ("cuda", True): Effort(5, launches=3, slow_rounds=1, slow_numel=1 << 18),
+}
+
+
+def effort_on(device: torch.device, quick: bool) -> Effort:
+    return _EFFORTS["cuda" if device.type == "cuda" else "cpu", quick]
+
+
 def name_of(backend: Backend) -> str:
-    """The name a backend has in kernels.BACKENDS."""
     return next(name for name, entry in BACKENDS.items() if entry is backend)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" rather than "torch.float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def interleave(
     calls: Mapping[str, Call], rounds: int, device: torch.device, launches: int = 1, ahead_ms: float = 1.0
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call in every round: all calls once a round, so that a slow spell hits them alike.
+    """Milliseconds of every call in every round: all calls once per round, so that a slow spell hits them alike.
 
     One round before them is not counted: it touches the buffers, fills caches, compiles what is compiled late. On a
     GPU a call is launched `launches` times in a row, and its time is their mean; see `cuda_ms`.
@@ -50,9 +86,10 @@ def cuda_ms(call: Call, launches: int = 1, ahead_ms: float = 1.0) -> float:
     Where there are several, one goes before them untimed: the caches then hold, and have yet to write back, what such
     a call leaves there, not what another did.
     """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(ahead_ms * _CYCLES_A_MS))
+    torch.cuda._sleep(int(ahead_ms * _CYCLES_PER_MS))
     if launches > 1:
         call()
     start.record()
@@ -65,19 +102,18 @@ def cuda_ms(call: Call, launches: int = 1, ahead_ms: float = 1.0) -> float:
 
 
 def launched_ms(call: Call, launches: int, device: torch.device) -> float:
-    """Milliseconds a call takes where nothing runs ahead: `launches` in a row, by the host's clock, launching too."""
-    synchronize(device)
+    """Milliseconds per call where nothing runs ahead: `launches` in a row, by the host's clock, launching too."""
 
     def all_of_them() -> None:
         for _ in range(launches):
             call()
-        synchronize(device)
+        _synchronize(device)
 
+    _synchronize(device)
     return host_ms(all_of_them) / launches
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; the CPU is always ready."""
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -90,7 +126,8 @@ def rotate(calls: Sequence[Call]) -> Call:
 
 def captured(call: Call) -> Call:
     """A call that replays, as one CUDA graph, what `call` does on the current stream."""
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    current = torch.cuda.current_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):
@@ -108,9 +145,30 @@ def _replay(graph: torch.cuda.CUDAGraph, held: Call) -> None:
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """p20, p50, p80."""
     p20, p50, p80 = (float(p) for p in np.percentile(times, [20, 50, 80]))
     return p20, p50, p80
+
+
+def columns(times: Sequence[float]) -> Row:
+    """The columns record.TIMES."""
+    p20, p50, p80 = percentiles(times)
+    return {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80}
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Over seeds; None where there is none, or where one of them diverged."""
+    return fmean(values) if values and all(map(math.isfinite, values)) else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean, which more seeds would make smaller; None where there is no mean, or one seed."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 and mean(values) is not None else None
+
+
+def note_of(error: Exception) -> str:
+    """What a row says of a case that failed: the kind of the error and the first line of its text."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 @contextlib.contextmanager

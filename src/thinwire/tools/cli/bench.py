@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,7 +24,7 @@ from thinwire.tools.bench import (
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.record import Interrupted, Progress, Record, as_csv, dumps, write
+from thinwire.tools.bench.record import Interrupted, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.report import tables
 
@@ -34,55 +34,33 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-
 MOST = 1 << 60  # elements; torch cannot count more of them
 
-
-class Device(StrEnum):
-    """Where kernels are measured."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Task(StrEnum):
-    """What is trained."""
-
-    digits = "digits"
-    gpt = "gpt"
-    mlp = "mlp"
+BenchDevice = StrEnum("BenchDevice", ["cpu", "cuda"])
+TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp"])
+OptimizerName = StrEnum("OptimizerName", ["adam", "sgd"])
+FeedbackName = StrEnum("FeedbackName", ["auto", "none", "classic", "ef21"])
+Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 
 
-class Optimizer(StrEnum):
-    """What it is trained with."""
-
-    adam = "adam"
-    sgd = "sgd"
+def _words(text: str, metavar: str = "A,B") -> Any:
+    return typer.Option(metavar=metavar, help=text)
 
 
-class Feedback(StrEnum):
-    """Error feedback."""
-
-    auto = "auto"
-    none = "none"
-    classic = "classic"
-    ef21 = "ef21"
+def _count(text: str, least: int = 1, most: int | None = None, metavar: str = "N") -> Any:
+    return typer.Option(min=least, max=most, metavar=metavar, help=text)
 
 
-Codecs = Annotated[
-    list[str] | None,
-    typer.Option("--codecs", metavar="A,B", help="Codecs such as int8,int4:block=32,mode=affine; may be repeated."),
+Codecs = Annotated[Words, _words("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
+LinkRate = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root.")
 ]
 Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help='Write the record there; "-" is standard output, with no table.'),
+    str | None, typer.Option(metavar="FILE", help='Write the record there; "-" is standard output, with no table.')
 ]
 Csv = Annotated[
     str | None,
-    typer.Option(
-        "--csv", metavar="FILE", help='Write rows and conditions there as CSV; "-" is standard output, with no table.'
-    ),
+    typer.Option(metavar="FILE", help='Write rows and conditions there as CSV; "-" is standard output, with no table.'),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
 
@@ -90,17 +68,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds
 @app.command("codec")
 def codec_command(
     codecs: Codecs = None,
-    distributions: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(DISTRIBUTIONS)}; default all.")
-    ] = None,
+    distributions: Annotated[Words, _words(f"Among {', '.join(DISTRIBUTIONS)}; default all.")] = None,
     numel: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST,
-            metavar="N",
-            help=f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}.",
-        ),
+        int | None, _count(f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}.", most=MOST)
     ] = None,
     json: Json = None,
     csv: Csv = None,
@@ -119,51 +89,42 @@ def codec_command(
     chosen = flags.codecs(codecs, codec_bench.CODECS)
     names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
     size = numel or (codec_bench.QUICK_NUMEL if quick else codec_bench.NUMEL)
-    _deliver(lambda progress: codec_bench.run(chosen, names, size, progress), Targets(json, csv))
+    _deliver(partial(codec_bench.run, chosen, names, size), json, csv)
 
 
 @app.command("kernels")
 def kernels_command(
-    device: Annotated[Device, typer.Option(help="Where the tensors are.")],
+    device: Annotated[BenchDevice, typer.Option(help="Where the tensors are.")],
     codecs: Codecs = None,
     numel: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N,M",
-            help="Elements; default 25 million on the CPU, on a GPU 2**27 and by size; quick, or for the reference, "
-            "2**20.",
+        Words,
+        _words(
+            "Elements; default 25 million on the CPU, on a GPU 2**27 and by size; quick, or for the reference, 2**20.",
+            "N,M",
         ),
     ] = None,
-    ops: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(kernels_bench.OPS)}; default all.")
-    ] = None,
+    ops: Annotated[Words, _words(f"Among {', '.join(kernels_bench.OPS)}; default all.")] = None,
     dtypes: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help=f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16: on a GPU for all codecs, on "
-            "the CPU for int8 and lloyd4.",
+        Words,
+        _words(
+            f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16: on a GPU for all codecs, on the "
+            "CPU for int8 and lloyd4."
         ),
     ] = None,
-    threads: Annotated[
-        list[str] | None, typer.Option(metavar="N,M", help="CPU threads, each measured; default 1 and all.")
-    ] = None,
+    threads: Annotated[Words, _words("CPU threads, each measured; default 1 and all.", "N,M")] = None,
     world: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=kernels_bench.MOST_RANKS, metavar="W", help="Wires of decode_sum and recode; default 4, GPU 8."
-        ),
+        _count("Wires of decode_sum and recode; default 4, GPU 8.", most=kernels_bench.MOST_RANKS, metavar="W"),
     ] = None,
     parts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help=f"Among {', '.join(kernels_bench.PARTS)}; default codecs on the CPU and with --numel, on a GPU all, "
-            "with --codecs or --ops the first two.",
+        Words,
+        _words(
+            f"Among {', '.join(kernels_bench.PARTS)}; default codecs on the CPU and with --numel, on a GPU all, with "
+            "--codecs or --ops the first two."
         ),
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds a case more.")
+        bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds more per case.")
     ] = False,
     json: Json = None,
     csv: Csv = None,
@@ -190,64 +151,53 @@ def kernels_command(
       thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
     """
     _check_device(device)
-    chosen = flags.codecs(codecs, ())
-    some = flags.words(ops, kernels_bench.OPS, "--ops") or kernels_bench.OPS
-    types, count = flags.words(dtypes, kernels_bench.DTYPES, "--dtypes"), flags.counts(threads, "--threads")
-    sizes, pieces = flags.counts(numel, "--numel"), flags.words(parts, kernels_bench.PARTS, "--parts")
+    run = partial(
+        kernels_bench.run,
+        device.value,
+        codecs=flags.codecs(codecs, ()),
+        numels=flags.counts(numel, "--numel") or (),
+        ops=flags.words(ops, kernels_bench.OPS, "--ops") or (),
+        dtypes=flags.words(dtypes, kernels_bench.DTYPES, "--dtypes") or (),
+        threads=flags.counts(threads, "--threads") or (),
+        parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),
+        ranks=world,
+        compile=compile,
+        quick=quick,
+    )
     with screen.usage_errors("--parts", ValueError):
-        for part in pieces or ():
+        for part in run.keywords["parts"]:
             kernels_bench.check(part, torch.device(device.value))
-
-    def measure(progress: Progress) -> Record:
-        return kernels_bench.run(
-            device.value, chosen, sizes, some, types, count, quick, compile, progress, parts=pieces, ranks=world
-        )
-
-    with links.sigterm_as_ctrl_c():
-        _deliver(measure, Targets(json, csv))
+    _deliver(run, json, csv)
 
 
 @app.command("collectives")
 def collectives_command(
-    world: Annotated[
-        list[str] | None, typer.Option(metavar="N,M", help="Numbers of ranks, each measured; default 2,4.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
-    ] = None,
+    world: Annotated[Words, _words("Numbers of ranks, each measured; default 2,4.", "N,M")] = None,
+    link: LinkRate = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="With --link: ranks share so many links, as on machines of several GPUs; codecs may be pairs, inside "
-            "a node and across: int8/lloyd4.",
+        _count(
+            "With --link: ranks share so many links, as on machines of several GPUs; codecs may be pairs, inside a "
+            "node and across: int8/lloyd4.",
+            least=2,
         ),
     ] = None,
     numel: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N,M", help="Floats of a message; default 25 million, 8 million below 1gbit, quick 2**18."
-        ),
+        Words, _words("Floats of a message; default 25 million, 8 million below 1gbit, quick 2**18.", "N,M")
     ] = None,
-    verbs: Annotated[
-        list[str] | None,
-        typer.Option(metavar="A,B", help=f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce."),
-    ] = None,
+    verbs: Annotated[Words, _words(f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce.")] = None,
     codecs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help="Codecs; also auto (int8 where it pays) and plain (thinwire's uncompressed path); "
-            f"default {','.join(collectives_bench.CODECS)}.",
+        Words,
+        _words(
+            "Codecs; also auto (int8 where it pays) and plain (thinwire's uncompressed path); "
+            f"default {','.join(collectives_bench.CODECS)}."
         ),
     ] = None,
     algorithm: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="For all codecs; default the one that sends least and always compresses."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: 5 or more, as time allows.")] = None,
+    rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -270,47 +220,38 @@ def collectives_command(
       sudo thinwire bench collectives --world 4 --nodes 2 --link 100mbit --codecs lloyd4,bf16/lloyd4
     """
     some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
-    names, sizes = _names(codecs or list(collectives_bench.CODECS)), flags.counts(numel, "--numel")
+    names = _names(codecs or list(collectives_bench.CODECS))
+    sizes = flags.counts(numel, "--numel")
     _check_algorithm(algorithm, some)
     worlds = flags.counts(world, "--world") or list(collectives_bench.WORLDS)
     if not 2 <= min(worlds) <= max(worlds) <= links.MOST_HOSTS:
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
-    with screen.usage_errors("--link", ValueError):
-        shaped = links.parse(link) if link else None
+    shaped = _shaped(link)
     with screen.usage_errors("--nodes", ValueError):
         for count in worlds:
             collectives_bench.check_nodes(nodes, count, shaped, names, some)
-
-    def measure(progress: Progress) -> Record:
-        return collectives_bench.run(
-            worlds, shaped, sizes, some, names, algorithm, rounds, quick, nodes=nodes, progress=progress
-        )
-
-    _deliver(measure, Targets(json, csv))
+    run = partial(collectives_bench.run, worlds, shaped, sizes, some, names, algorithm, rounds, quick, nodes=nodes)
+    _deliver(run, json, csv)
 
 
 @app.command("train")
 def train_command(
-    task: Annotated[Task, typer.Option(help="digits and gpt for losses, mlp for times.")] = Task.digits,
-    world: Annotated[int, typer.Option(min=2, max=links.MOST_HOSTS, metavar="N", help="Ranks.")] = train_bench.WORLD,
+    task: Annotated[TaskName, typer.Option(help="digits and gpt for losses, mlp for times.")] = TaskName.digits,
+    world: Annotated[int, _count("Ranks.", least=2, most=links.MOST_HOSTS)] = train_bench.WORLD,
     codecs: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A,B",
-            help="Codecs, with a feedback after @ if not --feedback's; also auto, auto:2.5, onebit, the controls "
-            f"{' and '.join(schemes.CONTROLS)}, torch's own {', '.join(schemes.PEERS)}; default by task.",
+        Words,
+        _words(
+            "Codecs, with a feedback after @ if not --feedback's; also auto, auto:2.5, onebit, the controls "
+            f"{' and '.join(schemes.CONTROLS)}, torch's own {', '.join(schemes.PEERS)}; default by task."
         ),
     ] = None,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root."),
-    ] = None,
-    feedback: Annotated[Feedback, typer.Option(help="Error feedback of codecs that name none.")] = Feedback.auto,
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Of a run; default by task.")] = None,
+    optimizer: Annotated[OptimizerName | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")] = None,
+    link: LinkRate = None,
+    feedback: Annotated[
+        FeedbackName, typer.Option(help="Error feedback of codecs that name none.")
+    ] = FeedbackName.auto,
+    steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -335,50 +276,31 @@ def train_command(
       thinwire bench train --task gpt --codecs lloyd2 --json gpt.json
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
     """
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)]
+    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     kind = optimizer.value if optimizer else None
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named or None, feedback.value, kind)
-    with screen.usage_errors("--link", ValueError):
-        shaped = links.parse(link) if link else None
-
-    def measure(progress: Progress) -> Record:
-        return train_bench.run(
-            task.value, world, named or None, kind, seeds, shaped, feedback.value, steps, quick, progress=progress
-        )
-
-    _deliver(measure, Targets(json, csv))
+        train_bench.lineup(task.value, named, feedback.value, kind)
+    shaped = _shaped(link)
+    run = partial(train_bench.run, task.value, world, named, kind, seeds, shaped, feedback.value, steps, quick)
+    _deliver(run, json, csv)
 
 
 @app.command("qat")
 def qat_command(
-    parts: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"Among {', '.join(qat_bench.PARTS)}; default all.")
-    ] = None,
-    methods: Annotated[
-        list[str] | None, typer.Option(metavar="A,B", help=f"To train, among {', '.join(METHODS)}; default all.")
-    ] = None,
+    parts: Annotated[Words, _words(f"Among {', '.join(qat_bench.PARTS)}; default all.")] = None,
+    methods: Annotated[Words, _words(f"To train, among {', '.join(METHODS)}; default all.")] = None,
     bits: Annotated[
-        list[str] | None,
-        typer.Option(metavar="N,M", help="To train at, of weights and activations alike; default 2,3,4,8, quick 2."),
+        Words, _words("To train at, of weights and activations alike; default 2,3,4,8, quick 2.", "N,M")
     ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Trainings of each method; default 5, quick 2.")
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where the tensors are.")] = Device.cpu,
+    seeds: Annotated[int | None, _count("Trainings of each method; default 5, quick 2.")] = None,
+    device: Annotated[BenchDevice, typer.Option(help="Where the tensors are.")] = BenchDevice.cpu,
     numel: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MOST,
-            metavar="N",
-            help=f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.",
-        ),
+        _count(f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.", most=MOST),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of the speed part.")] = 1,
+    threads: Annotated[int, _count("CPU threads of the speed part.")] = 1,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Processes that train; default one a core, at most 8, quick and GPU 1."),
+        int | None, _count("Processes that train; default one per core, at most 8, quick and GPU 1.")
     ] = None,
     json: Json = None,
     csv: Csv = None,
@@ -409,71 +331,32 @@ def qat_command(
     """
     _check_device(device)
     pieces = flags.words(parts, qat_bench.PARTS, "--parts")
-    chosen, widths = flags.words(methods, METHODS, "--methods"), flags.counts(bits, "--bits")
+    chosen = flags.words(methods, METHODS, "--methods")
+    widths = flags.counts(bits, "--bits")
     if not all(width in BITS for width in widths or ()):
         raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
-
-    def measure(progress: Progress) -> Record:
-        return qat_bench.run(device.value, pieces, chosen, widths, seeds, numel, threads, workers, quick, progress)
-
-    with links.sigterm_as_ctrl_c():
-        _deliver(measure, Targets(json, csv))
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Where the record goes: files, "-" for standard output, None for nowhere."""
-
-    json: str | None
-    csv: str | None
-
-    def __post_init__(self) -> None:
-        flags.writable(self.json, "--json")
-        flags.writable(self.csv, "--csv")
-        if self.json is not None and self.csv is not None and _place(self.json) == _place(self.csv):
-            raise typer.BadParameter(f"--json writes to {self.json} already; name another file", param_hint="--csv")
-
-    @property
-    def fill_the_output(self) -> bool:
-        """Whether the record itself is on standard output, where a table would spoil it."""
-        return "-" in (self.json, self.csv)
-
-    def write(self, record: Record) -> list[str]:
-        """Write what was asked for; what could not be written, in words."""
-        return [
-            f"{path} cannot be written: {error.strerror or error}"
-            for path, form in ((self.json, dumps), (self.csv, as_csv))
-            if path is not None and (error := _error_of_writing(record, path, form))
-        ]
-
-
-def _place(path: str) -> str:
-    return path if path == "-" else os.path.realpath(path)
-
-
-def _error_of_writing(record: Record, path: str, form: Callable[[Record], str]) -> OSError | None:
-    try:
-        write(record, path, form)
-    except OSError as error:
-        if path == "-":
-            raise
-        return error
-    return None
+    run = partial(qat_bench.run, device.value, pieces, chosen, widths, seeds, numel, threads, workers, quick)
+    _deliver(run, json, csv)
 
 
 def _names(given: list[str]) -> list[str]:
     """Codecs and pairs of them as they spell themselves, and the two names beside them."""
-    beside, pair = (collectives_bench.AUTO, collectives_bench.PLAIN), collectives_bench.PAIR
+    pair = collectives_bench.PAIR
     specs = [spec for text in given for spec in flags.split_codecs(text)]
     with screen.usage_errors("--codecs", CodecError):
-        spelled = (
-            spec if spec in beside else pair.join(str(codec(part)) for part in spec.split(pair)) for spec in specs
-        )
-        return list(dict.fromkeys(spelled))
+        for place, spec in enumerate(specs):
+            if spec not in (collectives_bench.AUTO, collectives_bench.PLAIN):
+                specs[place] = pair.join(str(codec(part)) for part in spec.split(pair))
+    return list(dict.fromkeys(specs))
 
 
-def _check_device(device: Device) -> None:
-    if device is Device.cuda and not torch.cuda.is_available():
+def _shaped(link: str | None) -> links.ShapedLink | None:
+    with screen.usage_errors("--link", ValueError):
+        return links.parse(link) if link else None
+
+
+def _check_device(device: BenchDevice) -> None:
+    if device is BenchDevice.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
 
 
@@ -484,27 +367,52 @@ def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
             raise typer.BadParameter(f"{verb} has {', '.join(known)}, not {algorithm!r}", param_hint="--algorithm")
 
 
-def _deliver(measure: Callable[[Progress], Record], targets: Targets) -> None:
+@links.sigterm_as_ctrl_c()
+def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
     What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
+    _check_targets(json, csv)
     status = 0
     with screen.plain_errors():
         try:
             with screen.progress() as progress:
-                record = measure(progress)
+                record = measure(progress=progress)
         except Interrupted as stop:
-            record, status = stop.record, screen.INTERRUPTED
+            record = stop.record
+            status = screen.INTERRUPTED
             typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
-    unwritten = targets.write(record)  # before the table, whose reader may go away
-    if not targets.fill_the_output:
+    complaints = _write(record, json, csv)  # before the table, whose reader may go away
+    if "-" not in (json, csv):
         tables.show(record, screen.console())
     for row in record.rows:
         if row.get("note"):
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
-    for complaint in unwritten:
+    for complaint in complaints:
         typer.echo(f"Error: {complaint}", err=True)
-    raise typer.Exit(1 if unwritten else status or int(failed))
+    raise typer.Exit(1 if complaints else status or int(failed))
+
+
+def _check_targets(json: str | None, csv: str | None) -> None:
+    """Refuse files that cannot be written before anything is measured; "-" is standard output."""
+    flags.writable(json, "--json")
+    flags.writable(csv, "--csv")
+    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
+        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
+
+
+def _write(record: Record, json: str | None, csv: str | None) -> list[str]:
+    """Write what was asked for; what could not be written, in words."""
+    complaints = []
+    for path, form in ((json, dumps), (csv, as_csv)):
+        try:
+            if path is not None:
+                write(record, path, form)
+        except OSError as error:
+            if path == "-":
+                raise
+            complaints.append(f"{path} cannot be written: {error.strerror or error}")
+    return complaints

@@ -17,9 +17,9 @@ from thinwire.errors import CodecError, RecordError
 from thinwire.tools.advise import machine as machines
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
-from thinwire.tools.bench.demo import Tick, Watch
+from thinwire.tools.bench.demo import Observer, Tick
 from thinwire.tools.bench.record import Interrupted, Record, read, write
-from thinwire.tools.bench.schemes import Scheme
+from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.cli import findings, flags, screen
 from thinwire.tools.report import charts, page, tables
 from thinwire.tools.report.charts import draw
@@ -103,7 +103,7 @@ def _start_again_as_own_root() -> NoReturn:
     os.execvp(again[0], again)
 
 
-def _measure(schemes: Sequence[Scheme], run: Callable[[Watch], Record]) -> tuple[Record, int]:
+def _measure(schemes: Sequence[TrainScheme], run: Callable[[Observer], Record]) -> tuple[Record, int]:
     """The record, and the exit status so far."""
     try:
         with _watch(schemes) as watch:
@@ -118,7 +118,7 @@ def _measure(schemes: Sequence[Scheme], run: Callable[[Watch], Record]) -> tuple
 
 
 @contextlib.contextmanager
-def _watch(schemes: Sequence[Scheme]) -> Iterator[Watch]:
+def _watch(schemes: Sequence[TrainScheme]) -> Iterator[Observer]:
     """Bars on standard error; one line per run where that is no terminal."""
     console = screen.console(stderr=True)
     if not console.is_terminal:
@@ -146,7 +146,7 @@ class _Lines:
 class _Bars:
     """A bar for the runs of each codec, and before them one for what else takes time."""
 
-    def __init__(self, bar: Bar, schemes: Sequence[Scheme]) -> None:
+    def __init__(self, bar: Bar, schemes: Sequence[TrainScheme]) -> None:
         self._bar = bar
         self._stage = self._add("", None)
         self._runs = {scheme: self._add(str(scheme), 1.0) for scheme in schemes}
