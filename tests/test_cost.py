@@ -213,13 +213,13 @@ def nmse(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).square().sum() / want.double().square().sum())
 
 
-@pytest.mark.parametrize("world", [2, 4, 16, 64])
-@pytest.mark.parametrize("codec", ["int8", "int4", "lloyd4", "lloyd2", "lloyd1"])
-def test_two_phases_lose_little_more_than_two_roundings(codec: str, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 4, 64])
+def test_two_phases_lose_little_more_than_two_roundings(world: int) -> None:
     """Independent ranks: their errors add up as their numbers do, so the sum's share of error is that of one tensor."""
-    n, coder = 1 << 17, thinwire.codec(codec)
+    n = 1 << 17
     xs = [torch.randn(n, generator=seeded(world, rank)) for rank in range(world)]
-    wires_WN = wires_of(coder, xs, step=3)
-    once = [nmse(decoded(coder, wire, n), x) for wire, x in zip(wires_WN[:8], xs, strict=False)]
-    twice = nmse(decoded(coder, recoded(coder, wires_WN, n, step=3), n), torch.stack(xs).sum(0))
-    assert twice <= 2.05 * sum(once) / len(once)
+    for codec in map(thinwire.codec, ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")):
+        wires_WN = wires_of(codec, xs, step=3)
+        once = [nmse(decoded(codec, wire, n), x) for wire, x in zip(wires_WN[:8], xs, strict=False)]
+        twice = nmse(decoded(codec, recoded(codec, wires_WN, n, step=3), n), torch.stack(xs).sum(0))
+        assert twice <= 2.05 * sum(once) / len(once), codec

@@ -165,7 +165,7 @@ def check_gradients(group: Group) -> list[str]:
         inputs = torch.cat(parts).requires_grad_()
         try:
             arguments = inputs, lengths, verb, shape_of(name, group), group
-            torch.autograd.gradcheck(Everything.apply, arguments, fast_mode=group.size() == 3)
+            torch.autograd.gradcheck(Everything.apply, arguments, fast_mode=group.size() != 2)
         except torch.autograd.gradcheck.GradcheckError as error:
             failed.append(f"{name}: {error}")
     return failed
@@ -294,14 +294,13 @@ def test_empty_tensors(ranks: RankPool) -> None:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def opcheck(group: Group, names: list[str]) -> list[str]:
+def opcheck(group: Group, names: list[str], checks: list[str]) -> list[str]:
     failed = []
     named = verbs(group, codec="int8", backward_codec="bf16")
     for name in names:
-        verb, x = named[name], random_input(name, group).requires_grad_()
-        arguments, op = recorded(verb, x)
-        checks = torch.library.opcheck(op, arguments, raise_exception=False)
-        failed += [f"{name}: {check}: {result}" for check, result in checks.items() if result != "SUCCESS"]
+        arguments, op = recorded(named[name], random_input(name, group).requires_grad_())
+        results = torch.library.opcheck(op, arguments, test_utils=checks, raise_exception=False)
+        failed += [f"{name}: {check}: {result}" for check, result in results.items() if result != "SUCCESS"]
     return failed
 
 
@@ -324,12 +323,14 @@ def recorded(verb: Verb, x: Tensor) -> tuple[tuple[Any, ...], Any]:
     return (x, *arguments[1:]), op
 
 
-OPS = ["all_reduce", "all_gather dim 1", "reduce_scatter avg dim -1", "all_to_all_single uneven"]  # one a verb
+OPS = ["all_reduce", "all_gather dim 1", "reduce_scatter avg dim -1", "all_to_all_single uneven"]  # one per verb
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, OPS[:1]), (2, OPS)])
-def test_opcheck(ranks: RankPool, world: int, names: list[str]) -> None:
-    assert ranks(world).run(opcheck, names, timeout=50) == [[]] * world
+def test_opcheck(ranks: RankPool) -> None:
+    """Of one rank alone only that no output is an input: its verbs take shortcuts, but are the same ops."""
+    everything = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    assert ranks(1).run(opcheck, OPS, everything[:1]) == [[]]
+    assert ranks(2).run(opcheck, OPS, everything, timeout=50) == [[]] * 2
 
 
 def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
@@ -351,7 +352,7 @@ def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
 
 
 def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(2).run(compare_compiled, "aot_eager", NAMES, timeout=50) == [[]] * 2
+    assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"], timeout=50) == [[]] * 2
 
 
 def compare_inductor(group: Group) -> list[str]:

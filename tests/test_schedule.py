@@ -78,9 +78,9 @@ Bucket = tuple[int, int, str, int]  # verb, length, codec, step
 
 
 def draw_buckets(count: int) -> list[Bucket]:
-    """Operations of every verb, of several chunks and codecs, each on three sets of numbers."""
+    """Operations of every verb, of several chunks and codecs, each on two sets of numbers."""
     kinds = [(i % 7, (150, 700, 1201)[i % 3], CODECS[i % 4]) for i in range(count)]
-    return [(*kind, step) for kind in kinds for step in range(3)]
+    return [(*kind, step) for kind in kinds for step in range(2)]
 
 
 def storm(group: Group, rounds: int) -> int:
@@ -100,15 +100,17 @@ def storm(group: Group, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(2, 80), (4, 40)])
+@pytest.mark.parametrize(("world", "rounds"), [(2, 40), (4, 20)])
 def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
     ranks: RankPool, world: int, rounds: int
 ) -> None:
     assert ranks(world).run(storm, rounds, timeout=55.0) == [0] * world
 
 
-NESTED = [(numel, pair, step) for numel in (3, 700, 2401) for pair in (("bf16", "int4"), ("int8", "lloyd4:block=64"))
-          for step in range(2)]  # fmt: skip
+NESTED = [
+    *((3, ("bf16", "int4"), 0), (700, ("bf16", "int4"), 0), (700, ("int8", "lloyd4:block=64"), 1)),
+    *((2401, ("bf16", "int4"), 1), (2401, ("int8", "lloyd4:block=64"), 0)),
+]  # length, codecs inside and across, step
 
 
 def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
@@ -137,7 +139,7 @@ def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: RankPool, shape: tuple[int, int]) -> None:
-    assert ranks(4).run(mesh_storm, shape, 6) == [0] * 4
+    assert ranks(4).run(mesh_storm, shape, 4) == [0] * 4
 
 
 def threads_with_groups(group: Group) -> int:
@@ -153,14 +155,14 @@ def threads_with_groups(group: Group) -> int:
 
     with small_chunks(800), delays(group.rank()):
         _run_threads(work)
-    assert len(wrong) == 63
+    assert len(wrong) == 3 * 14
     return sum(wrong)
 
 
 def threads_in_turn(group: Group) -> int:
     """Three threads on one group; they take turns in calling, and wait whenever they like."""
     turn, count, wrong = threading.Condition(), [0], []
-    member, calls = dist.new_group(), 45
+    member, calls = dist.new_group(), 24
 
     def work(number: int) -> None:
         for step in range(number, calls, 3):
@@ -332,13 +334,8 @@ def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) 
 CUT_VERBS = [verb for verb in VERBS if verb != "all_to_all"]
 
 
-@pytest.mark.parametrize(
-    ("world", "verb", "codec"),
-    [
-        *((2, verb, codec) for verb in CUT_VERBS for codec in ("int8", "lloyd2")),
-        *((4, verb, ("int8", "lloyd2")[i % 2]) for i, verb in enumerate(CUT_VERBS)),
-    ],
-)
+@pytest.mark.parametrize(("world", "codec"), [(2, "lloyd2"), (3, "int8")])
+@pytest.mark.parametrize("verb", CUT_VERBS)
 def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     ranks: RankPool, world: int, verb: str, codec: str
 ) -> None:
@@ -348,7 +345,7 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     assert chunk < numel, "the message must be cut for the bound to say anything"
     headers = (numel // chunk + 3) * 2 * world * 64
     bound = coder.wire_bytes(numel) + 2 * coder.wire_bytes(chunk) + headers
-    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 3):
+    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 2):
         assert len(set(held)) == 1, "it grew after the first round"
         assert buffers == 1
         assert held[0] <= bound
@@ -369,11 +366,12 @@ def rising(group: Group) -> list[bool]:
     """Operations of rising length in flight: the scratch grows when it is empty, and nothing is mixed up."""
     member, found = dist.new_group(), []
     with small_chunks(), delays(group.rank()):
-        begun = [start(member, n % 2, 100 * n + 7, "int8", 0, wait=False) for n in range(1, 30)]
+        kinds = [(i % 2, 200 * i + 7, "int8", 0) for i in range(15)]
+        begun = [start(member, *kind, wait=False) for kind in kinds]
         for work, _ in begun:
             work.wait()
-        for n, (_, outputs) in enumerate(begun, 1):
-            found.append(digest(*outputs) == digest(*start(member, n % 2, 100 * n + 7, "int8", 0, wait=True)))
+        for kind, (_, outputs) in zip(kinds, begun, strict=True):
+            found.append(digest(*outputs) == digest(*start(member, *kind, wait=True)))
     return found
 
 
@@ -433,7 +431,7 @@ def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPo
     assert all(ranks(4).run(mesh_in_flight))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
@@ -576,10 +574,11 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
     before, kept = thread_names(), len(schedule._kept)
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
-    thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     if fails:
         with suppress(OSError):
             channel_of(member).run(Fails()).wait()
+    else:
+        thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     found = [len(thread_names()) == len(before) + 1, len(schedule._kept) == kept + 1]
     dist.destroy_process_group(member)
     del member
