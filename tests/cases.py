@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
@@ -73,6 +74,13 @@ def over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         return run
 
     return decorate
+
+
+def generated(count: int) -> settings:
+    """That many cases of Hypothesis, the same in every run, so that a failure is one for all."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,31 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import assert_same, seeded
+from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import reducers
 from thinwire.collectives.chunks import Cut, Flat, Span, shards
 from thinwire.collectives.primitives import Transport
 from thinwire.collectives.reducers import Lane, OneShot, Size, TwoPhase
 from thinwire.collectives.steps import AllReduce, Setting
-from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Memory, Piece, deal, new_memory
+from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Piece, deal, new_memory
 from thinwire.wire import PLANES
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_dtype = over("dtype", DTYPES)
 Bounds = tuple[int, int]
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def normal(n: int, *seeds: int) -> Tensor:
@@ -67,7 +59,7 @@ def spans_of(edges: Sequence[int]) -> list[Bounds]:
 fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 
 
-@generated(60)
+@generated(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.lists(st.sampled_from([0, 1, 7, 128, 129, 300]), min_size=1, max_size=4),
@@ -96,8 +88,8 @@ def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls:
         assert_same(x, out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("memory_dtype", DTYPES, ids=str)
+@over("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@over("memory_dtype", DTYPES)
 def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
     """What a 16-bit sum would round away is in no residual."""
     memory = new_memory(4, memory_dtype, CPU)
@@ -138,7 +130,7 @@ def test_what_a_memory_was_filled_with_is_a_copy() -> None:
         assert_same(memory.read().float(), torch.ones(8), str(dtype))
 
 
-@generated(100)
+@generated(70)
 @given(
     kind=st.sampled_from(cases.FINITE), n=st.integers(1, 700), exponent=st.integers(-100, 60), seed=st.integers(0, 9)
 )
@@ -172,7 +164,7 @@ def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) ->
 # --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
 
 
-@generated(100)
+@generated(70)
 @given(
     codec=st.sampled_from(cases.CODECS),
     dtype=st.sampled_from([*cases.DTYPES, torch.float64]),
@@ -212,14 +204,14 @@ def test_all_finite_is_what_decoding_says(
     assert bool(got) == bool(decoded.isfinite().all())
 
 
-@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+@over("codec", cases.ONE_OF_EACH)
 def test_all_finite_reads_a_wire_wherever_it_starts(codec: Codec) -> None:
     room = torch.empty(codec.wire_bytes(300) + 1, dtype=torch.uint8)
     codec.encode(normal(300), room[1:])
     assert codec.all_finite(room[1:][None], 300)
 
 
-@pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+@over("codec", cases.BLOCKED)
 def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
     """What one rank sends shows in the recoded sum: the second phase alone is looked at."""
     n = 3 * cases.block_of(codec) + 5
@@ -246,8 +238,8 @@ def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("codec", [c for c in cases.LLOYDS if c.bits > 1], ids=str)
-@pytest.mark.parametrize("n", [0, 1, 9, 64, 65, 1100])
+@over("codec", [c for c in cases.LLOYDS if c.bits > 1])
+@over("n", [0, 1, 9, 64, 65, 1100])
 def test_outermost_is_a_plain_count(codec: Lloyd, n: int) -> None:
     for kind in ("gaussian", "spike", "zeros"):
         wire = cases.wire_of(codec, cases.content(kind, n, seed=n))
@@ -265,7 +257,7 @@ def test_outermost_of_gaussians_is_what_the_levels_say() -> None:
         assert abs(got - share) < 5 * math.sqrt(share / n) + 0.01 * share
 
 
-@pytest.mark.parametrize("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)], ids=str)
+@over("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)])
 def test_where_the_ends_bound_nothing_none_is_counted(codec: Codec) -> None:
     assert codec.outermost(cases.wire_of(codec, normal(100)), 100) is None
 
@@ -319,7 +311,7 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
     assert not model, "parameters were forgotten"
 
 
-@generated(60)
+@generated(40)
 @given(dtype=st.sampled_from(DTYPES), steps=st.lists(arrangements(), min_size=1, max_size=5))
 def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
     dtype: torch.dtype, steps: list[list[list[Piece]]]
@@ -327,7 +319,7 @@ def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
     check_ledger(dtype, steps)
 
 
-@generated(60)
+@generated(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     steps=st.lists(st.sampled_from(["ac def", "ac ef", "a-c", "c", "c-f ae", "fedcba", "f a"]), max_size=6),
@@ -408,13 +400,13 @@ def test_reading_gives_copies() -> None:
     assert ledger.read()["p"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, None])
+@over("dtype", [torch.float64, torch.float16, torch.uint8, None])
 def test_a_ledger_says_which_dtypes_it_keeps(dtype: Any) -> None:
     with pytest.raises(CodecError, match=r"float32, bfloat16 or int8, got"):
         Ledger(dtype)
 
 
-@generated(60)
+@generated(40)
 @given(
     sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=6),
     begin=st.integers(0, 20),
@@ -429,8 +421,8 @@ def test_gaps_are_cleared_and_nothing_else(sizes: list[tuple[bool, int]], begin:
     assert_same(message, part.clone())
 
 
-@pytest.mark.parametrize("world", range(1, 7))
-@pytest.mark.parametrize("new_world", range(1, 7))
+@over("world", range(1, 7))
+@over("new_world", range(1, 7))
 def test_deal_gives_everything_to_somebody_once(world: int, new_world: int) -> None:
     names = ("p", "q", "r")
     parts = {k: {name: dyadic(9, k, i) for i, name in enumerate(names) if (k + i) % 3} for k in range(world)}
@@ -586,7 +578,6 @@ def one(numel: int) -> list[Piece]:
 
 
 each_reducer = pytest.mark.parametrize("reducer", ["one_shot", "two_phase"])
-each_world = pytest.mark.parametrize("world", [2, 3, 5])
 each_kind = pytest.mark.parametrize("kind", ["classic", "ef21"])
 LOSSY: list[Any] = [Grid(0.25), Grid(4.0), Lloyd(1, 64), Lloyd(2, 64), BlockInt(3, 32), BlockInt(4, 40, "affine")]
 
@@ -606,7 +597,7 @@ def test_classic_feedback_owes_exactly_what_was_not_received(reducer: str, world
     assert (ranks.owed.abs() <= 2.0).all(), "what is owed does not grow"
 
 
-@generated(40)
+@generated(25)
 @given(
     world=st.integers(2, 5),
     reducer=st.sampled_from(["one_shot", "two_phase"]),
@@ -681,7 +672,7 @@ def test_classic_feedback_brings_small_numbers_in_time(reducer: str, world: int)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False), (5, False)])
+@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False)])
 def test_a_chunk_that_is_not_finite_changes_no_memory(
     kind: str, reducer: str, world: int, as_tensor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -755,7 +746,7 @@ def test_memory_survives_bad_steps_as_if_they_had_not_been(kind: str, reducer: s
 
 @each_kind
 @each_reducer
-@each_world
+@pytest.mark.parametrize("world", [2, 5])
 def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int) -> None:
     """Whatever stands in a gap is sent as zeros, and nothing that happened to it is remembered."""
     pieces = [Piece("a", 5), Piece(None, 7), Piece("b", 9), Piece(None, 1), Piece("c", 30)]
@@ -773,7 +764,7 @@ def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@over("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dtype: torch.dtype) -> None:
     """The result is rounded to the gradients' dtype, what is remembered is not."""
     world, n = 2, 96
@@ -803,7 +794,7 @@ def test_short_memories_lose_a_rounding_a_step(reducer: str, dtype: torch.dtype)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize(("world", "new_world"), [(4, 2), (2, 4), (3, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("world", "new_world"), [(4, 2), (2, 4), (4, 3)])
 def test_another_world_goes_on_where_the_last_one_ended(kind: str, reducer: str, world: int, new_world: int) -> None:
     n = 64
     old, new = (Ranks(kind, size, Grid(0.5), reducer, one(n)) for size in (world, new_world))
@@ -849,9 +840,3 @@ def test_shards_of_the_simulation_are_those_of_the_reducers() -> None:
     for kind in ("classic", "ef21"):
         ranks = Ranks(kind, 5, Grid(0.5), "two_phase", one(2))
         assert ranks.average([torch.ones(2)] * 5).tolist() == [1, 1]
-
-
-def test_memory_of_the_base_class_serves_fp32_and_bf16_only() -> None:
-    assert type(new_memory(3, torch.float32, CPU)) is Memory
-    assert type(new_memory(3, torch.bfloat16, CPU)) is Memory
-    assert type(new_memory(3, torch.int8, CPU)) is CodedMemory

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from cases import CUDA, GARBAGE, ROUND, assert_same, needs_cuda, no_host_sync, seeded
+from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
@@ -69,7 +69,7 @@ each_case = given(
     world=st.integers(1, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+few = generated(25)
 
 
 @each_case
@@ -117,14 +117,8 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
     quantiser, n = one.quantiser, one.weight.numel() // len(one.quantiser.scale)
     reach = max(-quantiser.quant_min, quantiser.quant_max)
     factor = 1 / (n * quantiser.quant_max) ** 0.5
-    bound = (
-        2
-        * (n + 2)
-        * ROUND
-        * reach
-        * factor
-        * quantiser.by_channel(grad.flatten(1) if quantiser.group else grad).abs().sum(1)
-    )
+    sizes = quantiser.by_channel(grad.flatten(1) if quantiser.group else grad).abs().sum(1)
+    bound = 2 * (n + 2) * ROUND * reach * factor * sizes
     for got, parameter in ((scale, quantiser.scale), (offset, quantiser.offset)):
         assert (got is None) == (parameter is None)
         if got is not None and parameter is not None and parameter.grad is not None:
@@ -177,11 +171,12 @@ ALL, SHARD = slice(None), slice(0, 2)
 CHANNELS = [(1, ALL), (SHARD, ALL), (SHARD, 5), (SHARD, 5), (1, slice(4, 8))]  # of element (1, 5) in rank 0's shard
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("where", "channel"), list(zip(PLACES, CHANNELS, strict=True)), ids=str)
+@over("bad", [torch.nan, torch.inf, -torch.inf])
+@over("place", list(zip(PLACES, CHANNELS, strict=True)))
 def test_what_is_not_finite_is_seen_in_its_channel_and_nowhere_else(
-    where: dict[str, Any], channel: tuple[Any, Any], bad: float
+    place: tuple[dict[str, Any], tuple[Any, Any]], bad: float
 ) -> None:
+    where, channel = place
     one, out = case((4, 8), 4, where, shifted=False), torch.empty(4, 8)
     want = one.quantised().detach()
     want[channel] = torch.nan
@@ -203,6 +198,9 @@ def test_a_scale_without_the_papers_factor() -> None:
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
+KINDS = list(zip((4, 2, 3, 4, 2), PLACES, (False, False, True, True, True), strict=True))  # bits, where, shifted
+
+
 class Seen(NamedTuple):
     """What a rank has in the end."""
 
@@ -211,6 +209,10 @@ class Seen(NamedTuple):
     dweight: Tensor
     dscale: Tensor
     doffset: Tensor | None
+
+
+def steps(group: Group, shape: tuple[int, ...]) -> list[Seen]:
+    return [step(group, shape, *kind) for kind in KINDS]
 
 
 def step(group: Group, shape: tuple[int, ...], bits: int, where: dict[str, Any], shifted: bool) -> Seen:
@@ -244,9 +246,8 @@ def rank_gradient(shape: tuple[int, ...], rank: int) -> Tensor:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shape", [(7, 12), (4, 3, 4)], ids=str)
 def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) -> None:
-    for where, (bits, shifted) in zip(PLACES, [(4, False), (2, False), (3, True), (4, True), (2, True)], strict=True):
+    for (bits, where, shifted), *seen in zip(KINDS, *ranks(world).run(steps, shape), strict=True):
         one = case(shape, bits, where, shifted=shifted)
-        seen = ranks(world).run(step, shape, bits, where, shifted)
         for found in seen:
             assert_same(found.weight, one.quantised().detach())
             assert found.wire_bytes == gathered(one, world).shape[1]

@@ -5,19 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
+from cases import generated
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, use_backend
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run, so that a failure is one for all."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
-
 
 # --- strategies: few draws a case, so that the cases can be many ------------------------------------------------------
 
