@@ -25,10 +25,7 @@ from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-needs_cuda = (
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
+needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=needs_cuda)]
 each_device = pytest.mark.parametrize("device", DEVICES)
 SERVING = [name for name, b in BACKENDS.items() if b.serves(CPU) and b.unavailable() is None]  # fastest first
@@ -130,10 +127,6 @@ def _signs(shape: int, g: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (shape,), generator=g).float() * 2 - 1
 
 
-def _gaussian(n: int, g: torch.Generator) -> Tensor:
-    return torch.randn(n, generator=g)
-
-
 def _huge(n: int, g: torch.Generator) -> Tensor:
     x = (torch.rand(n, generator=g) * 2 - 1) * FLOAT_MAX
     x[::61] = FLOAT_MAX
@@ -148,36 +141,24 @@ def _nonfinite(n: int, g: torch.Generator) -> Tensor:
     return x
 
 
-def _zeros(n: int, g: torch.Generator) -> Tensor:
-    return torch.zeros(n) * _signs(n, g)
-
-
 def _spike(n: int, g: torch.Generator) -> Tensor:
     x = torch.zeros(n)
     x[torch.randint(0, max(n, 1), (1 + n // 300,), generator=g) if n else slice(0)] = -1e30
     return x
 
 
-def _decades(n: int, g: torch.Generator) -> Tensor:
-    return _signs(n, g) * 10 ** (torch.rand(n, generator=g) * 60 - 38)
-
-
-def _subnormals(n: int, g: torch.Generator) -> Tensor:
-    return torch.randint(-9, 10, (n,), generator=g).float() * SMALLEST
-
-
 CONTENTS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "gaussian": _gaussian,
-    "1e-40": lambda n, g: _gaussian(n, g) * 1e-40,
-    "1e-21": lambda n, g: _gaussian(n, g) * 1e-21,
-    "1e20": lambda n, g: _gaussian(n, g) * 1e20,
+    "gaussian": lambda n, g: torch.randn(n, generator=g),
+    "1e-40": lambda n, g: torch.randn(n, generator=g) * 1e-40,
+    "1e-21": lambda n, g: torch.randn(n, generator=g) * 1e-21,
+    "1e20": lambda n, g: torch.randn(n, generator=g) * 1e20,
     "huge": _huge,
     "nonfinite": _nonfinite,
-    "zeros": _zeros,
+    "zeros": lambda n, g: torch.zeros(n) * _signs(n, g),
     "constant": lambda n, g: _signs(1, g).expand(n) * 0.7,
     "spike": _spike,
-    "decades": _decades,
-    "subnormals": _subnormals,
+    "decades": lambda n, g: _signs(n, g) * 10 ** (torch.rand(n, generator=g) * 60 - 38),
+    "subnormals": lambda n, g: torch.randint(-9, 10, (n,), generator=g).float() * SMALLEST,
 }
 FINITE = [name for name in CONTENTS if name != "nonfinite"]
 
@@ -241,12 +222,7 @@ def summed(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype = torch.fl
 
 
 def recoded(
-    codec: Codec,
-    wires_WN: Tensor,
-    n: int,
-    scale: float = 1.0,
-    step: int = 0,
-    dtype: torch.dtype = torch.float32,
+    codec: Codec, wires_WN: Tensor, n: int, scale: float = 1.0, step: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The wire of the sum of wires."""
     wire = torch.full((codec.wire_bytes(n, dtype),), GARBAGE, dtype=torch.uint8, device=wires_WN.device)
@@ -438,10 +414,7 @@ def digest(*tensors: Tensor) -> str:
 @contextmanager
 def small_chunks(nbytes: int = 400) -> Iterator[None]:
     """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
-    with (
-        patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4),
-        patch.multiple(exchange, _MESSAGE_BYTES=nbytes),
-    ):
+    with patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4), patch.multiple(exchange, _MESSAGE_BYTES=nbytes):
         yield
 
 

@@ -175,13 +175,7 @@ def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) ->
     apart=st.booleans(),
 )
 def test_all_finite_is_what_decoding_says(
-    codec: Codec,
-    dtype: torch.dtype,
-    n: int,
-    world: int,
-    kind: str,
-    bad: list[tuple[int, int, float]],
-    apart: bool,
+    codec: Codec, dtype: torch.dtype, n: int, world: int, kind: str, bad: list[tuple[int, int, float]], apart: bool
 ) -> None:
     if dtype not in codec.inputs:
         dtype = torch.float32
