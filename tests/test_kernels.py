@@ -396,23 +396,18 @@ def test_asked_for_the_reference_nothing_is_said(no_library: Path) -> None:
 
 
 @pytest.fixture
-def no_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process in which triton cannot be imported, and nothing was said about it yet."""
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(dispatch, "_said", set())
-    forget_what_is_there()
-    yield
-    monkeypatch.undo()
-    forget_what_is_there()
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """without("triton") or without("cuda"): a process that has none, and was told nothing about it yet."""
 
+    def act(name: str) -> None:
+        if name == "triton":
+            monkeypatch.setitem(sys.modules, "triton", None)
+        else:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(dispatch, "_said", set())
+        forget_what_is_there()
 
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process without a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dispatch, "_said", set())
-    forget_what_is_there()
-    yield
+    yield act
     monkeypatch.undo()
     forget_what_is_there()
 
@@ -423,14 +418,10 @@ def forget_what_is_there() -> None:
         clear()
 
 
-def test_triton_by_name_where_it_is_missing_says_what_to_do(no_triton: None) -> None:
-    said = r"backend='triton' was requested but .*triton.*use backend='auto'"
-    with use_backend("triton"), pytest.raises(BackendError, match=said):
-        kernels.select(cases.CUDA)
-
-
-def test_triton_by_name_without_a_gpu_says_what_to_do(no_cuda: None) -> None:
-    said = r"(?i)backend='triton' was requested but .*cuda.*use backend='auto'"
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_triton_by_name_where_something_is_missing_says_what_to_do(without: Callable[[str], None], name: str) -> None:
+    without(name)
+    said = rf"(?i)backend='triton' was requested but .*{name}.*use backend='auto'"
     with use_backend("triton"), pytest.raises(BackendError, match=said):
         kernels.select(cases.CUDA)
 
@@ -440,7 +431,8 @@ def test_triton_by_name_does_not_serve_the_cpu() -> None:
         a_wire()
 
 
-def test_auto_without_triton_takes_the_reference_on_a_gpu_and_says_so_once(no_triton: None) -> None:
+def test_auto_without_triton_takes_the_reference_on_a_gpu_and_says_so_once(without: Callable[[str], None]) -> None:
+    without("triton")
     with use_backend("auto"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         chosen = [kernels.select(cases.CUDA) for _ in range(3)]
