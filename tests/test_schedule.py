@@ -16,12 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given as forall, settings, strategies as st
+from hypothesis import given as forall, strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import digest, given, small_chunks
+from cases import CPU, digest, generated, given, small_chunks
 from ranks import RankPool
 from thinwire.collectives import Work, chunks, schedule
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
@@ -29,7 +29,6 @@ from thinwire.collectives.schedule import Channel, Line, Operation, Scratch, Ste
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
-CPU = torch.device("cpu")
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -423,7 +422,7 @@ def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPo
     assert all(ranks(4).run(mesh_in_flight))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@generated(150)
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
@@ -445,6 +444,7 @@ def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, in
     assert scratch.take(2000, 2048) is not None, "not all came back"
 
 
+@generated(60)
 @forall(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> None:
     scratch = Scratch(CPU)
@@ -472,6 +472,7 @@ def test_scratch_does_not_grow_under_what_is_lent() -> None:
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
+@generated(60)
 @forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
 def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
     cut = chunks.cut(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
@@ -490,6 +491,7 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
     assert cut.span(cut.num_chunks).numel == 0
 
 
+@generated(60)
 @forall(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 60))
 def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin: int, length: int) -> None:
     tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
