@@ -82,7 +82,8 @@ def generated(count: int) -> settings:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000)
-FLOAT_MAX, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149
+FLOAT_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-149
 ROUND = 2.0**-24  # relative error of one fp32 rounding
 GARBAGE = 0xA5  # what buffers hold before they are written
 
@@ -93,7 +94,8 @@ GARBAGE = 0xA5  # what buffers hold before they are written
 def _integers() -> list[BlockInt]:
     blocks = (128, 32, 40, 8, 256, 1000, 64)  # not all a power of two, not all a multiple of a vector
     choices = [(bits, m, r) for bits in range(8, 1, -1) for m in (0, 1) for r in (0, 1)]
-    modes, roundings = ("symmetric", "affine"), ("nearest", "stochastic")
+    modes = ("symmetric", "affine")
+    roundings = ("nearest", "stochastic")
     return [BlockInt(bits, blocks[(i + i // 7) % 7], modes[m], roundings[r]) for i, (bits, m, r) in enumerate(choices)]
 
 
@@ -105,7 +107,8 @@ def _lloyds() -> list[Lloyd]:
 
 PLAIN = [Identity(), Cast("bf16")]
 CASTS = [Cast("fp16"), Cast("fp16", 24), Cast("e4m3"), Cast("e4m3", 8), Cast("e5m2"), Cast("e5m2", 1000)]
-INTEGERS, LLOYDS = _integers(), _lloyds()
+INTEGERS = _integers()
+LLOYDS = _lloyds()
 CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS]
 BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS]
 ONE_OF_EACH: list[Codec] = [
@@ -347,7 +350,8 @@ def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
     """
     table = LLOYD[codec.bits]
     codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
-    off_grid, rounded = 1 / table.grid, 1 + 2.0**-8 + 64 * ROUND
+    off_grid = 1 / table.grid
+    rounded = 1 + 2.0**-8 + 64 * ROUND
     longest = math.sqrt(codes) * table.levels[-1] / table.levels[0]
     factor = 1 + off_grid if codec.scale == "mmse" else 1 + longest / (1 - off_grid / 2)
     return x_KB.norm(dim=1, keepdim=True) * factor * rounded
@@ -401,7 +405,8 @@ def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool
     if n > 9:
         x[n - 2 - rank % 8] = (-1) ** rank * (1e4 if dtype == torch.float16 else 1e30)
     if broken and n:
-        x[n // 7 + rank % 4], x[n // 2] = math.inf, math.nan
+        x[n // 7 + rank % 4] = math.inf
+        x[n // 2] = math.nan
     return x.to(dtype)
 
 

@@ -43,7 +43,8 @@ from typing import Any, NamedTuple
 
 MAX_WORLD = 4
 START_S = 150.0  # four cold imports of torch on a busy machine
-LIMIT_S, GPU_LIMIT_S = 60.0, 150.0  # of a call; kernels of a GPU are compiled when they are first used
+LIMIT_S = 60.0
+GPU_LIMIT_S = 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

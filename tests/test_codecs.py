@@ -87,7 +87,10 @@ def test_casts_are_exact_on_numbers_of_their_format(name: str) -> None:
 @over("mode", ["symmetric", "affine"])
 def test_stochastic_rounding_is_unbiased(bits: int, mode: str) -> None:
     """Mean error over steps and places within 5 standard errors; a fraction f of a step has variance f * (1 - f)."""
-    codec, steps, places, n = BlockInt(bits, 64, mode, "stochastic"), 50, 20, 256  # type: ignore[arg-type]
+    codec = BlockInt(bits, 64, mode, "stochastic")
+    steps = 50
+    places = 20
+    n = 256
     half = (1 << bits - 1) - 1
     fraction = torch.rand(n, generator=cases.seeded(bits)) * 0.8 + 0.1
     x = torch.randint(-half, half, (n,), generator=cases.seeded(bits, 1)) + fraction
@@ -105,7 +108,9 @@ def test_stochastic_rounding_is_unbiased(bits: int, mode: str) -> None:
 
 
 def test_recoding_rounds_without_bias_too() -> None:
-    codec, steps, n = BlockInt(3, 64, "affine", "stochastic"), 400, 256
+    codec = BlockInt(3, 64, "affine", "stochastic")
+    steps = 400
+    n = 256
     wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=s) for s in range(3)])
     target = cases.summed(codec, wires_WN, n, scale=1 / 3)
     means = torch.stack([cases.decoded(codec, cases.recoded(codec, wires_WN, n, 1 / 3, s), n) for s in range(steps)])
@@ -127,7 +132,8 @@ def test_lloyd_reaches_lloyd_max_on_a_gaussian(bits: int, rotate: bool) -> None:
 @over("bits", LLOYD_MAX)
 def test_unbiased_lloyd_is_unbiased(bits: int) -> None:
     """Over steps, hence rotations: decoded = slope * x + noise with slope 1, and the noise averages away."""
-    x, steps = cases.content("gaussian", 4096), 200
+    x = cases.content("gaussian", 4096)
+    steps = 200
     ys = {
         scale: torch.stack(_decoded_at_steps(Lloyd(bits, 256, scale=scale), x, steps)).double()  # type: ignore[arg-type]
         for scale in ("unbiased", "mmse")
@@ -159,7 +165,8 @@ def test_a_bad_block_is_nan_and_its_neighbours_unharmed(codec: Codec) -> None:
     bad = (math.nan, math.inf, -math.inf)
     spots = [(2 * i * block + (0, block // 2, block - 1)[i % 3], bad[i // 3]) for i in range(9)]
     for last in bad:
-        x, hit = clean.clone(), torch.zeros(n, dtype=torch.bool)
+        x = clean.clone()
+        hit = torch.zeros(n, dtype=torch.bool)
         for at, value in [*spots, (n - 1, last)]:
             x[at] = value
             hit[at // block * block : (at // block + 1) * block] = True
@@ -196,7 +203,8 @@ def test_zero_blocks_stay_zero(codec: Codec) -> None:
 @over("dtype", [torch.bfloat16, torch.float16])
 @each_blocked
 def test_what_fits_a_narrow_dtype_stays_finite_in_it(codec: Codec, dtype: torch.dtype) -> None:
-    most, block = torch.finfo(dtype).max, cases.block_of(codec)
+    most = torch.finfo(dtype).max
+    block = cases.block_of(codec)
     lows = (torch.linspace(-1, 1, 200, dtype=torch.float64) * most).to(dtype)
     x = torch.stack((torch.full_like(lows, most), lows, lows), 1).repeat(1, -(-block // 3))[:, :block].reshape(-1)
     if codec == Lloyd(1, block=1024, scale="unbiased"):
@@ -226,7 +234,8 @@ def test_tiny_blocks_are_quantised_like_any_other(codec: Codec, name: str) -> No
 
 @each_codec
 def test_decode_sum_adds_in_rank_order(codec: Codec) -> None:
-    n, block = 1003, cases.block_of(codec)
+    n = 1003
+    block = cases.block_of(codec)
     wires_WN = cases.wires_of(codec, [cases.content("gaussian", n, seed=rank) for rank in range(5)])
     parts = [cases.decoded(codec, wire, n) for wire in wires_WN]
     manual = parts[0]
@@ -290,7 +299,8 @@ def test_recode_refuses_a_scale_no_wire_can_hold(scale: float) -> None:
 @over("bits", LLOYD_MAX)
 def test_recoding_a_rotated_wire_loses_nothing_twice(bits: int) -> None:
     """The wire of one wire's sum is that wire: its levels are a fixed point of the least-squares scale."""
-    codec, n = Lloyd(bits, 256), 1024
+    codec = Lloyd(bits, 256)
+    n = 1024
     wire = cases.wire_of(codec, cases.content("gaussian", n), step=9)
     once, twice = (cases.decoded(codec, w, n) for w in (wire, cases.recoded(codec, wire[None], n)))
     cosine = torch.nn.functional.cosine_similarity(once.double(), twice.double(), dim=0)
@@ -300,7 +310,9 @@ def test_recoding_a_rotated_wire_loses_nothing_twice(bits: int) -> None:
 def test_sums_that_no_single_block_could_hold() -> None:
     """Huge wires that cancel, tiny ones that add up, and wires of unlike size in one sum."""
     n = 64
-    huge, tiny, one = torch.full((n,), 3e38), torch.full((n,), 3e-41), torch.ones(n)
+    huge = torch.full((n,), 3e38)
+    tiny = torch.full((n,), 3e-41)
+    one = torch.ones(n)
     for codec in (BlockInt(8), Cast("fp16"), Cast("e5m2"), Lloyd(4, rotate=False)):
         wires_WN = cases.wires_of(codec, [huge, huge, -huge, -huge, tiny, tiny, tiny, one, one])
         assert (cases.summed(codec, wires_WN[:4], n) == 0).all()
@@ -362,8 +374,11 @@ def test_identity_keeps_doubles_with_a_residual() -> None:
 
 def test_error_feedback_sends_everything_in_the_end() -> None:
     """After T steps of one gradient the wires add up to T of it, less the residual: one step's error, not T."""
-    codec, x, steps = BlockInt(2, 32), cases.content("gaussian", 320), 50
-    residual, sent = torch.zeros(320), torch.zeros(320, dtype=torch.float64)
+    codec = BlockInt(2, 32)
+    x = cases.content("gaussian", 320)
+    steps = 50
+    residual = torch.zeros(320)
+    sent = torch.zeros(320, dtype=torch.float64)
     for step in range(steps):
         sent += cases.decoded(codec, cases.wire_of(codec, x, step=step, residual=residual), 320)
     assert ((sent + residual - steps * x.double()).abs() <= steps * 8 * ROUND * x.abs().max()).all()
@@ -397,7 +412,8 @@ def test_strides_do_not_matter(codec: Codec) -> None:
         cases.assert_same(out, flat.view(x.shape), f"out, {what}")
         assert (room[..., ::3] == 7).all()
         assert (room[..., 2::3] == 7).all()
-        residual, straight = torch.ones(x.shape), torch.ones(x.shape)
+        residual = torch.ones(x.shape)
+        straight = torch.ones(x.shape)
         cases.wire_of(codec, x, residual=residual)
         cases.wire_of(codec, x.contiguous(), residual=straight)
         cases.assert_same(residual, straight, f"residual, {what}")
@@ -415,7 +431,9 @@ def test_negated_views_are_read_and_written_as_numbers(codec: Codec) -> None:
 @one_of_each
 def test_autograd_learns_of_what_was_written(codec: Codec) -> None:
     """A tensor saved for backward and then written into must be refused there, not read."""
-    x, out, residual = torch.ones(30), torch.ones(30, requires_grad=True).clone(), torch.zeros(30)
+    x = torch.ones(30)
+    out = torch.ones(30, requires_grad=True).clone()
+    residual = torch.zeros(30)
     wire = cases.wire_of(codec, x)
     versions = [t._version for t in (wire, residual)]
     codec.encode(x, wire, residual=residual)
@@ -480,7 +498,8 @@ def test_tensors_that_require_grad(codec: Codec) -> None:
     x = torch.nn.Parameter(cases.content("gaussian", 100))
     wire = cases.wire_of(codec, x)
     cases.assert_same(wire, cases.wire_of(codec, x.detach()))
-    leaf, strided = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(10, 10).t())
+    leaf = torch.nn.Parameter(torch.zeros(100))
+    strided = torch.nn.Parameter(torch.zeros(10, 10).t())
     codec.decode(wire, leaf)
     codec.decode(wire, strided)
     cases.assert_same(leaf.detach(), cases.decoded(codec, wire, 100))
@@ -533,7 +552,8 @@ def test_without_dither_or_rotation_the_step_is_idle(codec: Codec) -> None:
 
 def test_signs_of_the_rotation_are_fair_and_change_with_the_step() -> None:
     """As many of one as of the other, and one step says nothing of the next."""
-    n, steps = 32 * 64, 32
+    n = 32 * 64
+    steps = 32
     x = torch.zeros(n)
     x[::32] = 1
     signs = torch.stack([_flips(x, step) for step in range(steps)])
@@ -568,7 +588,8 @@ def test_wire_bytes_are_those_of_the_layout(codec: Codec) -> None:
             short = max(8, 1 << (short - 1).bit_length())
         elif isinstance(codec, BlockInt):
             short = -(-short // 8) * 8
-        blocks, codes = full + bool(short), full * how.block + short
+        blocks = full + bool(short)
+        codes = full * how.block + short
         assert codec.wire_bytes(n) == to_16(32 + sections * to_16(2 * blocks) + codes * how.bits // 8), n
         assert all(codec.wire_bytes(n, dtype) == codec.wire_bytes(n) for dtype in cases.DTYPES)
 
@@ -609,7 +630,8 @@ def test_by_name_picks_the_first_match() -> None:
 
 
 def test_by_name_encodes_through_its_last_rule() -> None:
-    codec, x = ByName([("*.bias", Cast("bf16")), ("*", BlockInt(4))]), cases.content("gaussian", 300)
+    codec = ByName([("*.bias", Cast("bf16")), ("*", BlockInt(4))])
+    x = cases.content("gaussian", 300)
     wire = cases.wire_of(codec, x)
     cases.assert_same(wire, cases.wire_of(BlockInt(4), x))
     cases.assert_same(cases.decoded(codec, wire, 300), cases.decoded(BlockInt(4), wire, 300))

@@ -187,7 +187,8 @@ def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int
 def nmse_of(group: Group, codecs: Sequence[str], numel: int) -> list[tuple[float, float]]:
     """The error of two_phase and of one_shot, for each codec."""
     xs = [torch.randn(numel, generator=seeded(5, rank)) for rank in range(group.size())]
-    want, found = torch.stack(xs).double().sum(0), []
+    want = torch.stack(xs).double().sum(0)
+    found = []
     for codec in codecs:
         for algorithm in SHARED:
             x = xs[group.rank()].clone()
@@ -199,10 +200,12 @@ def nmse_of(group: Group, codecs: Sequence[str], numel: int) -> list[tuple[float
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, world: int) -> None:
     """Errors of independent Gaussian ranks are orthogonal. One tensor's own share varies: 4 sigma of 2**16 numbers."""
-    x, codecs = torch.randn(1 << 16, generator=seeded(6)), ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")
+    x = torch.randn(1 << 16, generator=seeded(6))
+    codecs = ("int8", "int4", "lloyd4", "lloyd2", "lloyd1")
     slack = 1 + 4 * math.sqrt(2 / x.numel()) * 2
     for name, (two_phase, one_shot) in zip(codecs, ranks(world).run(nmse_of, codecs, x.numel())[0], strict=True):
-        coder, y = thinwire.codec(name), torch.empty_like(x)
+        coder = thinwire.codec(name)
+        y = torch.empty_like(x)
         coder.decode(wire_of(coder, x), y)
         once = float((x - y).square().sum() / x.square().sum())
         assert one_shot <= once * slack, name
@@ -231,7 +234,8 @@ def alone(group: Group, device: Device) -> None:
                 y = torch.full_like(x, math.nan)
                 getattr(thinwire, verb)(y, *args, **how)
                 assert torch.equal(y, factor * x), f"{verb} {algorithm}"
-            y, z = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
+            y = torch.full_like(x, math.nan)
+            z = torch.full_like(x, math.nan)
             thinwire.all_gather([y], x, **how)
             thinwire.all_to_all([z], [x], **how)
             assert torch.equal(y, x)
@@ -247,7 +251,8 @@ def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
 
 def strided(group: Group, algorithm: str, codec: str, device: Device) -> list[tuple[Tensor, Tensor]]:
     """(result, the same of contiguous numbers) for layouts that are no row of numbers."""
-    rank, pairs = group.rank(), []
+    rank = group.rank()
+    pairs = []
     base = given(1200, rank).to(device)
     for view in (
         lambda t: t.view(30, 40).t(),
@@ -316,7 +321,9 @@ def leaves(group: Group) -> None:
 
 def inference_tensors(group: Group) -> None:
     with torch.inference_mode():
-        x, y, z = torch.ones(40), torch.ones(8, 10).t(), [torch.ones(5), torch.ones(6)]
+        x = torch.ones(40)
+        y = torch.ones(8, 10).t()
+        z = [torch.ones(5), torch.ones(6)]
         thinwire.all_reduce(x, codec="none", algorithm="two_phase")
         thinwire.all_reduce(y, codec="none", algorithm="two_phase")
         thinwire.all_reduce_coalesced(z, codec="none", algorithm="two_phase")
@@ -342,7 +349,8 @@ def arguments_by_position(group: Group) -> None:
     assert work is not None
     assert work.wait()
     assert (x == 1).all()
-    y, z = torch.empty(3 * group.size()), torch.ones(3)
+    y = torch.empty(3 * group.size())
+    z = torch.ones(3)
     how: Any = {"algorithm": "plain"}
     thinwire.all_gather_into_tensor(y, z, group, False, **how)
     thinwire.reduce_scatter_tensor(z, y, SUM, group, False, **how)
@@ -400,7 +408,8 @@ def in_groups(group: Group) -> list[float]:
     """A group of all, one of some, a mesh, a mesh's dimension."""
     rank, world = group.rank(), group.size()
     found = []
-    everyone, some = dist.new_group(), dist.new_group([world - 1, 0])
+    everyone = dist.new_group()
+    some = dist.new_group([world - 1, 0])
     mesh = init_device_mesh("cpu", (world,))
     named = init_device_mesh("cpu", (1, world), mesh_dim_names=("pp", "dp"))
     for member in (everyone, mesh, named["dp"], named["pp"]):
@@ -425,7 +434,8 @@ ON_A_MESH = ((0, "sum"), (1, "sum"), (3, "avg"), (1511, "avg"), (2003, -2.0))  #
 
 
 def hierarchical(group: Group, shape: tuple[int, int], device: Device) -> list[tuple[str, Tensor]]:
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu")), []
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "gpu"))
+    found = []
     with small_chunks():
         for inside, across in PAIRS:
             for numel, factor in ON_A_MESH:
@@ -459,7 +469,8 @@ def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, 
 
 def near_the_end(group: Group, pairs: Sequence[tuple[str, str]]) -> list[list[float]]:
     """The largest of what comes of numbers near fp16's largest, and of those whose mean is past it."""
-    mesh, found = init_device_mesh("cpu", (2, 2)), []
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = []
     for pair in pairs:
         row = []
         for value in (60000.0, -60000.0, math.inf):
@@ -522,7 +533,8 @@ def test_async_calls_return_a_work_whose_future_holds_the_outputs(
 
 
 def complex_works(group: Group, algorithm: str) -> list[bool]:
-    world, found = group.size(), []
+    world = group.size()
+    found = []
     x, y = torch.ones(4, dtype=torch.complex64), torch.ones(4 * world, dtype=torch.complex64)
     for verb, output, *args in (
         ("all_reduce", x, x),
@@ -637,7 +649,9 @@ def rows(source: int, target: int, i: int) -> int:
 
 
 def exchange_single(group: Group, device: Device, how: Any) -> list[Tensor]:
-    rank, world, outputs = group.rank(), group.size(), []
+    rank = group.rank()
+    world = group.size()
+    outputs = []
     for i in range(5):
         sizes = [rows(rank, other, i) for other in range(world)]
         came = [rows(other, rank, i) for other in range(world)]
@@ -650,7 +664,9 @@ def exchange_single(group: Group, device: Device, how: Any) -> list[Tensor]:
 
 
 def exchange_lists(group: Group, device: Device, how: Any) -> list[Tensor]:
-    rank, world, outputs = group.rank(), group.size(), []
+    rank = group.rank()
+    world = group.size()
+    outputs = []
     for i in range(5):
         parts = [torch.full((3 * rows(other, rank, i),), math.nan, device=device) for other in range(world)]
         thinwire.all_to_all(parts, [sent_to(rank, other, world, i).to(device) for other in range(world)], **how)
@@ -720,7 +736,9 @@ def every_dtype(group: Group, algorithm: str, dtype: torch.dtype, device: Device
     how: Any = {"codec": "none", "algorithm": algorithm}
     summed = whole.clone()
     thinwire.all_reduce(summed, codec="none", algorithm="plain" if algorithm == "plain" else "two_phase")
-    scattered, gathered, exchanged = part.clone(), torch.zeros_like(whole), torch.zeros_like(whole)
+    scattered = part.clone()
+    gathered = torch.zeros_like(whole)
+    exchanged = torch.zeros_like(whole)
     thinwire.reduce_scatter_tensor(scattered, whole, **how)
     thinwire.all_gather_into_tensor(gathered, part, **how)
     thinwire.all_to_all_single(exchanged, whole, **how)
@@ -760,7 +778,8 @@ def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
     """Outputs and inputs that are transposed get the same numbers."""
     world, rank = group.size(), group.rank()
     how: Any = {"codec": "int8", "algorithm": algorithm}
-    whole, part = given(60 * world, rank).view(20, 3 * world).to(device), given(60, rank).view(6, 10).to(device)
+    whole = given(60 * world, rank).view(20, 3 * world).to(device)
+    part = given(60, rank).view(6, 10).to(device)
     found = []
     for verb, out_shape, input in (
         ("reduce_scatter_tensor", (6, 10), whole),
@@ -804,13 +823,16 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
     """The own part of the whole is output of one and input of the other, as sharded training does it."""
     rank, world = group.rank(), group.size()
     how: Any = {"codec": "int8", "algorithm": algorithm}
-    found, own = [], slice(rank * numel, (rank + 1) * numel)
+    found = []
+    own = slice(rank * numel, (rank + 1) * numel)
     with small_chunks():
-        want, whole = torch.empty(numel, device=device), given(numel * world, rank).to(device)
+        want = torch.empty(numel, device=device)
+        whole = given(numel * world, rank).to(device)
         thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
         thinwire.reduce_scatter_tensor(whole[own], whole, **how)
         found.append(torch.equal(whole[own], want))
-        want, whole = torch.empty(numel * world, device=device), given(numel * world, rank).to(device)
+        want = torch.empty(numel * world, device=device)
+        whole = given(numel * world, rank).to(device)
         thinwire.all_gather_into_tensor(want, whole[own].clone(), **how)
         thinwire.all_gather_into_tensor(whole, whole[own], **how)
         found.append(torch.equal(whole, want))
@@ -859,10 +881,15 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
     """(what is said, what should be: its beginning) of every misuse. All ranks make the same mistakes."""
     world = group.size()
     x, y, *parts = (torch.ones(n, device=device) for n in (6, 6 * world, *[2] * world))
-    odd, one = torch.ones(2 * world + 1), torch.tensor(1.0)
+    odd = torch.ones(2 * world + 1)
+    one = torch.tensor(1.0)
     mesh = init_device_mesh("cpu", (1, world))
-    reduce, scatter, gather = thinwire.all_reduce, thinwire.reduce_scatter_tensor, thinwire.all_gather_into_tensor
-    coalesced, swap, cast = thinwire.all_reduce_coalesced, thinwire.all_to_all_single, thinwire.broadcast
+    reduce = thinwire.all_reduce
+    scatter = thinwire.reduce_scatter_tensor
+    gather = thinwire.all_gather_into_tensor
+    coalesced = thinwire.all_reduce_coalesced
+    swap = thinwire.all_to_all_single
+    cast = thinwire.broadcast
     by_codec = functools.partial(reduce, algorithm="two_phase")
     hierarchical = "algorithm='hierarchical' goes with a DeviceMesh of two dimensions"
     calls: list[tuple[Callable[[], Any], str]] = [
@@ -964,9 +991,11 @@ def test_a_job_without_groups_is_told() -> None:
 
 def counted(group: Group, codec: str, numel: int) -> dict[str, tuple[int, int]]:
     """Bytes sent and received by every verb."""
-    world, found = group.size(), {}
+    world = group.size()
+    found = {}
     member = dist.new_group()
-    x, part = torch.randn(numel), torch.randn(numel // world)
+    x = torch.randn(numel)
+    part = torch.randn(numel // world)
     how: Any = {"group": member, "codec": codec, "algorithm": "compressed"}
     for name, call in {
         "two_phase": lambda: thinwire.all_reduce(x, **how | {"algorithm": "two_phase"}),
@@ -1003,7 +1032,8 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, world: int, codec: str)
 
 
 def on_mesh_exactly(group: Group, shape: tuple[int, int], algorithms: Sequence[str]) -> list[bool]:
-    mesh, found = init_device_mesh("cpu", shape), []
+    mesh = init_device_mesh("cpu", shape)
+    found = []
     for algorithm in algorithms:
         for op, factor in ((SUM, 1.0), (AVG, 1 / group.size())):
             x = torch.arange(50.0) + group.rank()

@@ -73,7 +73,8 @@ class FakeChannel:
     """A group in which everything was measured already."""
 
     def __init__(self, world: int, settled: dict[Any, Any]) -> None:
-        self.transport, self.settled = FakeTransport(world), settled
+        self.transport = FakeTransport(world)
+        self.settled = settled
 
 
 def measured(world: int, bytes_per_s: float, codec: str = "int8") -> Any:
@@ -118,11 +119,13 @@ def test_two_ranks_send_as_much_either_way_and_save_a_message() -> None:
 @over("world", [2, 3, 64])
 @over("codec", ["int8", "lloyd1"])
 def test_the_bytes_of_an_estimate_are_those_of_the_formula(world: int, codec: str) -> None:
-    numel, coder = 1 << 20, thinwire.codec(codec)
+    numel = 1 << 20
+    coder = thinwire.codec(codec)
     sent = {
         estimate.algorithm: estimate.sent for estimate in recalled(measured(world, 1e9, codec), numel, codec).estimates
     }
-    wire, share = coder.wire_bytes(numel), (world - 1) / world
+    wire = coder.wire_bytes(numel)
+    share = (world - 1) / world
     assert sent["plain"] == pytest.approx(2 * share * 4 * numel, abs=2)
     assert sent["two_phase"] == pytest.approx(2 * share * wire, abs=2)
     assert sent["one_shot"] == (world - 1) * wire
@@ -180,7 +183,8 @@ def test_auto_does_what_explain_says(ranks: RankPool, world: int) -> None:
 
 def measured_once(group: Group) -> list[int]:
     """Calls of the group that a first auto call makes, and a second of another length."""
-    member, counts = dist.new_group(), []
+    member = dist.new_group()
+    counts = []
     channel = thinwire.collectives.schedule.channel(member, torch.device("cpu"))
     for numel in (100, 200, 300):
         thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="auto")

@@ -67,7 +67,8 @@ fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 )
 def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    memory, model = new_memory(edges[-1], dtype, CPU), torch.zeros(edges[-1])
+    memory = new_memory(edges[-1], dtype, CPU)
+    model = torch.zeros(edges[-1])
     for turn, (verb, which, fine) in enumerate(calls):
         if verb == "fill":
             model = torch.cat([kept(normal(end - begin, turn), dtype) for begin, end in spans_of(edges)])
@@ -124,7 +125,8 @@ def test_coded_memory_takes_nothing_before_it_is_written_and_8_bits_after() -> N
 
 def test_what_a_memory_was_filled_with_is_a_copy() -> None:
     for dtype in DTYPES:
-        memory, values = new_memory(8, dtype, CPU), torch.ones(8)
+        memory = new_memory(8, dtype, CPU)
+        values = torch.ones(8)
         memory.fill(values)
         values.zero_()
         assert_same(memory.read().float(), torch.ones(8), str(dtype))
@@ -144,8 +146,10 @@ def test_eight_bits_survive_being_read_and_written(kind: str, n: int, exponent: 
 @each_dtype
 def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) -> None:
     """Chunks depend on the codec: a schedule that changes it cuts the same lane anew."""
-    memory, n = new_memory(1024, dtype, CPU), 1024
-    before, after = spans_of([0, 512, 1024]), spans_of([0, 256, 768, 1024])
+    memory = new_memory(1024, dtype, CPU)
+    n = 1024
+    before = spans_of([0, 512, 1024])
+    after = spans_of([0, 256, 768, 1024])
     for begin, end in before:
         memory.put((begin, end), normal(end - begin, begin), True)
     want = memory.read().float().clone()
@@ -219,7 +223,9 @@ def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
 
 def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
     """Every code of a wire, one at a time, by docs/wire-format.md."""
-    layout, raw, found = codec.encoding(torch.float32).format.layout(n), wire.tolist(), []
+    layout = codec.encoding(torch.float32).format.layout(n)
+    raw = wire.tolist()
+    found = []
     for lo in range(0, n, codec.block):
         length = codec.block if n - lo >= codec.block else layout.tail
         for e in range(length):
@@ -281,7 +287,8 @@ def lanes_of(text: str) -> list[list[Piece]]:
 
 def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]]) -> None:
     """Write every lane of every step and follow every parameter."""
-    ledger, model = Ledger(dtype), dict[str, Tensor]()
+    ledger = Ledger(dtype)
+    model = dict[str, Tensor]()
     for turn, lanes in enumerate(steps):
         memories = [ledger.lane(pieces, CPU) for pieces in lanes]
         for name, values in ledger.read().items():
@@ -289,7 +296,8 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
             assert_same(values.float(), want, f"{name} after it moved in turn {turn}")
         for i, (pieces, memory) in enumerate(zip(lanes, memories, strict=True)):
             n = sum(piece.numel for piece in pieces)
-            at, expected = 0, []
+            at = 0
+            expected = []
             for piece in pieces:
                 blank = torch.zeros(piece.numel)
                 expected.append(blank if piece.name is None else model.get(piece.name, blank))
@@ -324,7 +332,8 @@ def test_a_ledger_forgets_nobody_who_is_away_for_a_while(dtype: torch.dtype, ste
 
 
 def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
-    ledger, both = Ledger(), [Piece("p", 2), Piece("q", 2)]
+    ledger = Ledger()
+    both = [Piece("p", 2), Piece("q", 2)]
     ledger.lane(both, CPU).put((0, 4), torch.ones(4), True)
     ledger.lane([Piece("q", 2)], CPU).put((0, 2), torch.full((2,), 5.0), True)
     again = ledger.lane(both, CPU)
@@ -334,7 +343,8 @@ def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
 
 
 def test_a_lane_is_made_once() -> None:
-    ledger, pieces = Ledger(), [Piece("p", 2), Piece(None, 3), Piece("q", 1)]
+    ledger = Ledger()
+    pieces = [Piece("p", 2), Piece(None, 3), Piece("q", 1)]
     assert ledger.lane(pieces, CPU) is ledger.lane(list(pieces), CPU)
     assert ledger.nbytes == 6 * 4
 
@@ -349,7 +359,8 @@ def test_old_lanes_are_let_go() -> None:
 
 @each_dtype
 def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype) -> None:
-    ledger, values = Ledger(dtype), {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
+    ledger = Ledger(dtype)
+    values = {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
     ledger.lane([Piece("old", 5)], CPU)
     ledger.load(values)
     assert set(ledger.read()) == set(values)
@@ -369,7 +380,8 @@ def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype)
 
 @each_dtype
 def test_dropping_forgets_some_and_leaves_the_others(dtype: torch.dtype) -> None:
-    ledger, pieces = Ledger(dtype), [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
+    ledger = Ledger(dtype)
+    pieces = [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
     memory = ledger.lane(pieces, CPU)
     memory.put((0, 153), normal(153), True)
     ledger.lane([Piece("s", 4)], CPU).put((0, 4), torch.ones(4), True)
@@ -443,7 +455,10 @@ class Link(Transport):
     """One rank's end of a group that lives in one process."""
 
     def __init__(self, rank: int, world: int, post: dict[tuple[int, int, int], Tensor]) -> None:
-        self.rank, self.world, self.sent, self.received = rank, world, 0, 0
+        self.rank = rank
+        self.world = world
+        self.sent = 0
+        self.received = 0
         self._post = post  # what is under way, by sender, receiver and tag
 
     def _exchange(self, sends: Any, receives: Any, tag: int) -> Any:
@@ -514,7 +529,9 @@ class Ranks:
         dtype: torch.dtype = torch.float32,
         chunk: int | None = None,
     ) -> None:
-        self.world, self.codec, self.numel = world, codec, sum(piece.numel for piece in pieces)
+        self.world = world
+        self.codec = codec
+        self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
         self.cut = Cut(self.numel, chunk or max(self.numel, 1))
         self.memories = [new_memory(self.numel, dtype, CPU) for _ in range(world)]
@@ -545,7 +562,9 @@ class Ranks:
 def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The averages of several lanes that travel as one message, in as many chunks as the longest has."""
     post: dict[tuple[int, int, int], Tensor] = {}
-    world, reducer, step = lanes[0].world, lanes[0].reducer, lanes[0].step
+    world = lanes[0].world
+    reducer = lanes[0].reducer
+    step = lanes[0].step
     outs = [[x.clone() for x in row] for row in xs]
     operations = []
     for rank in range(world):
@@ -606,7 +625,8 @@ def test_nothing_is_lost_for_good(
     """Classic: received + owed = meant. EF21: what the ranks say they sent is what all received."""
     ranks = Ranks(kind, world, codec, reducer, one(numel), chunk=chunk)
     meant = received = torch.zeros(numel, dtype=torch.float64)
-    size, turns = torch.zeros(numel, dtype=torch.float64), 5
+    size = torch.zeros(numel, dtype=torch.float64)
+    turns = 5
     for turn in range(turns):
         xs = [normal(numel, turn, rank) for rank in range(world)]
         result = ranks.average(xs)
@@ -643,7 +663,8 @@ def test_ef21_closes_in_on_gradients_that_stay(reducer: str, world: int, codec: 
 @each_reducer
 def test_ef21_follows_gradients_that_drift(reducer: str) -> None:
     """The distance stays in proportion to what changes a step; without feedback it is the codec's error of all."""
-    world, codec = 3, Lloyd(1, 64)
+    world = 3
+    codec = Lloyd(1, 64)
     ranks, plain = (Ranks("ef21", world, codec, reducer, one(512)) for _ in range(2))
     base, drift = ([normal(512, rank, k) for rank in range(world)] for k in (1, 2))
     for turn in range(40):
@@ -673,13 +694,15 @@ def test_a_chunk_that_is_not_finite_changes_no_memory(
     if as_tensor:  # as on a GPU, where nobody waits to know
         check = reducers._check
         monkeypatch.setattr(reducers, "_check", lambda parts: torch.tensor(bool(check(parts))))
-    n, chunk = 200, 64
+    n = 200
+    chunk = 64
     for codec in (Lloyd(2, 32), Cast("bf16")):
         ranks = Ranks(kind, world, codec, reducer, one(n), chunk=chunk)
         ranks.average([normal(n, rank) for rank in range(world)])
         for turn, value in enumerate((math.nan, -math.inf)):
             before = [memory.read().clone() for memory in (*ranks.memories, *ranks.means)]
-            xs, place = [normal(n, rank, turn) for rank in range(world)], 70 + 50 * turn
+            xs = [normal(n, rank, turn) for rank in range(world)]
+            place = 70 + 50 * turn
             xs[turn % world][place] = value
             ranks.finite.clear()
             result = ranks.average(xs)
@@ -726,7 +749,8 @@ def test_a_chunk_is_fine_if_all_its_lanes_are(reducer: str) -> None:
 @each_kind
 @each_reducer
 def test_memory_survives_bad_steps_as_if_they_had_not_been(kind: str, reducer: str) -> None:
-    world, n = 3, 100
+    world = 3
+    n = 100
     calm, shaken = (Ranks(kind, world, Grid(0.5), reducer, one(n)) for _ in range(2))
     for turn in range(6):
         xs = [normal(n, turn, rank) for rank in range(world)]
@@ -761,7 +785,8 @@ def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int)
 @over("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dtype: torch.dtype) -> None:
     """The result is rounded to the gradients' dtype, what is remembered is not."""
-    world, n = 2, 96
+    world = 2
+    n = 96
     ranks, wide = (Ranks(kind, world, Lloyd(2, 32), reducer, one(n), chunk=40) for _ in range(2))
     for turn in range(3):
         xs = [normal(n, turn, rank).to(dtype) for rank in range(world)]
@@ -774,7 +799,9 @@ def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_short_memories_lose_a_rounding_a_step(reducer: str, dtype: torch.dtype) -> None:
     """Of the residual alone: received + owed stays near what was meant."""
-    world, n, turns = 3, 256, 10
+    world = 3
+    n = 256
+    turns = 10
     ranks = Ranks("classic", world, Lloyd(2, 64), reducer, one(n), dtype=dtype, chunk=100)
     meant = received = torch.zeros(n)
     most = torch.tensor(0.0)
@@ -814,7 +841,8 @@ def test_another_world_goes_on_where_the_last_one_ended(kind: str, reducer: str,
 @each_kind
 @each_reducer
 def test_a_run_that_goes_on_from_its_memory_has_the_same_bits(kind: str, reducer: str) -> None:
-    world, n = 3, 300
+    world = 3
+    n = 300
     for dtype in DTYPES if kind == "classic" else (torch.float32,):
         first, second = (Ranks(kind, world, Lloyd(1, 64), reducer, one(n), dtype=dtype, chunk=128) for _ in range(2))
         for turn in range(3):

@@ -64,7 +64,8 @@ def scales(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
 
 
 def special_scales(codec: Codec, wire: Tensor, n: int, rng: random.Random) -> None:
-    section, g = numbers(wire, HEADER, _sections(codec, n)[1]), torch.Generator().manual_seed(rng.randrange(1 << 30))
+    section = numbers(wire, HEADER, _sections(codec, n)[1])
+    g = torch.Generator().manual_seed(rng.randrange(1 << 30))
     chosen = SCALES[torch.randint(len(SCALES), section.shape, generator=g)]
     section.copy_(torch.where(torch.rand(section.shape, generator=g) < 0.7, chosen, section))
 
@@ -156,7 +157,8 @@ def torture(rounds: int) -> None:
     faulthandler.enable()
     rng = random.Random(rounds)
     for i in range(rounds):
-        codec, n = rng.choice([*cases.CODECS, *CODECS]), rng.choice((rng.randrange(1, 300), rng.randrange(1, 5000)))
+        codec = rng.choice([*cases.CODECS, *CODECS])
+        n = rng.choice((rng.randrange(1, 300), rng.randrange(1, 5000)))
         wires_WN = broken_wires(codec, n, rng.choice((1, 2, 5, 9)), WAYS[i % len(WAYS)], rng)
         read_all(codec, wires_WN, n, rng.choice((1.0, 0.3, 0.0, 1e30)))
         spoiled = wires_WN.clone()

@@ -114,7 +114,8 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
     Case(whole, one.quantiser).quantised().backward(grad)
     assert whole.grad is not None
     assert_same(weight, whole.grad)
-    quantiser, n = one.quantiser, one.weight.numel() // len(one.quantiser.scale)
+    quantiser = one.quantiser
+    n = one.weight.numel() // len(one.quantiser.scale)
     reach = max(-quantiser.quant_min, quantiser.quant_max)
     factor = 1 / (n * quantiser.quant_max) ** 0.5
     sizes = quantiser.by_channel(grad.flatten(1) if quantiser.group else grad).abs().sum(1)
@@ -129,8 +130,10 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
 
 @pytest.mark.parametrize("where", [{"axis": 0}, {"group": 4}], ids=str)
 def test_a_quantiser_may_hold_the_scales_of_its_rows_only(where: dict[str, Any]) -> None:
-    one, world = case((5, 8), 4, where, shifted=True), 3
-    wires_WN, grad = gathered(one, world), torch.randn(5, 8, generator=seeded(1))
+    one = case((5, 8), 4, where, shifted=True)
+    world = 3
+    wires_WN = gathered(one, world)
+    grad = torch.randn(5, 8, generator=seeded(1))
     per_row = len(one.quantiser.scale) // 5
     for whole in codecs(one, world):
         rows = whole.rows(whole.rank)
@@ -167,7 +170,8 @@ def test_what_a_short_shard_leaves_is_zero() -> None:
     ]
 
 
-ALL, SHARD = slice(None), slice(0, 2)
+ALL = slice(None)
+SHARD = slice(0, 2)
 CHANNELS = [(1, ALL), (SHARD, ALL), (SHARD, 5), (SHARD, 5), (1, slice(4, 8))]  # of element (1, 5) in rank 0's shard
 
 
@@ -177,7 +181,8 @@ def test_what_is_not_finite_is_seen_in_its_channel_and_nowhere_else(
     place: tuple[dict[str, Any], tuple[Any, Any]], bad: float
 ) -> None:
     where, channel = place
-    one, out = case((4, 8), 4, where, shifted=False), torch.empty(4, 8)
+    one = case((4, 8), 4, where, shifted=False)
+    out = torch.empty(4, 8)
     want = one.quantised().detach()
     want[channel] = torch.nan
     one.weight[1, 5] = bad
@@ -189,7 +194,8 @@ def test_a_scale_without_the_papers_factor() -> None:
     class Plain(LSQ):
         scale_gradient = False
 
-    weight, grad = torch.randn(3, 8, generator=seeded(2)), torch.randn(3, 8, generator=seeded(3))
+    weight = torch.randn(3, 8, generator=seeded(2))
+    grad = torch.randn(3, 8, generator=seeded(3))
     plain, usual = (kind(4, axis=0).initialise(weight) for kind in (Plain, LSQ))
     got, want = (WeightCodes(q, (3, 8), rank=0, world=1).gradients(weight, grad).scale for q in (plain, usual))
     torch.testing.assert_close(got / (8 * 7) ** 0.5, want, rtol=4 * ROUND, atol=0)
@@ -217,9 +223,12 @@ def steps(group: Group, shape: tuple[int, ...]) -> list[Seen]:
 
 def step(group: Group, shape: tuple[int, ...], bits: int, where: dict[str, Any], shifted: bool) -> Seen:
     """Gather, a gradient of this rank, reduce-scatter, gradients of the shard."""
-    one, rank, world = case(shape, bits, where, shifted=shifted), group.rank(), group.size()
+    one = case(shape, bits, where, shifted=shifted)
+    rank = group.rank()
+    world = group.size()
     codec = codecs(one, world)[rank]
-    rows, most = codec.rows(rank), -(-shape[0] // world)
+    rows = codec.rows(rank)
+    most = -(-shape[0] // world)
     shard = one.weight[rows].clone()
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     codec.encode(shard, wire)
@@ -261,10 +270,12 @@ def sharded_step(group: Group) -> Seen:
     torch.manual_seed(0)
     layer = fully_shard(qat.prepare(nn.Linear(8, 5), act_bits=None))
     codec = WeightCodes(layer.weight_quantiser, layer.weight.shape, rank=group.rank(), world=group.size())
-    shard, rows = layer.weight.to_local(), codec.rows(group.rank())
+    shard = layer.weight.to_local()
+    rows = codec.rows(group.rank())
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     codec.encode(shard, wire)
-    wires, weight = [torch.empty_like(wire) for _ in range(group.size())], torch.empty(5, 8)
+    wires = [torch.empty_like(wire) for _ in range(group.size())]
+    weight = torch.empty(5, 8)
     dist.all_gather(wires, wire, group=group)
     codec.decode_all(torch.stack(wires), weight)
     found = codec.gradients(shard, rank_gradient((5, 8), 0)[rows])
@@ -314,9 +325,11 @@ def test_bad_arguments() -> None:
 @needs_cuda[1]
 def test_no_host_sync_on_a_gpu() -> None:
     one = case((6, 16), 4, {"axis": 0}, shifted=True)
-    weight, quantiser = one.weight.to(CUDA), one.quantiser.to(CUDA)
+    weight = one.weight.to(CUDA)
+    quantiser = one.quantiser.to(CUDA)
     codec = WeightCodes(quantiser, weight.shape, rank=0, world=1)
-    wire, out = torch.empty(codec.wire_bytes, dtype=torch.uint8, device=CUDA), torch.empty_like(weight)
+    wire = torch.empty(codec.wire_bytes, dtype=torch.uint8, device=CUDA)
+    out = torch.empty_like(weight)
     codec.gradients(weight, weight)  # kernels are compiled
     with no_host_sync():
         codec.encode(weight, wire)

@@ -262,7 +262,9 @@ def test_handshakes_leave_nothing_in_the_store(ranks: RankPool, mode: str) -> No
 
 def shakes(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
-    member, counts, check = dist.new_group(), [0], Handshake.compare
+    member = dist.new_group()
+    counts = [0]
+    check = Handshake.compare
 
     def counting(self: Handshake, *args: Any, **kwargs: Any) -> list[str]:
         counts[0] += 1

@@ -77,7 +77,8 @@ def sum_and_recoding(codec: Codec, wires_WN: Tensor, n: int, recoded: int = 2) -
 @each_codec
 def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     """On a GPU few worlds: each of up to eight wires has kernels of its own, which take seconds to compile."""
-    n, block = 5003, cases.block_of(codec)
+    n = 5003
+    block = cases.block_of(codec)
     xs = [cases.mixed(n, block, torch.float32, rank, seed=1) for rank in range(4)]
     residual = cases.mixed(n, block, torch.float32, 7, seed=2)
     wires = list(assert_as_reference(place, encodings, codec, xs, 3).values())
@@ -90,7 +91,8 @@ def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
 
 def lengths_of(codec: Codec) -> list[int]:
     """Around a block, and all of LENGTHS; half of them where another codec of that width has the other half."""
-    number, block = cases.CODECS.index(codec), cases.block_of(codec)
+    number = cases.CODECS.index(codec)
+    block = cases.block_of(codec)
     half = isinstance(codec, (BlockInt, Lloyd))
     others = cases.LENGTHS[(number + number // 4) % 2 :: 2] if half else cases.LENGTHS
     return sorted({*others, block - 1, block, block + 1})
@@ -110,7 +112,8 @@ def test_every_width_meets_every_length() -> None:
 def test_every_length(codec: Codec, place: Place) -> None:
     names = list(cases.CONTENTS)
     for i, n in enumerate(lengths_of(codec)):
-        first, second = names[i % len(names)], names[(i * 5 + cases.CODECS.index(codec)) % len(names)]
+        first = names[i % len(names)]
+        second = names[(i * 5 + cases.CODECS.index(codec)) % len(names)]
         xs = [cases.content(first, n, seed=1), cases.content(second, n, seed=2)]
         wires = list(assert_as_reference(place, encodings, codec, xs).values())
         wires_WN = torch.stack([wires[0], wires[0], wires[1]])
@@ -120,7 +123,8 @@ def test_every_length(codec: Codec, place: Place) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @cases.placed(cases.CODECS, cases.ONE_OF_EACH)
 def test_sixteen_bit_tensors(codec: Codec, dtype: torch.dtype, place: Place) -> None:
-    n, block = 1000, cases.block_of(codec)
+    n = 1000
+    block = cases.block_of(codec)
     xs = [cases.mixed(n, min(block, 256), dtype, rank, seed=4) for rank in range(2)]
     residual = cases.mixed(n, min(block, 256), torch.float32, 2, seed=5)
     wires_WN = torch.stack(list(assert_as_reference(place, encodings, codec, xs).values()))
@@ -163,7 +167,8 @@ def test_blocks_longer_than_a_tile(codec: Codec, place: Place) -> None:
 @each_place
 @one_of_each
 def test_sixty_four_wires(codec: Codec, place: Place) -> None:
-    n, block = 700, cases.block_of(codec)
+    n = 700
+    block = cases.block_of(codec)
     xs = [cases.mixed(n, block, torch.float32, rank, seed=8) for rank in range(8)]
     with use_backend(cases.SERVING[0]):  # whose wires the tests above compare
         wires_WN = cases.wires_of(codec, xs)[torch.arange(64) * 5 % 8]
@@ -195,8 +200,10 @@ def test_wires_a_step_apart_and_at_odd_addresses(codec: Codec, place: Place) -> 
 
 def at_odd_addresses(codec: Codec, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
     """Every operation with all its tensors off the start of their memory: an element, or a byte of a wire."""
-    n, nbytes = x.numel(), wires_WN.shape[1]
-    x, carried = cases.shifted(x), cases.shifted(residual)
+    n = x.numel()
+    nbytes = wires_WN.shape[1]
+    x = cases.shifted(x)
+    carried = cases.shifted(residual)
     wire, with_carry, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(3))
     codec.encode(x, wire, step=1)
     codec.encode(x, with_carry, step=1, residual=carried)
@@ -223,7 +230,8 @@ def test_every_tensor_at_an_odd_address(codec: Codec, place: Place) -> None:
 @needs_cpu
 @pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, before = 3 * 2**13 + 4099, torch.get_num_threads()
+    n = 3 * 2**13 + 4099
+    before = torch.get_num_threads()
     monkeypatch.setattr(cpu, "_ELEMENTS_A_THREAD", 2**13)
     x = cases.content("gaussian", n)
     x[2345] = torch.nan

@@ -81,7 +81,8 @@ class Case:
 
 @st.composite
 def any_case(draw: st.DrawFn, most_ranks: int = 1) -> Case:
-    codec, dtype = draw(codecs), draw(st.sampled_from(cases.DTYPES))
+    codec = draw(codecs)
+    dtype = draw(st.sampled_from(cases.DTYPES))
     n = length_of(draw(st.integers(0, 2399)), cases.block_of(codec))
     ranks, step, scale = draw(st.sampled_from([*itertools.product(range(1, most_ranks + 1), (0, 1), SUM_SCALES)]))
     return Case(codec, [draw(contents).tensor(n, dtype) for _ in range(ranks)], step, scale)
@@ -112,7 +113,8 @@ def test_backends_agree_in_every_bit(case: Case, backend: str, carry: bool) -> N
 
 def everything(case: Case, carry: bool, wires_WN: Tensor | None = None) -> dict[str, Tensor]:
     """The results of every operation; sums are of `wires_WN` where given."""
-    codec, results = case.codec, {"wires": cases.wires_of(case.codec, case.xs, step=case.step)}
+    codec = case.codec
+    results = {"wires": cases.wires_of(case.codec, case.xs, step=case.step)}
     wires_WN = results["wires"] if wires_WN is None else wires_WN
     if carry:
         results["residual"] = case.xs[-1].float().flip(0)
@@ -137,7 +139,8 @@ def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
 @given(any_case(most_ranks=2), serving, st.integers(0, 16))
 def test_nothing_is_written_outside_the_buffers(case: Case, backend: str, shift: int) -> None:
     """Into the middle of a larger buffer, at any address: the same bytes there, and none around."""
-    codec, n = case.codec, case.n
+    codec = case.codec
+    n = case.n
     nbytes = codec.wire_bytes(n, case.dtype)
     with use_backend(backend):
         wires_WN = cases.wires_of(codec, case.xs, step=case.step)

@@ -37,7 +37,8 @@ Group = dist.ProcessGroup
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Every third step of every line, or so, waits up to 0.3 ms first."""
-    advance, dice = Line.advance, random.Random(seed)
+    advance = Line.advance
+    dice = random.Random(seed)
 
     def late(line: Line) -> None:
         if dice.random() < 1 / 3:
@@ -59,7 +60,8 @@ def start(group: Group, verb: int, numel: int, codec: str, step: int, *, wait: b
     how: Any = {"group": group, "async_op": not wait, "codec": codec, "step": step}
     if verb < 3:
         algorithm = ("two_phase", "one_shot", "plain")[verb]
-        work, outputs = thinwire.all_reduce(x, algorithm=algorithm, **how), [x]
+        work = thinwire.all_reduce(x, algorithm=algorithm, **how)
+        outputs = [x]
     elif verb == 3:
         outputs = [torch.empty(numel // world)]
         work = thinwire.reduce_scatter_tensor(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
@@ -70,7 +72,8 @@ def start(group: Group, verb: int, numel: int, codec: str, step: int, *, wait: b
         outputs = [torch.empty(numel // world * world)]
         work = thinwire.all_to_all_single(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
     else:
-        work, outputs = thinwire.broadcast(x, group_src=step % world, algorithm="compressed", **how), [x]
+        work = thinwire.broadcast(x, group_src=step % world, algorithm="compressed", **how)
+        outputs = [x]
     return outputs if wait else (work, outputs)
 
 
@@ -85,7 +88,9 @@ def draw_buckets(count: int) -> list[Bucket]:
 
 def storm(group: Group, rounds: int) -> int:
     """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
-    dice, own, wrong = random.Random(17), random.Random(group.rank()), 0
+    dice = random.Random(17)
+    own = random.Random(group.rank())
+    wrong = 0
     with small_chunks(800), delays(group.rank()):
         want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(28)}
         for number in range(rounds):
@@ -115,7 +120,10 @@ NESTED = [
 
 def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
     """The same of hierarchical sums, whose chunks go in step, beside flat ones of the group."""
-    mesh, dice, own, wrong = init_device_mesh("cpu", shape), random.Random(5), random.Random(group.rank()), 0
+    mesh = init_device_mesh("cpu", shape)
+    dice = random.Random(5)
+    own = random.Random(group.rank())
+    wrong = 0
 
     def begin(numel: int, pair: tuple[str, str], step: int, *, wait: bool) -> Started:
         x = given(numel, group.rank() + 10 * step)
@@ -144,7 +152,8 @@ def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: Rank
 
 def threads_with_groups(group: Group) -> None:
     """Three threads, each with a group of its own, all verbs at once."""
-    groups, same = [dist.new_group() for _ in range(3)], []
+    groups = [dist.new_group() for _ in range(3)]
+    same = []
 
     def work(number: int) -> None:
         want = {bucket: digest(*start(groups[number], *bucket, wait=True)) for bucket in draw_buckets(7)}
@@ -160,8 +169,11 @@ def threads_with_groups(group: Group) -> None:
 
 def threads_in_turn(group: Group) -> None:
     """Three threads on one group; they take turns in calling, and wait whenever they like."""
-    turn, count, found = threading.Condition(), [0], []
-    member, calls = dist.new_group(), 24
+    turn = threading.Condition()
+    count = [0]
+    found = []
+    member = dist.new_group()
+    calls = 24
 
     def work(number: int) -> None:
         for step in range(number, calls, 3):
@@ -222,7 +234,8 @@ def beside_torch(group: Group) -> None:
 
 def rising_lengths(group: Group) -> None:
     """The scratch grows when it is empty, and nothing is mixed up."""
-    member, kinds = dist.new_group(), [(i % 2, 200 * i + 7, "int8", 0) for i in range(15)]
+    member = dist.new_group()
+    kinds = [(i % 2, 200 * i + 7, "int8", 0) for i in range(15)]
     with small_chunks(), delays(group.rank()):
         begun = [start(member, *kind, wait=False) for kind in kinds]
         for work, _ in begun:
@@ -244,7 +257,8 @@ def test_operations_in_flight_do_not_disturb_each_other(
 
 def late_rank(group: Group, algorithm: str) -> list[bool]:
     """Rank 1 comes late: until then rank 0's work is not done, and waiting for it a while raises."""
-    x, found = torch.ones(300), []
+    x = torch.ones(300)
+    found = []
     thinwire.all_reduce(x, group=group, codec="int8", algorithm=algorithm)
     dist.barrier(group=group)
     if group.rank() == 1:
@@ -331,7 +345,8 @@ VERBS = ("two_phase", "one_shot", "reduce_scatter", "all_gather", "broadcast", "
 
 def run_verb(group: Group, verb: str, numel: int, codec: str, *, async_op: bool = False) -> Work | None:
     """A verb whose whole message has `numel` elements."""
-    x, part = torch.ones(numel), torch.ones(numel // group.size())
+    x = torch.ones(numel)
+    part = torch.ones(numel // group.size())
     how: Any = {"group": group, "async_op": async_op, "codec": codec, "algorithm": "compressed"}
     if verb in ("two_phase", "one_shot"):
         return thinwire.all_reduce(x, **how | {"algorithm": verb})
@@ -355,7 +370,9 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
     """Bytes of scratch after each of two rounds of `in_flight` operations, and how many buffers that were."""
-    member, held, buffers = dist.new_group(), [], set()
+    member = dist.new_group()
+    held = []
+    buffers = set()
     for _ in range(2):
         works = [run_verb(member, verb, numel, codec, async_op=True) for _ in range(in_flight)]
         for work in works:
@@ -375,7 +392,8 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     ranks: RankPool, world: int, verb: str, codec: str
 ) -> None:
     """Every wire has a header and sections rounded up to 16 bytes, so a chunk's shards take a little more than it."""
-    numel, coder = world << 19, thinwire.codec(codec)
+    numel = world << 19
+    coder = thinwire.codec(codec)
     chunk = chunk_of(verb, numel, codec, world)
     assert chunk < numel, "the message must be cut for the bound to say anything"
     headers = (numel // chunk + 3) * 2 * world * 64
@@ -387,7 +405,8 @@ def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
 
 
 def uneven_scratch(group: Group) -> tuple[int, int]:
-    member, numel = dist.new_group(), 1 << 21
+    member = dist.new_group()
+    numel = 1 << 21
     run_verb(member, "all_to_all", numel, "int8")
     return channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
 
@@ -426,7 +445,8 @@ def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPo
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
-    scratch, out = Scratch(CPU), []
+    scratch = Scratch(CPU)
+    out = []
     for nbytes, which in steps:
         part = scratch.take(nbytes, max(limit, -(-nbytes // 64) * 64))
         if part is not None:
@@ -495,7 +515,8 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
 @forall(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 60))
 def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin: int, length: int) -> None:
     tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
-    row, flat = torch.cat(tensors), Flat(tensors)
+    row = torch.cat(tensors)
+    flat = Flat(tensors)
     span = Span(min(begin, row.numel()), min(begin + length, row.numel()))
     read = flat.read(span, Desk(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
     assert torch.equal(read, row[span.begin : span.end])
@@ -517,7 +538,9 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 class Fails(Operation):
     """Raises in its second step."""
 
-    num_chunks, chunk_bytes, scratch_bytes = 2, 64, 128
+    num_chunks = 2
+    chunk_bytes = 64
+    scratch_bytes = 128
 
     def __init__(self) -> None:
         self.outputs = []
@@ -528,7 +551,8 @@ class Fails(Operation):
 
 
 def failing(group: Group) -> list[str]:
-    member, said = dist.new_group(), []
+    member = dist.new_group()
+    said = []
     works = [channel_of(member).run(Fails()) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
@@ -562,7 +586,8 @@ def ended(before: list[str]) -> bool:
 
 def lifetime(group: Group, fails: bool) -> list[bool]:
     thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
-    before, kept = thread_names(), len(schedule._kept)
+    before = thread_names()
+    kept = len(schedule._kept)
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
     if fails:

@@ -281,7 +281,8 @@ UNLIKE = [
 @cases.over("pair", UNLIKE)
 def test_wire_of_another_codec(pair: tuple[str, str]) -> None:
     encoder, decoder = map(make, pair)
-    wire, n = cases.wire_of(encoder, torch.ones(N)), decoder.wire_bytes(N)
+    wire = cases.wire_of(encoder, torch.ones(N))
+    n = decoder.wire_bytes(N)
     fitted = torch.cat((wire, wire.new_zeros(max(0, n - wire.numel()))))[:n]
     assert_refused(decoder, fitted, "encode and decode with the same codec and length")
 
