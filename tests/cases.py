@@ -3,7 +3,9 @@
 Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 """
 
+import functools
 import hashlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
@@ -22,10 +25,7 @@ from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-needs_cuda = (
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
+needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=needs_cuda)]
 each_device = pytest.mark.parametrize("device", DEVICES)
 SERVING = [name for name, b in BACKENDS.items() if b.serves(CPU) and b.unavailable() is None]  # fastest first
@@ -52,9 +52,38 @@ def placed(on_cpu: Sequence[Codec], on_cuda: Sequence[Codec]) -> pytest.MarkDeco
     )
 
 
+def over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test over a table of cases so small that pytest would take longer than they do; a failure names its case."""
+    table = list(values)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**others: Any) -> None:
+            for value in table:
+                try:
+                    test(**others, **{name: value})
+                except BaseException as error:  # pytest's own outcomes are no Exceptions
+                    error.add_note(f"where {name} is {value}")
+                    raise
+
+        parameters = [p for p in inspect.signature(test).parameters.values() if p.name != name]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def generated(count: int) -> settings:
+    """That many cases of Hypothesis, the same in every run, so that a failure is one for all."""
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000, 5003)
-FLOAT_MAX, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149
+LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000)
+FLOAT_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-149
 ROUND = 2.0**-24  # relative error of one fp32 rounding
 GARBAGE = 0xA5  # what buffers hold before they are written
 
@@ -65,7 +94,8 @@ GARBAGE = 0xA5  # what buffers hold before they are written
 def _integers() -> list[BlockInt]:
     blocks = (128, 32, 40, 8, 256, 1000, 64)  # not all a power of two, not all a multiple of a vector
     choices = [(bits, m, r) for bits in range(8, 1, -1) for m in (0, 1) for r in (0, 1)]
-    modes, roundings = ("symmetric", "affine"), ("nearest", "stochastic")
+    modes = ("symmetric", "affine")
+    roundings = ("nearest", "stochastic")
     return [BlockInt(bits, blocks[(i + i // 7) % 7], modes[m], roundings[r]) for i, (bits, m, r) in enumerate(choices)]
 
 
@@ -77,7 +107,8 @@ def _lloyds() -> list[Lloyd]:
 
 PLAIN = [Identity(), Cast("bf16")]
 CASTS = [Cast("fp16"), Cast("fp16", 24), Cast("e4m3"), Cast("e4m3", 8), Cast("e5m2"), Cast("e5m2", 1000)]
-INTEGERS, LLOYDS = _integers(), _lloyds()
+INTEGERS = _integers()
+LLOYDS = _lloyds()
 CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS]
 BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS]
 ONE_OF_EACH: list[Codec] = [
@@ -99,10 +130,6 @@ def _signs(shape: int, g: torch.Generator) -> Tensor:
     return torch.randint(0, 2, (shape,), generator=g).float() * 2 - 1
 
 
-def _gaussian(n: int, g: torch.Generator) -> Tensor:
-    return torch.randn(n, generator=g)
-
-
 def _huge(n: int, g: torch.Generator) -> Tensor:
     x = (torch.rand(n, generator=g) * 2 - 1) * FLOAT_MAX
     x[::61] = FLOAT_MAX
@@ -117,36 +144,24 @@ def _nonfinite(n: int, g: torch.Generator) -> Tensor:
     return x
 
 
-def _zeros(n: int, g: torch.Generator) -> Tensor:
-    return torch.zeros(n) * _signs(n, g)
-
-
 def _spike(n: int, g: torch.Generator) -> Tensor:
     x = torch.zeros(n)
     x[torch.randint(0, max(n, 1), (1 + n // 300,), generator=g) if n else slice(0)] = -1e30
     return x
 
 
-def _decades(n: int, g: torch.Generator) -> Tensor:
-    return _signs(n, g) * 10 ** (torch.rand(n, generator=g) * 60 - 38)
-
-
-def _subnormals(n: int, g: torch.Generator) -> Tensor:
-    return torch.randint(-9, 10, (n,), generator=g).float() * SMALLEST
-
-
 CONTENTS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "gaussian": _gaussian,
-    "1e-40": lambda n, g: _gaussian(n, g) * 1e-40,
-    "1e-21": lambda n, g: _gaussian(n, g) * 1e-21,
-    "1e20": lambda n, g: _gaussian(n, g) * 1e20,
+    "gaussian": lambda n, g: torch.randn(n, generator=g),
+    "1e-40": lambda n, g: torch.randn(n, generator=g) * 1e-40,
+    "1e-21": lambda n, g: torch.randn(n, generator=g) * 1e-21,
+    "1e20": lambda n, g: torch.randn(n, generator=g) * 1e20,
     "huge": _huge,
     "nonfinite": _nonfinite,
-    "zeros": _zeros,
+    "zeros": lambda n, g: torch.zeros(n) * _signs(n, g),
     "constant": lambda n, g: _signs(1, g).expand(n) * 0.7,
     "spike": _spike,
-    "decades": _decades,
-    "subnormals": _subnormals,
+    "decades": lambda n, g: _signs(n, g) * 10 ** (torch.rand(n, generator=g) * 60 - 38),
+    "subnormals": lambda n, g: torch.randint(-9, 10, (n,), generator=g).float() * SMALLEST,
 }
 FINITE = [name for name in CONTENTS if name != "nonfinite"]
 
@@ -175,8 +190,9 @@ def mixed(n: int, block: int, dtype: torch.dtype, rank: int, seed: int) -> Tenso
     common = torch.multinomial(weights, max(runs, 1), True, generator=seeded(seed))
     own = torch.multinomial(weights, max(runs, 1), True, generator=seeded(seed, rank, 1))
     kinds = torch.where(torch.rand(max(runs, 1), generator=seeded(seed, rank, 2)) < 0.5, common, own).tolist()
-    parts = [content(list(CONTENTS)[kind], run, dtype, seed + 100 * i + rank) for i, kind in enumerate(kinds)]
-    return torch.cat(parts)[:n]
+    makers = list(CONTENTS.values())
+    parts = [makers[kind](run, seeded(seed + 100 * i + rank, run)) for i, kind in enumerate(kinds)]
+    return to_dtype(torch.cat(parts)[:n], dtype)
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
@@ -209,12 +225,7 @@ def summed(codec: Codec, wires_WN: Tensor, n: int, dtype: torch.dtype = torch.fl
 
 
 def recoded(
-    codec: Codec,
-    wires_WN: Tensor,
-    n: int,
-    scale: float = 1.0,
-    step: int = 0,
-    dtype: torch.dtype = torch.float32,
+    codec: Codec, wires_WN: Tensor, n: int, scale: float = 1.0, step: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The wire of the sum of wires."""
     wire = torch.full((codec.wire_bytes(n, dtype),), GARBAGE, dtype=torch.uint8, device=wires_WN.device)
@@ -271,6 +282,20 @@ def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: {differs.numel()} of {got.numel()} differ, first [{i}]: {pair}")
 
 
+def guarded(n: int, dtype: torch.dtype, shift: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+    """A room of bytes and n elements inside; a wire may lie at any byte, floats on a multiple of their size."""
+    start = 64 + shift // dtype.itemsize * dtype.itemsize
+    room = torch.full((start + n * dtype.itemsize + 64,), GARBAGE, dtype=torch.uint8, device=device)
+    return room, room[start : start + n * dtype.itemsize].view(dtype)
+
+
+def assert_untouched(room: Tensor, buffer: Tensor, what: str) -> None:
+    """Nothing around the buffer was written."""
+    start = buffer.storage_offset() * buffer.element_size()
+    around = torch.cat((room[:start], room[start + buffer.nbytes :]))
+    assert (around == GARBAGE).all(), f"{what}: bytes outside of it were written"
+
+
 # --- error bounds, from the definitions in kernels/reference.py -------------------------------------------------------
 
 
@@ -325,7 +350,8 @@ def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
     """
     table = LLOYD[codec.bits]
     codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
-    off_grid, rounded = 1 / table.grid, 1 + 2.0**-8 + 64 * ROUND
+    off_grid = 1 / table.grid
+    rounded = 1 + 2.0**-8 + 64 * ROUND
     longest = math.sqrt(codes) * table.levels[-1] / table.levels[0]
     factor = 1 + off_grid if codec.scale == "mmse" else 1 + longest / (1 - off_grid / 2)
     return x_KB.norm(dim=1, keepdim=True) * factor * rounded
@@ -379,7 +405,8 @@ def given(n: int, rank: int, dtype: torch.dtype = torch.float32, *, broken: bool
     if n > 9:
         x[n - 2 - rank % 8] = (-1) ** rank * (1e4 if dtype == torch.float16 else 1e30)
     if broken and n:
-        x[n // 7 + rank % 4], x[n // 2] = math.inf, math.nan
+        x[n // 7 + rank % 4] = math.inf
+        x[n // 2] = math.nan
     return x.to(dtype)
 
 
@@ -392,10 +419,7 @@ def digest(*tensors: Tensor) -> str:
 @contextmanager
 def small_chunks(nbytes: int = 400) -> Iterator[None]:
     """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
-    with (
-        patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4),
-        patch.multiple(exchange, _MESSAGE_BYTES=nbytes),
-    ):
+    with patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4), patch.multiple(exchange, _MESSAGE_BYTES=nbytes):
         yield
 
 

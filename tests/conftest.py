@@ -1,7 +1,5 @@
 """Fixtures every test can use."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from programs import Ended, Programs
@@ -10,6 +8,7 @@ from ranks import RankPool
 GPU_TEST_S = 300  # kernels are compiled when they are first used
 PROGRAM_TEST_S = 310  # programs have a limit of their own, below that
 PROGRAMS = pytest.StashKey[Programs]()
+RANKS = pytest.StashKey[RankPool]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,15 +22,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the programs of the tests that will run."""
+    """Start what tests will wait for: their programs, and the processes that fork ranks, which import torch first."""
     if not session.config.option.collectonly:
         session.config.stash[PROGRAMS] = Programs(session.items)
+        if any("ranks" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
+            session.config.stash[RANKS] = RankPool()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the programs that no test came to wait for."""
-    if PROGRAMS in session.config.stash:
-        session.config.stash[PROGRAMS].close()
+    """End the ranks, and the programs that no test came to wait for."""
+    for key in (PROGRAMS, RANKS):
+        if key in session.config.stash:
+            session.config.stash[key].close()
 
 
 @pytest.fixture
@@ -41,8 +43,6 @@ def program(request: pytest.FixtureRequest) -> Ended:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(request: pytest.FixtureRequest) -> RankPool:
     """ranks(world).run(fn, *args) -> [fn(group, *args) on each rank]; see tests/ranks.py."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return request.config.stash[RANKS]

@@ -10,7 +10,7 @@
 would not do: torch names a new group by a count that each rank keeps for itself, so once ranks differ in what they
 belong to, a function that makes a group (as collectives do for their second phase) hangs.
 
-[Note: Two cradles] Ranks are forked, in milliseconds, by processes that have imported torch already: one for even
+[Note: Two fork servers] Ranks are forked, in milliseconds, by processes that have imported torch already: one for even
 ranks and one for odd, so that the ranks of a world differ in their hash seeds, as in a user's job. A set of names that
 is walked on the way to a collective would show.
 
@@ -39,11 +39,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_WORLD = 4
 START_S = 150.0  # four cold imports of torch on a busy machine
-LIMIT_S, GPU_LIMIT_S = 60.0, 150.0  # of a call; kernels of a GPU are compiled when they are first used
+LIMIT_S = 60.0
+GPU_LIMIT_S = 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -59,33 +60,32 @@ class RankPool:
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
-        self._cradles = (Cradle(), Cradle())
+        self._servers = (ForkServer(), ForkServer())
 
     def __call__(self, world: int) -> "World":
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world must be 1..{MAX_WORLD}, got {world}; raise MAX_WORLD in tests/ranks.py for more")
-        return self._worlds.setdefault(world, World(world, self._cradles))
+        return self._worlds.setdefault(world, World(world, self._servers))
 
     def close(self) -> None:
         """End all ranks."""
         for world in self._worlds.values():
             world.close()
-        for cradle in self._cradles:
-            cradle.close()
+        for server in self._servers:
+            server.close()
 
 
-class Cradle:
-    """A process with torch in it that forks ranks."""
+class ForkServer:
+    """A process that has imported torch and forks ranks."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_S)
-        command = [sys.executable, __file__, str(theirs.fileno())]
         environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
-            )
+            handle = theirs.fileno()
+            command = [sys.executable, __file__, str(handle)]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[handle])
 
     def fork(self, number: int, size: int, folder: Path) -> "_Rank":
         """Rank `number` of `size`, which find each other by a file in `folder`."""
@@ -115,8 +115,9 @@ class Cradle:
 class World:
     """`size` ranks, started at the first call and again after a call that had to be cut off."""
 
-    def __init__(self, size: int, cradles: Sequence[Cradle]) -> None:
-        self.size, self._cradles = size, cradles
+    def __init__(self, size: int, servers: Sequence[ForkServer]) -> None:
+        self.size = size
+        self._servers = servers
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -151,8 +152,8 @@ class World:
     def _start(self) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="thinwire-ranks-")
         for number in range(self.size):
-            cradle = self._cradles[number % len(self._cradles)]
-            self._ranks.append(cradle.fork(number, self.size, Path(self._dir.name)))
+            server = self._servers[number % len(self._servers)]
+            self._ranks.append(server.fork(number, self.size, Path(self._dir.name)))
         self._collect("the start of the ranks", START_S)
 
     def _collect(self, name: str, timeout: float) -> list[Any]:
@@ -181,7 +182,8 @@ class RankError(RuntimeError):
     def of(cls, name: str, timeout: float, ranks: list["_Rank"], answers: dict[int, "_Answer"]) -> "RankError":
         failed = {number: answer for number, answer in sorted(answers.items()) if not answer.ok}
         stuck = [rank for rank in ranks if rank.number not in answers]
-        heads, parts = [], []
+        heads = []
+        parts = []
         if failed:
             heads.append(f"failed on {_names(failed)}")
             parts += [f"--- rank {number} {answer.value}" for number, answer in failed.items()]
@@ -198,8 +200,7 @@ def _names(ranks: Iterable[int]) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     ok: bool
     value: Any
     died: bool = False
@@ -211,7 +212,7 @@ class _Rank:
     pid: int
     pipe: Connection
     log: Path
-    cradle: Cradle
+    server: ForkServer
     status: int | None = None  # once it is known to have ended
 
     def send(self, call: bytes) -> None:
@@ -241,16 +242,16 @@ class _Rank:
             self._wait()
 
     def _wait(self) -> None:
-        self.status = self.cradle.status(self.pid) if self.status is None else self.status
+        self.status = self.server.status(self.pid) if self.status is None else self.status
 
     def _tail(self, start: int) -> str:
         return self.log.read_bytes()[start:][-8000:].decode(errors="replace").rstrip()
 
 
-# The cradles' side.
+# The fork servers' side.
 
 
-def rock(channel: socket.socket) -> None:
+def serve_forks(channel: socket.socket) -> None:
     """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
     import torch
 
@@ -274,7 +275,7 @@ def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int,
             os.dup2(log, stream)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        serve(number, size, Connection(pipe), store)
+        serve_calls(number, size, Connection(pipe), store)
     for handle in (pipe, log):
         os.close(handle)
     return pid
@@ -293,7 +294,7 @@ def _status(pid: int) -> int | None:
 # The ranks' side.
 
 
-def serve(number: int, size: int, pipe: Connection, store: str) -> None:
+def serve_calls(number: int, size: int, pipe: Connection, store: str) -> None:
     """Join the group, say so, then answer one call after another until the pipe closes."""
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
@@ -347,4 +348,4 @@ def _answer(call: bytes, group: Any) -> bytes:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides
-    rock(socket.socket(fileno=int(sys.argv[1])))
+    serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -24,7 +24,8 @@ N = 40_000
 
 def stream_operation(channel: schedule.Channel, codec: Codec, kind: type, x: Tensor) -> steps.AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
-    reducer, cut = kind(channel.transport), chunks.Cut(x.numel(), 16_384)
+    reducer = kind(channel.transport)
+    cut = chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes([Size(codec, cut.chunk, x.dtype)])
     setting = calls.Plan(codec, cut, size, 3 * size).setting(channel, 7)
     return steps.AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
@@ -45,9 +46,11 @@ def nccl_group() -> dist.ProcessGroup:
 
 def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.dtype) -> float:
     """Its error, as a share; the second time without a host sync and with the same bytes."""
-    channel, codec = nccl_channel(), thinwire.codec(spec)
+    channel = nccl_channel()
+    codec = thinwire.codec(spec)
     x = torch.randn(N, device=CUDA).to(dtype)
-    expected, y = x.clone(), x.clone()
+    expected = x.clone()
+    y = x.clone()
     channel.run(stream_operation(channel, codec, getattr(reducers, kind), expected)).wait()  # warm
     with no_host_sync():
         work = channel.run(stream_operation(channel, codec, getattr(reducers, kind), y))
@@ -75,7 +78,9 @@ def test_nothing_waits_for_the_host_on_a_stream(
 
 def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     """Errors of three replays against the same operation run eagerly."""
-    channel, codec, reducer = nccl_channel(), thinwire.codec(spec), getattr(reducers, kind)
+    channel = nccl_channel()
+    codec = thinwire.codec(spec)
+    reducer = getattr(reducers, kind)
     x = torch.randn(N, device=CUDA)
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
@@ -110,7 +115,8 @@ def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
     how: Any = {"group": nccl_group(), "codec": "lloyd1"}
 
     def run() -> list[torch.Tensor]:
-        z, outputs = x.clone(), []
+        z = x.clone()
+        outputs = []
         thinwire.all_reduce(z, algorithm="two_phase", **how)
         for verb in ("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
             getattr(thinwire, verb)(y.fill_(0), x, algorithm="compressed", **how)
@@ -154,7 +160,8 @@ def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
     """torch's own all_gather, waited for on another stream than it was called on."""
     channel = nccl_channel()
     x = torch.ones(1 << 26, device=CUDA)
-    out, side = torch.zeros_like(x), torch.cuda.Stream()
+    out = torch.zeros_like(x)
+    side = torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
     call = calls.Call(channel, "all_gather", known=True)

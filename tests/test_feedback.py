@@ -11,31 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import assert_same, seeded
+from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
 from thinwire.collectives import reducers
 from thinwire.collectives.chunks import Cut, Flat, Span, shards
 from thinwire.collectives.primitives import Transport
 from thinwire.collectives.reducers import Lane, OneShot, Size, TwoPhase
 from thinwire.collectives.steps import AllReduce, Setting
-from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Memory, Piece, deal, new_memory
+from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Piece, deal, new_memory
 from thinwire.wire import PLANES
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_dtype = over("dtype", DTYPES)
 Bounds = tuple[int, int]
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def normal(n: int, *seeds: int) -> Tensor:
@@ -67,7 +59,7 @@ def spans_of(edges: Sequence[int]) -> list[Bounds]:
 fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 
 
-@generated(60)
+@generated(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     sizes=st.lists(st.sampled_from([0, 1, 7, 128, 129, 300]), min_size=1, max_size=4),
@@ -75,7 +67,8 @@ fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 )
 def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    memory, model = new_memory(edges[-1], dtype, CPU), torch.zeros(edges[-1])
+    memory = new_memory(edges[-1], dtype, CPU)
+    model = torch.zeros(edges[-1])
     for turn, (verb, which, fine) in enumerate(calls):
         if verb == "fill":
             model = torch.cat([kept(normal(end - begin, turn), dtype) for begin, end in spans_of(edges)])
@@ -96,8 +89,8 @@ def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls:
         assert_same(x, out)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("memory_dtype", DTYPES, ids=str)
+@over("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@over("memory_dtype", DTYPES)
 def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
     """What a 16-bit sum would round away is in no residual."""
     memory = new_memory(4, memory_dtype, CPU)
@@ -132,13 +125,14 @@ def test_coded_memory_takes_nothing_before_it_is_written_and_8_bits_after() -> N
 
 def test_what_a_memory_was_filled_with_is_a_copy() -> None:
     for dtype in DTYPES:
-        memory, values = new_memory(8, dtype, CPU), torch.ones(8)
+        memory = new_memory(8, dtype, CPU)
+        values = torch.ones(8)
         memory.fill(values)
         values.zero_()
         assert_same(memory.read().float(), torch.ones(8), str(dtype))
 
 
-@generated(100)
+@generated(70)
 @given(
     kind=st.sampled_from(cases.FINITE), n=st.integers(1, 700), exponent=st.integers(-100, 60), seed=st.integers(0, 9)
 )
@@ -152,8 +146,10 @@ def test_eight_bits_survive_being_read_and_written(kind: str, n: int, exponent: 
 @each_dtype
 def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) -> None:
     """Chunks depend on the codec: a schedule that changes it cuts the same lane anew."""
-    memory, n = new_memory(1024, dtype, CPU), 1024
-    before, after = spans_of([0, 512, 1024]), spans_of([0, 256, 768, 1024])
+    memory = new_memory(1024, dtype, CPU)
+    n = 1024
+    before = spans_of([0, 512, 1024])
+    after = spans_of([0, 256, 768, 1024])
     for begin, end in before:
         memory.put((begin, end), normal(end - begin, begin), True)
     want = memory.read().float().clone()
@@ -172,7 +168,7 @@ def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) ->
 # --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
 
 
-@generated(100)
+@generated(70)
 @given(
     codec=st.sampled_from(cases.CODECS),
     dtype=st.sampled_from([*cases.DTYPES, torch.float64]),
@@ -183,13 +179,7 @@ def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) ->
     apart=st.booleans(),
 )
 def test_all_finite_is_what_decoding_says(
-    codec: Codec,
-    dtype: torch.dtype,
-    n: int,
-    world: int,
-    kind: str,
-    bad: list[tuple[int, int, float]],
-    apart: bool,
+    codec: Codec, dtype: torch.dtype, n: int, world: int, kind: str, bad: list[tuple[int, int, float]], apart: bool
 ) -> None:
     if dtype not in codec.inputs:
         dtype = torch.float32
@@ -212,14 +202,14 @@ def test_all_finite_is_what_decoding_says(
     assert bool(got) == bool(decoded.isfinite().all())
 
 
-@pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
+@over("codec", cases.ONE_OF_EACH)
 def test_all_finite_reads_a_wire_wherever_it_starts(codec: Codec) -> None:
     room = torch.empty(codec.wire_bytes(300) + 1, dtype=torch.uint8)
     codec.encode(normal(300), room[1:])
     assert codec.all_finite(room[1:][None], 300)
 
 
-@pytest.mark.parametrize("codec", cases.BLOCKED, ids=str)
+@over("codec", cases.BLOCKED)
 def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
     """What one rank sends shows in the recoded sum: the second phase alone is looked at."""
     n = 3 * cases.block_of(codec) + 5
@@ -233,7 +223,9 @@ def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
 
 def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
     """Every code of a wire, one at a time, by docs/wire-format.md."""
-    layout, raw, found = codec.encoding(torch.float32).format.layout(n), wire.tolist(), []
+    layout = codec.encoding(torch.float32).format.layout(n)
+    raw = wire.tolist()
+    found = []
     for lo in range(0, n, codec.block):
         length = codec.block if n - lo >= codec.block else layout.tail
         for e in range(length):
@@ -246,8 +238,8 @@ def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("codec", [c for c in cases.LLOYDS if c.bits > 1], ids=str)
-@pytest.mark.parametrize("n", [0, 1, 9, 64, 65, 1100])
+@over("codec", [c for c in cases.LLOYDS if c.bits > 1])
+@over("n", [0, 1, 9, 64, 65, 1100])
 def test_outermost_is_a_plain_count(codec: Lloyd, n: int) -> None:
     for kind in ("gaussian", "spike", "zeros"):
         wire = cases.wire_of(codec, cases.content(kind, n, seed=n))
@@ -265,7 +257,7 @@ def test_outermost_of_gaussians_is_what_the_levels_say() -> None:
         assert abs(got - share) < 5 * math.sqrt(share / n) + 0.01 * share
 
 
-@pytest.mark.parametrize("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)], ids=str)
+@over("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)])
 def test_where_the_ends_bound_nothing_none_is_counted(codec: Codec) -> None:
     assert codec.outermost(cases.wire_of(codec, normal(100)), 100) is None
 
@@ -295,7 +287,8 @@ def lanes_of(text: str) -> list[list[Piece]]:
 
 def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]]) -> None:
     """Write every lane of every step and follow every parameter."""
-    ledger, model = Ledger(dtype), dict[str, Tensor]()
+    ledger = Ledger(dtype)
+    model = dict[str, Tensor]()
     for turn, lanes in enumerate(steps):
         memories = [ledger.lane(pieces, CPU) for pieces in lanes]
         for name, values in ledger.read().items():
@@ -303,7 +296,8 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
             assert_same(values.float(), want, f"{name} after it moved in turn {turn}")
         for i, (pieces, memory) in enumerate(zip(lanes, memories, strict=True)):
             n = sum(piece.numel for piece in pieces)
-            at, expected = 0, []
+            at = 0
+            expected = []
             for piece in pieces:
                 blank = torch.zeros(piece.numel)
                 expected.append(blank if piece.name is None else model.get(piece.name, blank))
@@ -319,7 +313,7 @@ def check_ledger(dtype: torch.dtype, steps: Sequence[Sequence[Sequence[Piece]]])
     assert not model, "parameters were forgotten"
 
 
-@generated(60)
+@generated(40)
 @given(dtype=st.sampled_from(DTYPES), steps=st.lists(arrangements(), min_size=1, max_size=5))
 def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
     dtype: torch.dtype, steps: list[list[list[Piece]]]
@@ -327,7 +321,7 @@ def test_a_ledger_moves_what_parameters_remember_when_lanes_change(
     check_ledger(dtype, steps)
 
 
-@generated(60)
+@generated(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     steps=st.lists(st.sampled_from(["ac def", "ac ef", "a-c", "c", "c-f ae", "fedcba", "f a"]), max_size=6),
@@ -338,7 +332,8 @@ def test_a_ledger_forgets_nobody_who_is_away_for_a_while(dtype: torch.dtype, ste
 
 
 def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
-    ledger, both = Ledger(), [Piece("p", 2), Piece("q", 2)]
+    ledger = Ledger()
+    both = [Piece("p", 2), Piece("q", 2)]
     ledger.lane(both, CPU).put((0, 4), torch.ones(4), True)
     ledger.lane([Piece("q", 2)], CPU).put((0, 2), torch.full((2,), 5.0), True)
     again = ledger.lane(both, CPU)
@@ -348,7 +343,8 @@ def test_a_lane_that_is_asked_for_again_is_up_to_date() -> None:
 
 
 def test_a_lane_is_made_once() -> None:
-    ledger, pieces = Ledger(), [Piece("p", 2), Piece(None, 3), Piece("q", 1)]
+    ledger = Ledger()
+    pieces = [Piece("p", 2), Piece(None, 3), Piece("q", 1)]
     assert ledger.lane(pieces, CPU) is ledger.lane(list(pieces), CPU)
     assert ledger.nbytes == 6 * 4
 
@@ -363,7 +359,8 @@ def test_old_lanes_are_let_go() -> None:
 
 @each_dtype
 def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype) -> None:
-    ledger, values = Ledger(dtype), {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
+    ledger = Ledger(dtype)
+    values = {"p": kept(normal(200), dtype), "q": torch.zeros(3), "gone": torch.ones(2)}
     ledger.lane([Piece("old", 5)], CPU)
     ledger.load(values)
     assert set(ledger.read()) == set(values)
@@ -383,7 +380,8 @@ def test_what_is_loaded_is_read_again_and_waits_for_its_lane(dtype: torch.dtype)
 
 @each_dtype
 def test_dropping_forgets_some_and_leaves_the_others(dtype: torch.dtype) -> None:
-    ledger, pieces = Ledger(dtype), [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
+    ledger = Ledger(dtype)
+    pieces = [Piece("p", 130), Piece(None, 3), Piece("q", 20), Piece("r", 0)]
     memory = ledger.lane(pieces, CPU)
     memory.put((0, 153), normal(153), True)
     ledger.lane([Piece("s", 4)], CPU).put((0, 4), torch.ones(4), True)
@@ -408,13 +406,13 @@ def test_reading_gives_copies() -> None:
     assert ledger.read()["p"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, None])
+@over("dtype", [torch.float64, torch.float16, torch.uint8, None])
 def test_a_ledger_says_which_dtypes_it_keeps(dtype: Any) -> None:
     with pytest.raises(CodecError, match=r"float32, bfloat16 or int8, got"):
         Ledger(dtype)
 
 
-@generated(60)
+@generated(40)
 @given(
     sizes=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=6),
     begin=st.integers(0, 20),
@@ -429,8 +427,8 @@ def test_gaps_are_cleared_and_nothing_else(sizes: list[tuple[bool, int]], begin:
     assert_same(message, part.clone())
 
 
-@pytest.mark.parametrize("world", range(1, 7))
-@pytest.mark.parametrize("new_world", range(1, 7))
+@over("world", range(1, 7))
+@over("new_world", range(1, 7))
 def test_deal_gives_everything_to_somebody_once(world: int, new_world: int) -> None:
     names = ("p", "q", "r")
     parts = {k: {name: dyadic(9, k, i) for i, name in enumerate(names) if (k + i) % 3} for k in range(world)}
@@ -457,7 +455,10 @@ class Link(Transport):
     """One rank's end of a group that lives in one process."""
 
     def __init__(self, rank: int, world: int, post: dict[tuple[int, int, int], Tensor]) -> None:
-        self.rank, self.world, self.sent, self.received = rank, world, 0, 0
+        self.rank = rank
+        self.world = world
+        self.sent = 0
+        self.received = 0
         self._post = post  # what is under way, by sender, receiver and tag
 
     def _exchange(self, sends: Any, receives: Any, tag: int) -> Any:
@@ -528,7 +529,9 @@ class Ranks:
         dtype: torch.dtype = torch.float32,
         chunk: int | None = None,
     ) -> None:
-        self.world, self.codec, self.numel = world, codec, sum(piece.numel for piece in pieces)
+        self.world = world
+        self.codec = codec
+        self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
         self.cut = Cut(self.numel, chunk or max(self.numel, 1))
         self.memories = [new_memory(self.numel, dtype, CPU) for _ in range(world)]
@@ -559,7 +562,9 @@ class Ranks:
 def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The averages of several lanes that travel as one message, in as many chunks as the longest has."""
     post: dict[tuple[int, int, int], Tensor] = {}
-    world, reducer, step = lanes[0].world, lanes[0].reducer, lanes[0].step
+    world = lanes[0].world
+    reducer = lanes[0].reducer
+    step = lanes[0].step
     outs = [[x.clone() for x in row] for row in xs]
     operations = []
     for rank in range(world):
@@ -586,7 +591,6 @@ def one(numel: int) -> list[Piece]:
 
 
 each_reducer = pytest.mark.parametrize("reducer", ["one_shot", "two_phase"])
-each_world = pytest.mark.parametrize("world", [2, 3, 5])
 each_kind = pytest.mark.parametrize("kind", ["classic", "ef21"])
 LOSSY: list[Any] = [Grid(0.25), Grid(4.0), Lloyd(1, 64), Lloyd(2, 64), BlockInt(3, 32), BlockInt(4, 40, "affine")]
 
@@ -606,7 +610,7 @@ def test_classic_feedback_owes_exactly_what_was_not_received(reducer: str, world
     assert (ranks.owed.abs() <= 2.0).all(), "what is owed does not grow"
 
 
-@generated(40)
+@generated(25)
 @given(
     world=st.integers(2, 5),
     reducer=st.sampled_from(["one_shot", "two_phase"]),
@@ -621,7 +625,8 @@ def test_nothing_is_lost_for_good(
     """Classic: received + owed = meant. EF21: what the ranks say they sent is what all received."""
     ranks = Ranks(kind, world, codec, reducer, one(numel), chunk=chunk)
     meant = received = torch.zeros(numel, dtype=torch.float64)
-    size, turns = torch.zeros(numel, dtype=torch.float64), 5
+    size = torch.zeros(numel, dtype=torch.float64)
+    turns = 5
     for turn in range(turns):
         xs = [normal(numel, turn, rank) for rank in range(world)]
         result = ranks.average(xs)
@@ -658,7 +663,8 @@ def test_ef21_closes_in_on_gradients_that_stay(reducer: str, world: int, codec: 
 @each_reducer
 def test_ef21_follows_gradients_that_drift(reducer: str) -> None:
     """The distance stays in proportion to what changes a step; without feedback it is the codec's error of all."""
-    world, codec = 3, Lloyd(1, 64)
+    world = 3
+    codec = Lloyd(1, 64)
     ranks, plain = (Ranks("ef21", world, codec, reducer, one(512)) for _ in range(2))
     base, drift = ([normal(512, rank, k) for rank in range(world)] for k in (1, 2))
     for turn in range(40):
@@ -681,20 +687,22 @@ def test_classic_feedback_brings_small_numbers_in_time(reducer: str, world: int)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False), (5, False)])
+@pytest.mark.parametrize(("world", "as_tensor"), [(2, True), (3, False)])
 def test_a_chunk_that_is_not_finite_changes_no_memory(
     kind: str, reducer: str, world: int, as_tensor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_tensor:  # as on a GPU, where nobody waits to know
         check = reducers._check
         monkeypatch.setattr(reducers, "_check", lambda parts: torch.tensor(bool(check(parts))))
-    n, chunk = 200, 64
+    n = 200
+    chunk = 64
     for codec in (Lloyd(2, 32), Cast("bf16")):
         ranks = Ranks(kind, world, codec, reducer, one(n), chunk=chunk)
         ranks.average([normal(n, rank) for rank in range(world)])
         for turn, value in enumerate((math.nan, -math.inf)):
             before = [memory.read().clone() for memory in (*ranks.memories, *ranks.means)]
-            xs, place = [normal(n, rank, turn) for rank in range(world)], 70 + 50 * turn
+            xs = [normal(n, rank, turn) for rank in range(world)]
+            place = 70 + 50 * turn
             xs[turn % world][place] = value
             ranks.finite.clear()
             result = ranks.average(xs)
@@ -741,7 +749,8 @@ def test_a_chunk_is_fine_if_all_its_lanes_are(reducer: str) -> None:
 @each_kind
 @each_reducer
 def test_memory_survives_bad_steps_as_if_they_had_not_been(kind: str, reducer: str) -> None:
-    world, n = 3, 100
+    world = 3
+    n = 100
     calm, shaken = (Ranks(kind, world, Grid(0.5), reducer, one(n)) for _ in range(2))
     for turn in range(6):
         xs = [normal(n, turn, rank) for rank in range(world)]
@@ -755,7 +764,7 @@ def test_memory_survives_bad_steps_as_if_they_had_not_been(kind: str, reducer: s
 
 @each_kind
 @each_reducer
-@each_world
+@pytest.mark.parametrize("world", [2, 5])
 def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int) -> None:
     """Whatever stands in a gap is sent as zeros, and nothing that happened to it is remembered."""
     pieces = [Piece("a", 5), Piece(None, 7), Piece("b", 9), Piece(None, 1), Piece("c", 30)]
@@ -773,10 +782,11 @@ def test_gaps_change_nothing_for_the_others(kind: str, reducer: str, world: int)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@over("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dtype: torch.dtype) -> None:
     """The result is rounded to the gradients' dtype, what is remembered is not."""
-    world, n = 2, 96
+    world = 2
+    n = 96
     ranks, wide = (Ranks(kind, world, Lloyd(2, 32), reducer, one(n), chunk=40) for _ in range(2))
     for turn in range(3):
         xs = [normal(n, turn, rank).to(dtype) for rank in range(world)]
@@ -789,7 +799,9 @@ def test_feedback_of_other_gradients_is_kept_in_fp32(kind: str, reducer: str, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_short_memories_lose_a_rounding_a_step(reducer: str, dtype: torch.dtype) -> None:
     """Of the residual alone: received + owed stays near what was meant."""
-    world, n, turns = 3, 256, 10
+    world = 3
+    n = 256
+    turns = 10
     ranks = Ranks("classic", world, Lloyd(2, 64), reducer, one(n), dtype=dtype, chunk=100)
     meant = received = torch.zeros(n)
     most = torch.tensor(0.0)
@@ -803,7 +815,7 @@ def test_short_memories_lose_a_rounding_a_step(reducer: str, dtype: torch.dtype)
 
 @each_kind
 @each_reducer
-@pytest.mark.parametrize(("world", "new_world"), [(4, 2), (2, 4), (3, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("world", "new_world"), [(4, 2), (2, 4), (4, 3)])
 def test_another_world_goes_on_where_the_last_one_ended(kind: str, reducer: str, world: int, new_world: int) -> None:
     n = 64
     old, new = (Ranks(kind, size, Grid(0.5), reducer, one(n)) for size in (world, new_world))
@@ -829,7 +841,8 @@ def test_another_world_goes_on_where_the_last_one_ended(kind: str, reducer: str,
 @each_kind
 @each_reducer
 def test_a_run_that_goes_on_from_its_memory_has_the_same_bits(kind: str, reducer: str) -> None:
-    world, n = 3, 300
+    world = 3
+    n = 300
     for dtype in DTYPES if kind == "classic" else (torch.float32,):
         first, second = (Ranks(kind, world, Lloyd(1, 64), reducer, one(n), dtype=dtype, chunk=128) for _ in range(2))
         for turn in range(3):
@@ -849,9 +862,3 @@ def test_shards_of_the_simulation_are_those_of_the_reducers() -> None:
     for kind in ("classic", "ef21"):
         ranks = Ranks(kind, 5, Grid(0.5), "two_phase", one(2))
         assert ranks.average([torch.ones(2)] * 5).tolist() == [1, 1]
-
-
-def test_memory_of_the_base_class_serves_fp32_and_bf16_only() -> None:
-    assert type(new_memory(3, torch.float32, CPU)) is Memory
-    assert type(new_memory(3, torch.bfloat16, CPU)) is Memory
-    assert type(new_memory(3, torch.int8, CPU)) is CodedMemory

@@ -1,4 +1,4 @@
-"""Quantise before gather: wires of codes decode to the fake-quantised weight, gradients come back by LSQ's rule."""
+"""Quantise before gather: wires of codes decode to the fake-quantized weight, gradients come back by LSQ's rule."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from cases import CUDA, GARBAGE, ROUND, assert_same, needs_cuda, no_host_sync, seeded
+from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
@@ -21,7 +21,7 @@ PLACES: list[dict[str, Any]] = [{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis
 
 
 class Case(NamedTuple):
-    """A weight and its quantiser."""
+    """A weight and its quantizer."""
 
     weight: Tensor
     quantizer: LSQ
@@ -69,7 +69,7 @@ each_case = given(
     world=st.integers(1, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+few = generated(25)
 
 
 @each_case
@@ -114,17 +114,12 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
     Case(whole, one.quantizer).quantized().backward(grad)
     assert whole.grad is not None
     assert_same(weight, whole.grad)
-    quantizer, n = one.quantizer, one.weight.numel() // len(one.quantizer.scale)
+    quantizer = one.quantizer
+    n = one.weight.numel() // len(one.quantizer.scale)
     reach = max(-quantizer.quant_min, quantizer.quant_max)
     factor = 1 / (n * quantizer.quant_max) ** 0.5
-    bound = (
-        2
-        * (n + 2)
-        * ROUND
-        * reach
-        * factor
-        * quantizer.by_channel(grad.flatten(1) if quantizer.group else grad).abs().sum(1)
-    )
+    sizes = quantizer.by_channel(grad.flatten(1) if quantizer.group else grad).abs().sum(1)
+    bound = 2 * (n + 2) * ROUND * reach * factor * sizes
     for got, parameter in ((scale, quantizer.scale), (offset, quantizer.offset)):
         assert (got is None) == (parameter is None)
         if got is not None and parameter is not None and parameter.grad is not None:
@@ -135,8 +130,10 @@ def check_gradients(one: Case, grad: Tensor, weight: Tensor, scale: Tensor, offs
 
 @pytest.mark.parametrize("where", [{"axis": 0}, {"group": 4}], ids=str)
 def test_a_quantizer_may_hold_the_scales_of_its_rows_only(where: dict[str, Any]) -> None:
-    one, world = case((5, 8), 4, where, shifted=True), 3
-    wires_WN, grad = gathered(one, world), torch.randn(5, 8, generator=seeded(1))
+    one = case((5, 8), 4, where, shifted=True)
+    world = 3
+    wires_WN = gathered(one, world)
+    grad = torch.randn(5, 8, generator=seeded(1))
     per_row = len(one.quantizer.scale) // 5
     for whole in codecs(one, world):
         rows = whole.rows(whole.rank)
@@ -173,16 +170,19 @@ def test_what_a_short_shard_leaves_is_zero() -> None:
     ]
 
 
-ALL, SHARD = slice(None), slice(0, 2)
+ALL = slice(None)
+SHARD = slice(0, 2)
 CHANNELS = [(1, ALL), (SHARD, ALL), (SHARD, 5), (SHARD, 5), (1, slice(4, 8))]  # of element (1, 5) in rank 0's shard
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("where", "channel"), list(zip(PLACES, CHANNELS, strict=True)), ids=str)
+@over("bad", [torch.nan, torch.inf, -torch.inf])
+@over("place", list(zip(PLACES, CHANNELS, strict=True)))
 def test_what_is_not_finite_is_seen_in_its_channel_and_nowhere_else(
-    where: dict[str, Any], channel: tuple[Any, Any], bad: float
+    place: tuple[dict[str, Any], tuple[Any, Any]], bad: float
 ) -> None:
-    one, out = case((4, 8), 4, where, shifted=False), torch.empty(4, 8)
+    where, channel = place
+    one = case((4, 8), 4, where, shifted=False)
+    out = torch.empty(4, 8)
     want = one.quantized().detach()
     want[channel] = torch.nan
     one.weight[1, 5] = bad
@@ -194,13 +194,17 @@ def test_a_scale_without_the_papers_factor() -> None:
     class Plain(LSQ):
         scale_gradient = False
 
-    weight, grad = torch.randn(3, 8, generator=seeded(2)), torch.randn(3, 8, generator=seeded(3))
+    weight = torch.randn(3, 8, generator=seeded(2))
+    grad = torch.randn(3, 8, generator=seeded(3))
     plain, usual = (kind(4, axis=0).initialize(weight) for kind in (Plain, LSQ))
     got, want = (WeightCodes(q, (3, 8), rank=0, world=1).gradients(weight, grad).scale for q in (plain, usual))
     torch.testing.assert_close(got / (8 * 7) ** 0.5, want, rtol=4 * ROUND, atol=0)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+KINDS = list(zip((4, 2, 3, 4, 2), PLACES, (False, False, True, True, True), strict=True))  # bits, where, shifted
 
 
 class Seen(NamedTuple):
@@ -213,11 +217,18 @@ class Seen(NamedTuple):
     doffset: Tensor | None
 
 
+def steps(group: Group, shape: tuple[int, ...]) -> list[Seen]:
+    return [step(group, shape, *kind) for kind in KINDS]
+
+
 def step(group: Group, shape: tuple[int, ...], bits: int, where: dict[str, Any], shifted: bool) -> Seen:
     """Gather, a gradient of this rank, reduce-scatter, gradients of the shard."""
-    one, rank, world = case(shape, bits, where, shifted=shifted), group.rank(), group.size()
+    one = case(shape, bits, where, shifted=shifted)
+    rank = group.rank()
+    world = group.size()
     codec = codecs(one, world)[rank]
-    rows, most = codec.rows(rank), -(-shape[0] // world)
+    rows = codec.rows(rank)
+    most = -(-shape[0] // world)
     shard = one.weight[rows].clone()
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     codec.encode(shard, wire)
@@ -244,9 +255,8 @@ def rank_gradient(shape: tuple[int, ...], rank: int) -> Tensor:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shape", [(7, 12), (4, 3, 4)], ids=str)
 def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) -> None:
-    for where, (bits, shifted) in zip(PLACES, [(4, False), (2, False), (3, True), (4, True), (2, True)], strict=True):
+    for (bits, where, shifted), *seen in zip(KINDS, *ranks(world).run(steps, shape), strict=True):
         one = case(shape, bits, where, shifted=shifted)
-        seen = ranks(world).run(step, shape, bits, where, shifted)
         for found in seen:
             assert_same(found.weight, one.quantized().detach())
             assert found.wire_bytes == gathered(one, world).shape[1]
@@ -260,10 +270,12 @@ def sharded_step(group: Group) -> Seen:
     torch.manual_seed(0)
     layer = fully_shard(qat.prepare(nn.Linear(8, 5), act_bits=None))
     codec = WeightCodes(layer.weight_quantizer, layer.weight.shape, rank=group.rank(), world=group.size())
-    shard, rows = layer.weight.to_local(), codec.rows(group.rank())
+    shard = layer.weight.to_local()
+    rows = codec.rows(group.rank())
     wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
     codec.encode(shard, wire)
-    wires, weight = [torch.empty_like(wire) for _ in range(group.size())], torch.empty(5, 8)
+    wires = [torch.empty_like(wire) for _ in range(group.size())]
+    weight = torch.empty(5, 8)
     dist.all_gather(wires, wire, group=group)
     codec.decode_all(torch.stack(wires), weight)
     found = codec.gradients(shard, rank_gradient((5, 8), 0)[rows])
@@ -291,7 +303,7 @@ def test_bad_arguments() -> None:
         WeightCodes(quantizer, (4, 8), rank=2, world=2)
     with pytest.raises(ValueError, match=r"no scale yet: run qat\.calibrate"):
         WeightCodes(LSQ(4, axis=0), (4, 8), rank=0, world=2)
-    with pytest.raises(ValueError, match=r"has 6 scales, 3 of them of rank 0; the quantiser holds 4"):
+    with pytest.raises(ValueError, match=r"has 6 scales, 3 of them of rank 0; the quantizer holds 4"):
         WeightCodes(quantizer, (6, 8), rank=0, world=2)
     with pytest.raises(ValueError, match="nothing to send"):
         WeightCodes(quantizer, (4, 0), rank=0, world=2)
@@ -313,9 +325,11 @@ def test_bad_arguments() -> None:
 @needs_cuda[1]
 def test_no_host_sync_on_a_gpu() -> None:
     one = case((6, 16), 4, {"axis": 0}, shifted=True)
-    weight, quantizer = one.weight.to(CUDA), one.quantizer.to(CUDA)
+    weight = one.weight.to(CUDA)
+    quantizer = one.quantizer.to(CUDA)
     codec = WeightCodes(quantizer, weight.shape, rank=0, world=1)
-    wire, out = torch.empty(codec.wire_bytes, dtype=torch.uint8, device=CUDA), torch.empty_like(weight)
+    wire = torch.empty(codec.wire_bytes, dtype=torch.uint8, device=CUDA)
+    out = torch.empty_like(weight)
     codec.gradients(weight, weight)  # kernels are compiled
     with no_host_sync():
         codec.encode(weight, wire)

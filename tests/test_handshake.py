@@ -34,69 +34,66 @@ def said(call: Callable[[], Any]) -> str:
 BASE: dict[str, Any] = {"codec": "int8", "algorithm": "two_phase"}
 
 
-def sides(name: str, group: Group, member: Group) -> Callable[[], Any]:
-    """The call that a rank makes: rank 0 another than the rest."""
+def sides(group: Group, member: Group) -> dict[tuple[str, str], Callable[[], Any]]:
+    """The calls that a rank makes, rank 0 others than the rest, by what the error says of both."""
     odd = group.rank() == 0
-    x, world, length = torch.ones(96), group.size(), 3 if odd else 5
-    how = {"group": member, **BASE}
-    verb = {"group": member, "codec": "int8", "algorithm": "compressed"}
+    world = group.size()
+    length = 3 if odd else 5
+    x = torch.ones(96)
+    lists = [torch.ones(length) for _ in range(world)]
     even = [96 // world] * world
     late = [96 // world - 1, *even[1:-1], 96 // world + 1]
-    calls: dict[str, Callable[[], Any]] = {
-        "codec": lambda: thinwire.all_reduce(x, **how | {"codec": "int4" if odd else "int8"}),
-        "length": lambda: thinwire.all_reduce(x[: 90 if odd else 96], **how),
-        "dtype": lambda: thinwire.all_reduce(x.bfloat16() if odd else x, **how),
-        "op": lambda: thinwire.all_reduce(x, dist.ReduceOp.AVG if odd else dist.ReduceOp.SUM, **how),
-        "factor": lambda: thinwire.all_reduce(x, dist._make_nccl_premul_sum(2.0 if odd else 3.0), **how),
-        "algorithm": lambda: thinwire.all_reduce(x, **how | {"algorithm": "one_shot" if odd else "two_phase"}),
-        "plain": lambda: thinwire.all_reduce(x, **how | {"algorithm": "plain" if odd else "two_phase"}),
-        "verb": lambda: thinwire.broadcast(x, 0, **verb) if odd else thinwire.all_reduce(x, **how),
-        "source": lambda: thinwire.broadcast(x, group_src=0 if odd else 1, **verb),
-        "coalesced": lambda: thinwire.all_reduce_coalesced([x[:40], x[40:]] if odd else [x[:50], x[50:]], **how),
-        "lists": lambda: thinwire.all_gather([torch.ones(length) for _ in range(world)], x[:length], **verb),
-        "splits": lambda: thinwire.all_to_all_single(x, x.clone(), even, late if odd else even, **verb),
+    verb: Any = {"group": member, "codec": "int8", "algorithm": "compressed"}
+
+    def reduce(x: Any, *op: Any, verb: Any = thinwire.all_reduce, **how: Any) -> Any:
+        return verb(x, *op, **{"group": member, **BASE, **how})
+
+    def factor() -> Any:
+        return dist._make_nccl_premul_sum(2.0 if odd else 3.0)
+
+    return {
+        ("codec=int4", "codec=int8"): lambda: reduce(x, codec="int4" if odd else "int8"),
+        ("numel=90", "numel=96"): lambda: reduce(x[: 90 if odd else 96]),
+        ("bfloat16", "float32"): lambda: reduce(x.bfloat16() if odd else x),
+        ("op=avg", "op=sum"): lambda: reduce(x, dist.ReduceOp.AVG if odd else dist.ReduceOp.SUM),
+        ("premul_sum*2.0", "premul_sum*3.0"): lambda: reduce(x, factor()),
+        ("one_shot", "two_phase"): lambda: reduce(x, algorithm="one_shot" if odd else "two_phase"),
+        ("plain", "two_phase"): lambda: reduce(x, algorithm="plain" if odd else "two_phase"),
+        ("broadcast(", "all_reduce("): lambda: thinwire.broadcast(x, 0, **verb) if odd else reduce(x),
+        ("from rank 0", "from rank 1"): lambda: thinwire.broadcast(x, group_src=0 if odd else 1, **verb),
+        ("numel=40+56", "numel=50+46"): lambda: reduce(
+            x.split([40, 56] if odd else [50, 46]), verb=thinwire.all_reduce_coalesced
+        ),
+        ("lengths=[3, 3", "lengths=[5, 5"): lambda: thinwire.all_gather(lists, x[:length], **verb),
+        ("sends", "expects"): lambda: thinwire.all_to_all_single(x, x + 1, even, late if odd else even, **verb),
     }
-    return calls[name]
 
 
-NAMES = {
-    "codec": ("codec=int4", "codec=int8"),
-    "length": ("numel=90", "numel=96"),
-    "dtype": ("bfloat16", "float32"),
-    "op": ("op=avg", "op=sum"),
-    "factor": ("premul_sum*2.0", "premul_sum*3.0"),
-    "algorithm": ("one_shot", "two_phase"),
-    "plain": ("plain", "two_phase"),
-    "verb": ("broadcast(", "all_reduce("),
-    "source": ("from rank 0", "from rank 1"),
-    "coalesced": ("numel=40+56", "numel=50+46"),
-    "lists": ("lengths=[3, 3", "lengths=[5, 5"),
-    "splits": ("sends", "expects"),
-}
-
-
-def disagree(group: Group, name: str) -> tuple[str, float, str]:
-    """(what was said, seconds until then, what the same call of all ranks said afterwards)."""
-    member = dist.new_group()
-    dist.barrier(member)
-    start = time.monotonic()
-    text = said(sides(name, group, member))
-    seconds = time.monotonic() - start
-    x = torch.ones(96)
-    again = said(lambda: thinwire.all_reduce(x, group=member, **BASE))
-    return text, seconds, again or ("" if bool((x > 1).all()) else "no sum")
+def disagree(group: Group) -> dict[tuple[str, str], tuple[str, float, str]]:
+    """What was said, seconds until then, and what the same call of all ranks said afterwards."""
+    found = {}
+    for both in sides(group, group):
+        member = dist.new_group()
+        dist.barrier(member)
+        start = time.monotonic()
+        text = said(sides(group, member)[both])
+        seconds = time.monotonic() - start
+        x = torch.ones(96)
+        again = said(lambda x=x, member=member: thinwire.all_reduce(x, group=member, **BASE))
+        found[both] = text, seconds, again or ("" if bool((x > 1).all()) else "no sum")
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPool, world: int, name: str) -> None:
-    answers = ranks(world).run(disagree, name)
-    for text, seconds, again in answers:
-        assert text.startswith("DisagreementError: the ranks disagree about operation 1 of this group"), text
-        assert all(side in text for side in NAMES[name]), text
-        assert seconds < 5
-        assert again == ""
-    assert len({text for text, *_ in answers}) == 1
+def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(disagree)
+    for both in answers[0]:
+        for text, seconds, again in (answer[both] for answer in answers):
+            assert text.startswith("DisagreementError: the ranks disagree about operation 1 of this group"), text
+            assert all(side in text for side in both), text
+            assert seconds < 5, both
+            assert again == "", both
+        assert len({answer[both][0] for answer in answers}) == 1, both
 
 
 def test_disagreement_is_a_value_error() -> None:
@@ -151,9 +148,10 @@ def known_against_new(group: Group, async_op: bool, algorithm: str) -> tuple[str
     return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), **how))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("algorithm", ["two_phase", "plain"])
+@pytest.mark.parametrize(
+    ("world", "async_op", "algorithm"),
+    [(2, False, "two_phase"), (2, True, "plain"), (3, True, "two_phase"), (3, False, "plain")],
+)
 def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(
     ranks: RankPool, world: int, async_op: bool, algorithm: str
 ) -> None:
@@ -163,10 +161,6 @@ def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(
         assert "numel=300" in text
         assert seconds < 8
         assert "make a new group" in again
-
-
-def test_waiting_ranks_look_at_each_other_every_second() -> None:
-    assert handshake._LOOK_S == schedule._LOOK_S == 1.0
 
 
 def same_text_other_spelling(group: Group) -> bool:
@@ -268,7 +262,9 @@ def test_handshakes_leave_nothing_in_the_store(ranks: RankPool, mode: str) -> No
 
 def shakes(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
-    member, counts, check = dist.new_group(), [0], Handshake.compare
+    member = dist.new_group()
+    counts = [0]
+    check = Handshake.compare
 
     def counting(self: Handshake, *args: Any, **kwargs: Any) -> list[str]:
         counts[0] += 1

@@ -1,26 +1,16 @@
-"""What holds for any codec, dtype, length and content, on generated cases: 3,000 in all."""
+"""What holds for any codec, dtype, length and content, on generated cases: 1,000 in all."""
 
 import itertools
-import math
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
+from cases import generated
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, use_backend
-
-GUARD = 48  # bytes before and behind a buffer
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run, so that a failure is one for all."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
-
 
 # --- strategies: few draws a case, so that the cases can be many ------------------------------------------------------
 
@@ -91,7 +81,8 @@ class Case:
 
 @st.composite
 def any_case(draw: st.DrawFn, most_ranks: int = 1) -> Case:
-    codec, dtype = draw(codecs), draw(st.sampled_from(cases.DTYPES))
+    codec = draw(codecs)
+    dtype = draw(st.sampled_from(cases.DTYPES))
     n = length_of(draw(st.integers(0, 2399)), cases.block_of(codec))
     ranks, step, scale = draw(st.sampled_from([*itertools.product(range(1, most_ranks + 1), (0, 1), SUM_SCALES)]))
     return Case(codec, [draw(contents).tensor(n, dtype) for _ in range(ranks)], step, scale)
@@ -105,7 +96,7 @@ serving = st.sampled_from([*cases.SERVING[:1] * 7, "reference"])  # mostly the f
 
 
 @pytest.mark.skipif(not cases.OTHERS, reason="only the reference runs here")
-@generated(1000)
+@generated(400)
 @given(
     case=any_case(most_ranks=2),
     backend=st.sampled_from(cases.OTHERS or ["reference"]),
@@ -122,7 +113,8 @@ def test_backends_agree_in_every_bit(case: Case, backend: str, carry: bool) -> N
 
 def everything(case: Case, carry: bool, wires_WN: Tensor | None = None) -> dict[str, Tensor]:
     """The results of every operation; sums are of `wires_WN` where given."""
-    codec, results = case.codec, {"wires": cases.wires_of(case.codec, case.xs, step=case.step)}
+    codec = case.codec
+    results = {"wires": cases.wires_of(case.codec, case.xs, step=case.step)}
     wires_WN = results["wires"] if wires_WN is None else wires_WN
     if carry:
         results["residual"] = case.xs[-1].float().flip(0)
@@ -133,7 +125,7 @@ def everything(case: Case, carry: bool, wires_WN: Tensor | None = None) -> dict[
     return results
 
 
-@generated(1000)
+@generated(300)
 @given(any_case(), serving)
 def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
     """Finite where the block is finite, NaN where not, zero where zero, and no further off than the definition says."""
@@ -143,25 +135,26 @@ def test_decoded_numbers_are_within_the_bound(case: Case, backend: str) -> None:
     cases.assert_within_bound(case.codec, case.xs[0], y.float())
 
 
-@generated(1000)
+@generated(300)
 @given(any_case(most_ranks=2), serving, st.integers(0, 16))
 def test_nothing_is_written_outside_the_buffers(case: Case, backend: str, shift: int) -> None:
     """Into the middle of a larger buffer, at any address: the same bytes there, and none around."""
-    codec, n = case.codec, case.n
+    codec = case.codec
+    n = case.n
     nbytes = codec.wire_bytes(n, case.dtype)
     with use_backend(backend):
         wires_WN = cases.wires_of(codec, case.xs, step=case.step)
-        room, wire = guarded(nbytes, torch.uint8, shift)
+        room, wire = cases.guarded(nbytes, torch.uint8, shift)
         codec.encode(case.xs[0], wire, step=case.step)
         assert_guarded(room, wire, wires_WN[0], "wire")
-        room, out = guarded(n, case.dtype, shift)
+        room, out = cases.guarded(n, case.dtype, shift)
         codec.decode_sum(wires_WN, out, scale=case.scale)
         assert_guarded(room, out, cases.summed(codec, wires_WN, n, case.dtype, case.scale), "out")
-        room, wire = guarded(nbytes, torch.uint8, shift)
+        room, wire = cases.guarded(nbytes, torch.uint8, shift)
         codec.recode(wires_WN, wire, n, scale=case.scale, step=case.step, dtype=case.dtype)
         recoded = cases.recoded(codec, wires_WN, n, case.scale, case.step, case.dtype)
         assert_guarded(room, wire, recoded, "recoded wire")
-        room, residual = guarded(n, torch.float32, shift)
+        room, residual = cases.guarded(n, torch.float32, shift)
         residual.zero_()
         codec.encode(case.xs[0], wire, step=case.step, residual=residual)
         straight = torch.zeros(n)
@@ -169,15 +162,6 @@ def test_nothing_is_written_outside_the_buffers(case: Case, backend: str, shift:
         assert_guarded(room, residual, straight, "residual")
 
 
-def guarded(n: int, dtype: torch.dtype, shift: int) -> tuple[Tensor, Tensor]:
-    """A buffer of n elements inside a room of bytes; a wire may lie at any byte, floats on a multiple of their size."""
-    start = GUARD + shift // dtype.itemsize * dtype.itemsize
-    room = torch.full((start + n * dtype.itemsize + GUARD,), cases.GARBAGE, dtype=torch.uint8)
-    return room, room[start : start + n * dtype.itemsize].view(dtype)
-
-
 def assert_guarded(room: Tensor, buffer: Tensor, want: Tensor, what: str) -> None:
     cases.assert_same(buffer, want, what)
-    start = math.ceil(buffer.storage_offset() * buffer.element_size())
-    around = torch.cat((room[:start], room[start + buffer.nbytes :]))
-    assert (around == cases.GARBAGE).all(), f"{what}: bytes outside were written"
+    cases.assert_untouched(room, buffer, what)

@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given as forall, settings, strategies as st
+from hypothesis import given as forall, strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import digest, given, small_chunks
+from cases import CPU, digest, generated, given, small_chunks
 from ranks import RankPool
 from thinwire.collectives import Work, chunks, schedule
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
@@ -28,7 +29,6 @@ from thinwire.collectives.schedule import Channel, Line, Operation, Scratch, Ste
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
-CPU = torch.device("cpu")
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -37,7 +37,8 @@ CPU = torch.device("cpu")
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
     """Every third step of every line, or so, waits up to 0.3 ms first."""
-    advance, dice = Line.advance, random.Random(seed)
+    advance = Line.advance
+    dice = random.Random(seed)
 
     def late(line: Line) -> None:
         if dice.random() < 1 / 3:
@@ -59,7 +60,8 @@ def start(group: Group, verb: int, numel: int, codec: str, step: int, *, wait: b
     how: Any = {"group": group, "async_op": not wait, "codec": codec, "step": step}
     if verb < 3:
         algorithm = ("two_phase", "one_shot", "plain")[verb]
-        work, outputs = thinwire.all_reduce(x, algorithm=algorithm, **how), [x]
+        work = thinwire.all_reduce(x, algorithm=algorithm, **how)
+        outputs = [x]
     elif verb == 3:
         outputs = [torch.empty(numel // world)]
         work = thinwire.reduce_scatter_tensor(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
@@ -70,7 +72,8 @@ def start(group: Group, verb: int, numel: int, codec: str, step: int, *, wait: b
         outputs = [torch.empty(numel // world * world)]
         work = thinwire.all_to_all_single(outputs[0], x[: numel // world * world], algorithm="compressed", **how)
     else:
-        work, outputs = thinwire.broadcast(x, group_src=step % world, algorithm="compressed", **how), [x]
+        work = thinwire.broadcast(x, group_src=step % world, algorithm="compressed", **how)
+        outputs = [x]
     return outputs if wait else (work, outputs)
 
 
@@ -78,14 +81,16 @@ Bucket = tuple[int, int, str, int]  # verb, length, codec, step
 
 
 def draw_buckets(count: int) -> list[Bucket]:
-    """Operations of every verb, of several chunks and codecs, each on three sets of numbers."""
+    """Operations of every verb, of several chunks and codecs, each on two sets of numbers."""
     kinds = [(i % 7, (150, 700, 1201)[i % 3], CODECS[i % 4]) for i in range(count)]
-    return [(*kind, step) for kind in kinds for step in range(3)]
+    return [(*kind, step) for kind in kinds for step in range(2)]
 
 
 def storm(group: Group, rounds: int) -> int:
     """How many of 8 operations in flight, over all rounds, end in other bytes than the same ones run one by one."""
-    dice, own, wrong = random.Random(17), random.Random(group.rank()), 0
+    dice = random.Random(17)
+    own = random.Random(group.rank())
+    wrong = 0
     with small_chunks(800), delays(group.rank()):
         want = {bucket: digest(*start(group, *bucket, wait=True)) for bucket in draw_buckets(28)}
         for number in range(rounds):
@@ -100,20 +105,25 @@ def storm(group: Group, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(2, 80), (4, 40)])
+@pytest.mark.parametrize(("world", "rounds"), [(2, 40), (4, 20)])
 def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
     ranks: RankPool, world: int, rounds: int
 ) -> None:
     assert ranks(world).run(storm, rounds, timeout=55.0) == [0] * world
 
 
-NESTED = [(numel, pair, step) for numel in (3, 700, 2401) for pair in (("bf16", "int4"), ("int8", "lloyd4:block=64"))
-          for step in range(2)]  # fmt: skip
+NESTED = [
+    *((3, ("bf16", "int4"), 0), (700, ("bf16", "int4"), 0), (700, ("int8", "lloyd4:block=64"), 1)),
+    *((2401, ("bf16", "int4"), 1), (2401, ("int8", "lloyd4:block=64"), 0)),
+]  # length, codecs inside and across, step
 
 
 def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
     """The same of hierarchical sums, whose chunks go in step, beside flat ones of the group."""
-    mesh, dice, own, wrong = init_device_mesh("cpu", shape), random.Random(5), random.Random(group.rank()), 0
+    mesh = init_device_mesh("cpu", shape)
+    dice = random.Random(5)
+    own = random.Random(group.rank())
+    wrong = 0
 
     def begin(numel: int, pair: tuple[str, str], step: int, *, wait: bool) -> Started:
         x = given(numel, group.rank() + 10 * step)
@@ -137,30 +147,33 @@ def mesh_storm(group: Group, shape: tuple[int, int], rounds: int) -> int:
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 def test_sums_on_a_mesh_in_flight_give_the_bytes_of_the_blocking_run(ranks: RankPool, shape: tuple[int, int]) -> None:
-    assert ranks(4).run(mesh_storm, shape, 6) == [0] * 4
+    assert ranks(4).run(mesh_storm, shape, 4) == [0] * 4
 
 
-def threads_with_groups(group: Group) -> int:
+def threads_with_groups(group: Group) -> None:
     """Three threads, each with a group of its own, all verbs at once."""
-    groups, wrong = [dist.new_group() for _ in range(3)], []
+    groups = [dist.new_group() for _ in range(3)]
+    same = []
 
     def work(number: int) -> None:
         want = {bucket: digest(*start(groups[number], *bucket, wait=True)) for bucket in draw_buckets(7)}
         begun = [(*start(groups[number], *bucket, wait=False), seen) for bucket, seen in want.items()]
         for item, outputs, seen in begun:
             item.wait()
-            wrong.append(digest(*outputs) != seen)
+            same.append(digest(*outputs) == seen)
 
     with small_chunks(800), delays(group.rank()):
         _run_threads(work)
-    assert len(wrong) == 63
-    return sum(wrong)
+    assert same == [True] * 3 * 14
 
 
-def threads_in_turn(group: Group) -> int:
+def threads_in_turn(group: Group) -> None:
     """Three threads on one group; they take turns in calling, and wait whenever they like."""
-    turn, count, wrong = threading.Condition(), [0], []
-    member, calls = dist.new_group(), 45
+    turn = threading.Condition()
+    count = [0]
+    found = []
+    member = dist.new_group()
+    calls = 24
 
     def work(number: int) -> None:
         for step in range(number, calls, 3):
@@ -170,12 +183,13 @@ def threads_in_turn(group: Group) -> int:
                 count[0] += 1
                 turn.notify_all()
             item.wait()
-            wrong.append((step, digest(*outputs)))
+            found.append((step, digest(*outputs)))
 
     with small_chunks(800):
         with delays(group.rank()):
             _run_threads(work)
-        return sum(seen != digest(*start(member, step % 2, 777, "int8", step, wait=True)) for step, seen in wrong)
+        for step, seen in sorted(found):  # threads end in an order of their own on every rank
+            assert seen == digest(*start(member, step % 2, 777, "int8", step, wait=True)), step
 
 
 def _run_threads(work: Callable[[int], None]) -> None:
@@ -197,17 +211,7 @@ def _run_threads(work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_threads_with_a_group_each_do_not_disturb_each_other(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(threads_with_groups) == [0] * world
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_threads_that_take_turns_share_a_group(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(threads_in_turn) == [0] * world
-
-
-def beside_torch(group: Group) -> bool:
+def beside_torch(group: Group) -> None:
     """The user's own collectives and messages on the same group, while ours are under way and late."""
     rank, world = group.rank(), group.size()
     ours, theirs = [], []
@@ -224,18 +228,37 @@ def beside_torch(group: Group) -> bool:
             assert box.item() == (rank - 1) % world + step
         for work, _ in ours:
             work.wait()
-    same = all(len({digest(*outputs) for _, outputs in ours[kind::2]}) == 1 for kind in (0, 1))
-    return same and all(bool((t == sum(range(world))).all()) for t in theirs)
+    assert all(len({digest(*outputs) for _, outputs in ours[kind::2]}) == 1 for kind in (0, 1))
+    assert all(bool((t == sum(range(world))).all()) for t in theirs)
+
+
+def rising_lengths(group: Group) -> None:
+    """The scratch grows when it is empty, and nothing is mixed up."""
+    member = dist.new_group()
+    kinds = [(i % 2, 200 * i + 7, "int8", 0) for i in range(15)]
+    with small_chunks(), delays(group.rank()):
+        begun = [start(member, *kind, wait=False) for kind in kinds]
+        for work, _ in begun:
+            work.wait()
+        for kind, (_, outputs) in zip(kinds, begun, strict=True):
+            assert digest(*outputs) == digest(*start(member, *kind, wait=True)), kind
+
+
+IN_FLIGHT = [threads_with_groups, threads_in_turn, beside_torch, rising_lengths]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_users_own_calls_on_the_group_are_not_mixed_up_with_ours(ranks: RankPool, world: int) -> None:
-    assert all(ranks(world).run(beside_torch))
+@pytest.mark.parametrize("check", IN_FLIGHT, ids=lambda check: check.__name__)
+def test_operations_in_flight_do_not_disturb_each_other(
+    ranks: RankPool, world: int, check: Callable[[Group], None]
+) -> None:
+    ranks(world).run(check)
 
 
 def late_rank(group: Group, algorithm: str) -> list[bool]:
     """Rank 1 comes late: until then rank 0's work is not done, and waiting for it a while raises."""
-    x, found = torch.ones(300), []
+    x = torch.ones(300)
+    found = []
     thinwire.all_reduce(x, group=group, codec="int8", algorithm=algorithm)
     dist.barrier(group=group)
     if group.rank() == 1:
@@ -256,18 +279,14 @@ def test_a_work_is_not_done_before_the_last_rank_came(ranks: RankPool, algorithm
     assert ranks(2).run(late_rank, algorithm) == [[True] * 4, [True] * 2]
 
 
-def chained(group: Group) -> float:
+def chained_futures(group: Group) -> None:
     x = torch.ones(300)
     work = thinwire.all_reduce(x, group=group, async_op=True, codec="none", algorithm="one_shot")
     assert work is not None
-    return work.get_future().then(lambda future: float(future.value()[0][0]) / 2).wait()
+    assert work.get_future().then(lambda future: float(future.value()[0][0]) / 2).wait() == 1.0
 
 
-def test_futures_can_be_chained(ranks: RankPool) -> None:
-    assert ranks(2).run(chained) == [1.0, 1.0]
-
-
-def dropped(group: Group) -> float:
+def dropped_works(group: Group) -> None:
     """Nobody keeps the tensors' other names, the works, or waits before the last."""
     outputs = [torch.ones(2000) for _ in range(20)]
     with small_chunks():
@@ -275,11 +294,43 @@ def dropped(group: Group) -> float:
             thinwire.all_reduce(x.view(40, 50), group=group, async_op=True, codec="none", algorithm="two_phase")
         gc.collect()
         thinwire.all_reduce(torch.ones(3), group=group, codec="none", algorithm="two_phase")
-    return float(torch.cat(outputs).sum())
+    assert torch.cat(outputs).sum() == 80000
 
 
-def test_works_that_nobody_keeps_still_end_in_order(ranks: RankPool) -> None:
-    assert ranks(2).run(dropped) == [80000.0, 80000.0]
+def empty_operations(group: Group) -> None:
+    """They leave no scratch behind. Rank 1 comes late, so that all of rank 0's operations are in the line at once."""
+    member = dist.new_group()
+    how: Any = {"group": member, "codec": "int8"}
+    reduce = partial(thinwire.all_reduce, algorithm="two_phase", **how)
+    nothing = partial(thinwire.broadcast, torch.ones(0), group_src=0, algorithm="compressed", **how)
+    for numel in (500, 4000):
+        reduce(torch.ones(numel))
+        nothing()
+    if group.rank() == 1:
+        time.sleep(0.3)
+    works = [reduce(torch.ones(500), async_op=True), nothing(async_op=True), nothing(async_op=True)]
+    works.append(thinwire.all_reduce(torch.ones(500), algorithm="one_shot", async_op=True, **how))
+    for work in works:
+        work.wait()
+    assert reduce(torch.ones(400000), async_op=True).wait(timedelta(seconds=5))
+    assert not channel_of(member).scratch._lent
+
+
+def one_thread(group: Group) -> None:
+    member = dist.new_group()
+    for _ in range(3):
+        thinwire.all_reduce(torch.ones(9), group=member, codec="none", algorithm="two_phase")
+        thinwire.broadcast(torch.ones(9), 0, member, codec="none", algorithm="compressed")
+    assert sum(name == f"thinwire-{member.group_name}" for name in thread_names()) == 1
+
+
+def thread_names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-"))
+
+
+@pytest.mark.parametrize("check", [chained_futures, dropped_works, empty_operations, one_thread])
+def test_two_ranks_with(ranks: RankPool, check: Callable[[Group], None]) -> None:
+    ranks(2).run(check)
 
 
 # --- scratch ----------------------------------------------------------------------------------------------------------
@@ -294,7 +345,8 @@ VERBS = ("two_phase", "one_shot", "reduce_scatter", "all_gather", "broadcast", "
 
 def run_verb(group: Group, verb: str, numel: int, codec: str, *, async_op: bool = False) -> Work | None:
     """A verb whose whole message has `numel` elements."""
-    x, part = torch.ones(numel), torch.ones(numel // group.size())
+    x = torch.ones(numel)
+    part = torch.ones(numel // group.size())
     how: Any = {"group": group, "async_op": async_op, "codec": codec, "algorithm": "compressed"}
     if verb in ("two_phase", "one_shot"):
         return thinwire.all_reduce(x, **how | {"algorithm": verb})
@@ -318,7 +370,9 @@ def chunk_of(verb: str, numel: int, codec: str, world: int) -> int:
 
 def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) -> list[int]:
     """Bytes of scratch after each of two rounds of `in_flight` operations, and how many buffers that were."""
-    member, held, buffers = dist.new_group(), [], set()
+    member = dist.new_group()
+    held = []
+    buffers = set()
     for _ in range(2):
         works = [run_verb(member, verb, numel, codec, async_op=True) for _ in range(in_flight)]
         for work in works:
@@ -332,30 +386,27 @@ def scratch_of(group: Group, verb: str, numel: int, codec: str, in_flight: int) 
 CUT_VERBS = [verb for verb in VERBS if verb != "all_to_all"]
 
 
-@pytest.mark.parametrize(
-    ("world", "verb", "codec"),
-    [
-        *((2, verb, codec) for verb in CUT_VERBS for codec in ("int8", "lloyd2")),
-        *((4, verb, ("int8", "lloyd2")[i % 2]) for i, verb in enumerate(CUT_VERBS)),
-    ],
-)
+@pytest.mark.parametrize(("world", "codec"), [(2, "lloyd2"), (3, "int8")])
+@pytest.mark.parametrize("verb", CUT_VERBS)
 def test_scratch_is_a_wire_of_the_message_and_two_of_a_chunk_and_is_kept(
     ranks: RankPool, world: int, verb: str, codec: str
 ) -> None:
     """Every wire has a header and sections rounded up to 16 bytes, so a chunk's shards take a little more than it."""
-    numel, coder = world << 19, thinwire.codec(codec)
+    numel = world << 19
+    coder = thinwire.codec(codec)
     chunk = chunk_of(verb, numel, codec, world)
     assert chunk < numel, "the message must be cut for the bound to say anything"
     headers = (numel // chunk + 3) * 2 * world * 64
     bound = coder.wire_bytes(numel) + 2 * coder.wire_bytes(chunk) + headers
-    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 3):
+    for *held, buffers in ranks(world).run(scratch_of, verb, numel, codec, 2):
         assert len(set(held)) == 1, "it grew after the first round"
         assert buffers == 1
         assert held[0] <= bound
 
 
 def uneven_scratch(group: Group) -> tuple[int, int]:
-    member, numel = dist.new_group(), 1 << 21
+    member = dist.new_group()
+    numel = 1 << 21
     run_verb(member, "all_to_all", numel, "int8")
     return channel_of(member).scratch.nbytes, thinwire.codec("int8").wire_bytes(numel)
 
@@ -363,49 +414,6 @@ def uneven_scratch(group: Group) -> tuple[int, int]:
 def test_an_exchange_takes_no_more_than_its_wires_both_ways(ranks: RankPool) -> None:
     for held, wire in ranks(2).run(uneven_scratch):
         assert held <= 2 * wire
-
-
-def rising(group: Group) -> list[bool]:
-    """Operations of rising length in flight: the scratch grows when it is empty, and nothing is mixed up."""
-    member, found = dist.new_group(), []
-    with small_chunks(), delays(group.rank()):
-        begun = [start(member, n % 2, 100 * n + 7, "int8", 0, wait=False) for n in range(1, 30)]
-        for work, _ in begun:
-            work.wait()
-        for n, (_, outputs) in enumerate(begun, 1):
-            found.append(digest(*outputs) == digest(*start(member, n % 2, 100 * n + 7, "int8", 0, wait=True)))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_scratch_grows_while_operations_are_in_flight(ranks: RankPool, world: int) -> None:
-    assert all(all(found) for found in ranks(world).run(rising))
-
-
-def empty_in_flight(group: Group) -> bool:
-    """Rank 1 comes late, so that all of rank 0's operations are in the line at once."""
-    member = dist.new_group()
-    how: Any = {"group": member, "codec": "int8"}
-    for numel in (500, 4000):
-        thinwire.all_reduce(torch.ones(numel), algorithm="two_phase", **how)
-        thinwire.broadcast(torch.ones(0), group_src=0, algorithm="compressed", **how)
-    if group.rank() == 1:
-        time.sleep(0.3)
-    works = [thinwire.all_reduce(torch.ones(500), algorithm="two_phase", async_op=True, **how)]
-    works += [
-        thinwire.broadcast(torch.ones(0), group_src=0, algorithm="compressed", async_op=True, **how) for _ in range(2)
-    ]
-    works.append(thinwire.all_reduce(torch.ones(500), algorithm="one_shot", async_op=True, **how))
-    for work in works:
-        assert work is not None
-        work.wait()
-    last = thinwire.all_reduce(torch.ones(400000), algorithm="two_phase", async_op=True, **how)
-    assert last is not None
-    return last.wait(timedelta(seconds=5)) and not channel_of(member).scratch._lent
-
-
-def test_empty_operations_in_flight_leave_no_scratch_behind(ranks: RankPool) -> None:
-    assert all(ranks(2).run(empty_in_flight))
 
 
 def mesh_in_flight(group: Group) -> bool:
@@ -433,11 +441,12 @@ def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPo
     assert all(ranks(4).run(mesh_in_flight))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@generated(150)
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
-    scratch, out = Scratch(CPU), []
+    scratch = Scratch(CPU)
+    out = []
     for nbytes, which in steps:
         part = scratch.take(nbytes, max(limit, -(-nbytes // 64) * 64))
         if part is not None:
@@ -455,6 +464,7 @@ def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, in
     assert scratch.take(2000, 2048) is not None, "not all came back"
 
 
+@generated(60)
 @forall(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> None:
     scratch = Scratch(CPU)
@@ -482,6 +492,7 @@ def test_scratch_does_not_grow_under_what_is_lent() -> None:
 # --- cuts -------------------------------------------------------------------------------------------------------------
 
 
+@generated(60)
 @forall(st.integers(0, 3 << 20), st.integers(1, 9), st.sampled_from(["none", "int8", "lloyd1"]))
 def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: str) -> None:
     cut = chunks.cut(numel, thinwire.codec(codec).wire_bytes(numel), world, world)
@@ -494,15 +505,18 @@ def test_chunks_and_shards_cover_a_message_once(numel: int, world: int, codec: s
         assert all(a.end == b.begin for a, b in itertools.pairwise(parts))
         assert parts[-1].end == span.end
         assert parts[0].numel == max(part.numel for part in parts)
+        assert parts[0].numel == -(-span.numel // world) or parts[0].numel % 1024 == 0, "no longer than it must be"
         at = span.end
     assert at == numel
     assert cut.span(cut.num_chunks).numel == 0
 
 
+@generated(60)
 @forall(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 60))
 def test_several_tensors_are_read_and_written_as_one_row(sizes: list[int], begin: int, length: int) -> None:
     tensors = [torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)]
-    row, flat = torch.cat(tensors), Flat(tensors)
+    row = torch.cat(tensors)
+    flat = Flat(tensors)
     span = Span(min(begin, row.numel()), min(begin + length, row.numel()))
     read = flat.read(span, Desk(torch.empty(4 * row.numel() + 64, dtype=torch.uint8)))
     assert torch.equal(read, row[span.begin : span.end])
@@ -524,7 +538,9 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 class Fails(Operation):
     """Raises in its second step."""
 
-    num_chunks, chunk_bytes, scratch_bytes = 2, 64, 128
+    num_chunks = 2
+    chunk_bytes = 64
+    scratch_bytes = 128
 
     def __init__(self) -> None:
         self.outputs = []
@@ -535,7 +551,8 @@ class Fails(Operation):
 
 
 def failing(group: Group) -> list[str]:
-    member, said = dist.new_group(), []
+    member = dist.new_group()
+    said = []
     works = [channel_of(member).run(Fails()) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
@@ -558,10 +575,6 @@ def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(ranks: RankPool
         assert said[3].startswith("CollectiveError: an earlier collective of this group failed")
 
 
-def thread_names() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-"))
-
-
 def ended(before: list[str]) -> bool:
     """Whether all threads that were not there before end soon."""
     deadline = time.monotonic() + 5
@@ -573,13 +586,15 @@ def ended(before: list[str]) -> bool:
 
 def lifetime(group: Group, fails: bool) -> list[bool]:
     thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
-    before, kept = thread_names(), len(schedule._kept)
+    before = thread_names()
+    kept = len(schedule._kept)
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
-    thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     if fails:
         with suppress(OSError):
             channel_of(member).run(Fails()).wait()
+    else:
+        thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     found = [len(thread_names()) == len(before) + 1, len(schedule._kept) == kept + 1]
     dist.destroy_process_group(member)
     del member
@@ -606,15 +621,3 @@ def mesh_lifetime(group: Group) -> list[bool]:
 
 def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
     assert ranks(4).run(mesh_lifetime) == [[True]] * 4
-
-
-def steady_threads(group: Group) -> int:
-    member = dist.new_group()
-    for _ in range(3):
-        thinwire.all_reduce(torch.ones(9), group=member, codec="none", algorithm="two_phase")
-        thinwire.broadcast(torch.ones(9), 0, member, codec="none", algorithm="compressed")
-    return sum(name == f"thinwire-{member.group_name}" for name in thread_names())
-
-
-def test_a_group_has_one_thread(ranks: RankPool) -> None:
-    assert ranks(2).run(steady_threads) == [1, 1]
