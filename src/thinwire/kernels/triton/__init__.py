@@ -1,8 +1,9 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
-tile.py says how a program holds its blocks, blocks.py and plain.py are the kernels of the codecs, launch.py starts them
-in the configuration that tuning.py found; fake.py and fake_launch.py do the same for fake quantisation. Under Triton's
-interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests of their logic.
+tile.py says how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are the
+kernels of the codecs; launch.py starts them in the configuration that tuning.py found. fake.py and fake_launch.py do
+the same for fake quantisation. Under Triton's interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for
+tests of their logic.
 """
 
 import importlib.util
@@ -21,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves(device: torch.device) -> bool:
-    """CUDA tensors."""
+    """Whether a tensor on `device` is one for these kernels: CUDA tensors, under the interpreter those of the CPU."""
     return device.type == ("cpu" if INTERPRETED else "cuda")
 
 

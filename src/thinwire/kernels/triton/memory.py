@@ -1,4 +1,4 @@
-"""Loads and stores of 1 to 16 bytes a thread, as instructions of their own.
+"""Loads and stores of 1 to 16 bytes per thread, as instructions of their own.
 
 [Note: Instructions for memory]
 Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
@@ -15,6 +15,12 @@ import triton.language as tl
 from thinwire.kernels import triton as room
 
 INTERPRETED = tl.constexpr(room.INTERPRETED)
+
+
+@triton.jit
+def instruction(TEXT: tl.constexpr, OPERANDS: tl.constexpr, args):
+    """PTX without effects, from and to registers; its result is an int32."""
+    return tl.inline_asm_elementwise(TEXT, OPERANDS, args, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.constexpr_function
@@ -107,14 +113,7 @@ def look_up(table, index, START: tl.constexpr):
         base = table.to(tl.int64)
         low = index * 4 + (base - 4 * START).to(tl.int32)
         high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }",
-            "=r,r,r",
-            [low, high],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return instruction("{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }", "=r,r,r", (low, high))
 
 
 @triton.jit
@@ -123,7 +122,7 @@ def opaque(x):
     if INTERPRETED:
         return x
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+        return instruction("mov.b32 $0, $1;", "=r,r", (x,))
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -201,10 +200,6 @@ def _paired(low, high, KIND: tl.constexpr):
     if INTERPRETED:
         return _narrowed(low, KIND) | (_narrowed(high, KIND) << 16)
     elif tl.bfloat16 == KIND:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))
     else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))
