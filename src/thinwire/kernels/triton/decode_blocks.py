@@ -22,7 +22,7 @@ FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit(do_not_specialize=CHANGING)
 def decode_kernel(
-    wire, out, table, stride, world,
+    wire, out, levels, stride, world,
     head0, head1, head2, key_low, key_high, numel_low, numel_high,
     full, length, span,
     scales_at, minima_at, plane0, plane1, plane2,
@@ -46,11 +46,11 @@ def decode_kernel(
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
     if program < tl.cdiv(full, T.rows):
         first = program.to(tl.int64) * T.rows
-        wires = wires_of(wire, offsets, stride, world, table, first, T)
+        wires = wires_of(wire, offsets, stride, world, levels, first, T)
         _decode(out, wires, keys, norm, first, full, T.block, T.span, T, WORLD, CALM)
     elif TAIL:
         first = wide(full)
-        wires = wires_of(wire, offsets, stride, world, table, first, T)
+        wires = wires_of(wire, offsets, stride, world, levels, first, T)
         _decode(out, wires, keys, tail_norm, first, full + 1, length, span, T.ragged, WORLD, CALM)
 
 
@@ -67,17 +67,18 @@ def _decode(out, wires, keys, norm, first, end, length, span, T: tl.constexpr, W
 
 @triton.jit
 def _decode_tile(out, wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
+    target = out + at.first * T.block
     begun, odd = begin_sum(wires, at, T, WORLD)
     trouble = anywhere(odd)
     if not CALM:
         trouble = trouble | 1
     if trouble == 0:
-        z = finish(usual_sum(begun, wires.table, T, WORLD), keys, norm, at, T)
-        store(out, _fitted(z, out, T, False), at, T)
+        z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+        store(target, _fitted(z, out, T, False), at, T)
     else:
         z, post = sum_any(wires, at, T)
         z = leave(finish(z, keys, norm, at, T), post, T)
-        store(out, _fitted(z, out, T, True), at, T)
+        store(target, _fitted(z, out, T, True), at, T)
 
 
 @triton.jit
@@ -91,33 +92,27 @@ def finish(z, keys, norm, at, T: tl.constexpr):
 @triton.jit
 def leave(z, post, T: tl.constexpr):
     """z out of the domain that `post` undoes."""
-    done = ()
-    for i in tl.static_range(T.size):
-        done = done + (tl.where(post > 1, _saturated(z[i], FLOAT_MAX * LOWER, T), z[i]) * post,)
-    return done
+    return [tl.where(post > 1, _saturated(x, FLOAT_MAX * LOWER, T), x) * post for x in z]
 
 
 @triton.jit
 def _fitted(z, out, T: tl.constexpr, ANY: tl.constexpr):
     """z where it goes into a 16-bit output: values just past its largest number become that."""
-    done = ()
-    for i in tl.static_range(T.size):
-        if out.dtype.element_ty == tl.float16:
-            done = done + (_saturated(z[i], FP16_MAX, T),)
-        elif out.dtype.element_ty == tl.bfloat16 and ANY:
-            done = done + (_saturated(z[i], BF16_MAX, T),)
-        else:
-            done = done + (z[i],)
-    return done
+    if out.dtype.element_ty == tl.float16:
+        return [_saturated(x, FP16_MAX, T) for x in z]
+    elif out.dtype.element_ty == tl.bfloat16 and ANY:
+        return [_saturated(x, BF16_MAX, T) for x in z]
+    else:
+        return z
 
 
 @triton.jit
-def _saturated(z, MOST: tl.constexpr, T: tl.constexpr):
+def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
     """MOST in place of what the codes' error took past it. Further out is an overflow, and stays."""
     REACH: tl.constexpr = LLOYD_REACH if T.lloyd else OTHER_REACH
-    size = tl.abs(z)
-    cut = float_of(bits_of(tl.full(z.shape, MOST, tl.float32)) | (bits_of(z) & SIGN_BIT))
-    return tl.where((size > MOST) & (size <= beyond(MOST, REACH)), cut, z)
+    size = tl.abs(x)
+    cut = float_of(bits_of(tl.full(x.shape, MOST, tl.float32)) | (bits_of(x) & SIGN_BIT))
+    return tl.where((size > MOST) & (size <= beyond(MOST, REACH)), cut, x)
 
 
 @triton.constexpr_function

@@ -19,7 +19,7 @@ from thinwire.kernels.triton.tiles import added, anywhere, load, piece, position
 
 @triton.jit(do_not_specialize=CHANGING)
 def encode_kernel(
-    x, residual, wire, table,
+    x, residual, wire, cells,
     head0, head1, head2, key_low, key_high, numel_low, numel_high, dither_low, dither_high,
     full, length, span,
     scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
@@ -44,7 +44,7 @@ def encode_kernel(
             _encode_pieces(x, residual, target, dither, first, wide(T.block), wide(T.span), T, RESIDUAL)
         else:
             tile_at = position(first, full, T.block, T.span, T)
-            _encode_tile(x, residual, target, table, keys, dither, root, tile_at, T, RESIDUAL)
+            _encode_tile(x, residual, target, cells, keys, dither, root, tile_at, T, RESIDUAL)
     elif TAIL:
         first = wide(full)
         target = sections(wire, offsets, first, T)
@@ -52,11 +52,11 @@ def encode_kernel(
             _encode_pieces(x, residual, target, dither, first, wide(length), wide(span), T.ragged, RESIDUAL)
         else:
             tail_at = position(first, full + 1, length, span, T.ragged)
-            _encode_tile(x, residual, target, table, keys, dither, tail_root, tail_at, T.ragged, RESIDUAL)
+            _encode_tile(x, residual, target, cells, keys, dither, tail_root, tail_at, T.ragged, RESIDUAL)
 
 
 @triton.jit
-def _encode_tile(x, residual, target, table, keys, dither, root, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
+def _encode_tile(x, residual, target, cells, keys, dither, root, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
     last = 0.0
     if T.loose and T.affine:
         last = _last(x, residual, at.first, at.length, T, RESIDUAL)
@@ -64,7 +64,7 @@ def _encode_tile(x, residual, target, table, keys, dither, root, at, T: tl.const
     if T.loose and RESIDUAL:
         tl.debug_barrier()  # a short tile is held by several warps, and none may store what another has still to load
     if T.lloyd:
-        scale, values = _put_lloyd(tile, target, table, keys, root, at, T, RESIDUAL)
+        scale, values = _put_lloyd(tile, target, cells, keys, root, at, T, RESIDUAL)
         minimum = scale
     else:
         extent = extent_of(tile, at, T)
@@ -98,9 +98,10 @@ def _encode_pieces(x, residual, target, dither, first, length, span, T: tl.const
 @triton.jit
 def _input(x, residual, last, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
     """x + residual. Past the end of a loose block zeros, or its `last` element where a zero would widen its range."""
-    tile = load(x, at, T)
+    start = at.first * T.block
+    tile = load(x + start, at, T)
     if RESIDUAL:
-        tile = added(tile, load(residual, at, T))
+        tile = added(tile, load(residual + start, at, T))
     if T.loose and T.affine:
         filled = ()
         for i in tl.static_range(T.size):
@@ -120,7 +121,7 @@ def _last(x, residual, first, length, T: tl.constexpr, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def _put_lloyd(tile, target, table, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
+def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
     """Rotate, write scales and codes; (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     tile, power, up, post, bad = in_domain(tile, one, False, T)
@@ -129,7 +130,7 @@ def _put_lloyd(tile, target, table, keys, root, at, T: tl.constexpr, VALUES: tl.
     else:
         power = tl.div_rn(power, codes_per_block(at, T))
         root = 1.0
-    return put_levels(tile, power, up, post, bad, root, target, table, at, T, VALUES)
+    return put_levels(tile, power, up, post, bad, root, target, cells, at, T, VALUES)
 
 
 # --- the residual -----------------------------------------------------------------------------------------------------
@@ -145,19 +146,17 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
     if T.affine:
         huge = huge | is_huge(stored_minimum << 16)
     lower = tl.where(huge & (lifted == 0), LOWER, 1.0)
+    post = post_of(lifted, huge)
     if T.affine:
         base = base + float_of(stored_minimum << 16) * lower
     scale = scale_size(bits) * lower
-    z = ()
-    for i in tl.static_range(T.size):
-        if T.cast:
-            z = z + (base + values[i] * scale,)
-        else:
-            z = z + (tl.fma(values[i], scale, base),)
+    if T.cast:
+        z = [base + value * scale for value in values]
+    else:
+        z = [tl.fma(value, scale, base) for value in values]
     if not T.rotated:
         root = 1.0
     z = finish(z, keys, root, at, T)
-    post = post_of(lifted, huge)
     if anywhere((post != 1).to(tl.int32)) > 0:
         z = leave(z, post, T)
     return z
@@ -166,15 +165,16 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
 @triton.jit
 def _store_residual(residual, tile, decoded, at, T: tl.constexpr):
     """residual = tile - decoded, where decoded is finite."""
+    target = residual + at.first * T.block
     left = ()
     worst = size_bits(decoded[0])
     for i in tl.static_range(T.size):
         left = left + (tile[i] - decoded[i],)
         worst = tl.maximum(worst, size_bits(decoded[i]))
     if anywhere(worst) >= INF_BITS:
-        before = load(residual, at, T)
+        before = load(target, at, T)
         mended = ()
         for i in tl.static_range(T.size):
             mended = mended + (tl.where(size_bits(decoded[i]) < INF_BITS, left[i], before[i]),)
         left = mended
-    store(residual, left, at, T)
+    store(target, left, at, T)

@@ -23,7 +23,7 @@ def forward_kernel(
     SHIFT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """out = y. FAR: a tile reaches over 2**31 elements; SHIFT: there is one, and by OFFSET it is an offset."""
-    row, column, _place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    row, column, _place, _parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
     for _ in range(steps):
@@ -41,7 +41,7 @@ def backward_kernel(
     SHIFT: tl.constexpr, OFFSET: tl.constexpr, PAPER: tl.constexpr, WANT_DX: tl.constexpr,
 ):  # fmt: skip
     """dx and the program's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
-    row, column, place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    row, column, place, parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
     ds = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -66,7 +66,6 @@ def backward_kernel(
         below = below * factor
         if not OFFSET:
             below = below * -tl.reshape(s, below.shape)
-        parts = _parts(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
         tl.store(partial + parts + place, below, known)
     else:
         total = tl.sum(ds, AXIS)
@@ -78,29 +77,21 @@ def backward_kernel(
 
 @triton.jit
 def _first(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """First row and column of the first tile, and where its sums go."""
+    """First row and column of the first tile, where its sums go, and how many numbers there are for each sum."""
     program = tl.program_id(0).to(tl.int64)
     if BY_ROW:
         strips = tl.cdiv(tl.cdiv(columns, COLUMNS), steps)
         row = (program // strips) * ROWS
         column = (program % strips) * steps * COLUMNS
         place = (row + tl.arange(0, ROWS)) * strips + program % strips
+        parts = strips.to(tl.int64) * rows
     else:
         across = tl.cdiv(columns, COLUMNS)
         row = (program // across) * steps * ROWS
         column = (program % across) * COLUMNS
         place = (program // across) * columns + column + tl.arange(0, COLUMNS)
-    return row, column, place
-
-
-@triton.jit
-def _parts(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """How many numbers all programs leave for one sum."""
-    if BY_ROW:
-        count = tl.cdiv(tl.cdiv(columns, COLUMNS), steps).to(tl.int64) * rows
-    else:
-        count = tl.cdiv(tl.cdiv(rows, ROWS), steps).to(tl.int64) * columns
-    return count
+        parts = tl.cdiv(tl.cdiv(rows, ROWS), steps).to(tl.int64) * columns
+    return row, column, place, parts
 
 
 @triton.jit
@@ -168,13 +159,7 @@ def _grid(
     s = tl.where(good, s, float("nan"))
     inverse = tl.where(good, inverse, float("nan"))
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    return (
-        tl.expand_dims(s, AXIS),
-        tl.expand_dims(inverse, AXIS),
-        tl.expand_dims(b, AXIS),
-        tl.expand_dims(quant_min - z, AXIS),
-        tl.expand_dims(quant_max - z, AXIS),
-    )
+    return [tl.expand_dims(x, AXIS) for x in (s, inverse, b, quant_min - z, quant_max - z)]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

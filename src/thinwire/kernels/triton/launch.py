@@ -24,11 +24,7 @@ MOST_UNROLLED = 8  # wires; sums of more are loops
 _PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 _PLAIN_WARPS = 8
 _SHORT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_KERNELS = {  # by names, which are faster to look up than kernels
-    **{"encode": encode_kernel, "decode": decode_kernel, "recode": recode_kernel},
-    **{"encode_raw": plain.encode_raw, "encode_plain": plain.encode_plain},
-    **{"decode_plain": plain.decode_plain, "recode_plain": plain.recode_plain},
-}
+_BLOCK_KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "recode": recode_kernel}
 _SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
 
 
@@ -156,12 +152,12 @@ def _blocks(
         "span": layout.tail // T.ragged.lanes,
         "root": root,
         "tail_root": tail_root,
-        "table": (_cells if kernel == "encode" else _levels)(table, device),
+        "levels": _levels(table, device),
         "cells": _cells(table, device),
     }
     constants = {"T": T if INTERPRETED else _Known(T), "TAIL": ragged, **constants}
     grid = max(1, -(-full // T.rows) + ragged)
-    return Prepared(_KERNELS[kernel], device, grid, LONG_WARPS if T.pieces else config.warps, known, constants)
+    return Prepared(_BLOCK_KERNELS[kernel], device, grid, LONG_WARPS if T.pieces else config.warps, known, constants)
 
 
 def _tile(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
@@ -178,7 +174,7 @@ def _plain(kernel: str, layout: Layout, device: torch.device, work: int, **const
     """A kernel of wires without blocks that has `work` bytes to do."""
     known = {**_frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
     constants = {"SHORT": _SHORT[layout.plain_dtype], **constants}
-    return Prepared(_KERNELS[kernel], device, max(1, -(-work // _PLAIN_BYTES)), _PLAIN_WARPS, known, constants)
+    return Prepared(getattr(plain, kernel), device, max(1, -(-work // _PLAIN_BYTES)), _PLAIN_WARPS, known, constants)
 
 
 def _frame(layout: Layout) -> dict[str, int]:

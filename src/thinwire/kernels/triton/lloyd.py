@@ -59,19 +59,14 @@ def _settle(tile, post, T: tl.constexpr):
 
     A row comes in the domain that `post` undoes and goes into its own if that is the middle one. A bad one is zeroed.
     """
-    sizes = ()
-    for i in tl.static_range(T.size):
-        sizes = sizes + (size_bits(tile[i]),)
-    peak_bits = largest(sizes, T)
+    peak_bits = largest([size_bits(x) for x in tile], T)
     bad = peak_bits >= INF_BITS
     factor = tl.where(post == 1, domain_factor(peak_bits), 1.0)
     post = tl.where(post == 1, undo(factor), post)
     exponent = (bits_of(float_of(peak_bits) * factor) >> 23) - 127
     exponent = tl.where(post == 1, 0, tl.minimum(tl.maximum(exponent, -126), 126))
     down = float_of((127 - exponent) << 23)
-    settled = ()
-    for i in tl.static_range(T.size):
-        settled = settled + (tl.where(bad, 0.0, tile[i] * factor * down),)
+    settled = [tl.where(bad, 0.0, x * factor * down) for x in tile]
     return settled, square_sum(settled, T), float_of((127 + exponent) << 23), post, bad
 
 
@@ -91,7 +86,7 @@ def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.const
 
 @triton.jit
 def codes_per_block(at, T: tl.constexpr):
-    """As fp32."""
+    """With the padding of a short one, as fp32."""
     return tl.full((), 0.0, tl.float32) + at.span * T.lanes
 
 
@@ -124,8 +119,7 @@ def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
             for bank in tl.static_range(T.banks[p]):
                 words = words + (pack(codes_of, p, bank, 0, T),)
     if VALUES:
-        for i in tl.static_range(T.size):
-            values = values + (_signed_level(tile[i], gain, table, T),)
+        values = [_signed_level(x, gain, table, T) for x in tile]
     along, square = _sums(sums, at, T)
     if T.unbiased:
         fit = tl.div_rn(codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.frame import CHANGING, check_headers, wide, write_frame
-from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
+from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
 from thinwire.kernels.triton.tiles import added, load_bytes, store_bytes, times
 
@@ -169,14 +169,10 @@ def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: t
 def _put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
     """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
     SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+    NAN: tl.constexpr = 0x7FC00000 if SIZE == 4 else (0x7FC0 if tl.bfloat16 == SHORT else 0x7E00)
     words = ()
     for i in tl.static_range(COUNT):
-        x = floats[i]
-        if SIZE == 4:
-            words = words + (tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)),)
-        else:
-            bits = x.to(SHORT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            words = words + (tl.where(x != x, 0x7FC0 if tl.bfloat16 == SHORT else 0x7E00, bits),)
+        words = words + (tl.where(floats[i] != floats[i], NAN, narrowed(floats[i], SHORT)),)
     if GROUPED and COUNT == 4 and SIZE == 4:
         store_words(plane + at * 4, words, inside, 16)
     elif GROUPED and COUNT == 4:

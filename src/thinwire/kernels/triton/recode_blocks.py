@@ -16,7 +16,7 @@ from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
 
 @triton.jit(do_not_specialize=CHANGING)
 def recode_kernel(
-    wire, out, table, cells, stride, world,
+    wire, out, levels, cells, stride, world,
     head0, head1, head2, key_low, key_high, numel_low, numel_high, dither_low, dither_high,
     full, length, span,
     scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
@@ -37,7 +37,7 @@ def recode_kernel(
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
     if program < tl.cdiv(full, T.rows):
         first = program.to(tl.int64) * T.rows
-        wires = wires_of(wire, offsets, stride, world, table, first, T)
+        wires = wires_of(wire, offsets, stride, world, levels, first, T)
         target = sections(out, offsets, first, T)
         if T.pieces:
             _recode_pieces(wires, target, dither, scale, first, wide(T.span), T)
@@ -45,7 +45,7 @@ def recode_kernel(
             _recode_tile(wires, target, cells, dither, scale, position(first, full, T.block, T.span, T), T, WORLD)
     elif TAIL:
         first = wide(full)
-        wires = wires_of(wire, offsets, stride, world, table, first, T)
+        wires = wires_of(wire, offsets, stride, world, levels, first, T)
         target = sections(out, offsets, first, T)
         if T.lloyd:
             at = position(first, full + 1, length, span, T.ragged)
@@ -59,7 +59,7 @@ def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD
     begun, odd = begin_sum(wires, at, T, WORLD)
     if anywhere(odd) == 0:
         one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-        _put_sum(usual_sum(begun, wires.table, T, WORLD), one, scale, target, cells, dither, at, T, False)
+        _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
     else:
         z, post = sum_any(wires, at, T)
         _put_sum(z, post, scale, target, cells, dither, at, T, True)
@@ -69,10 +69,7 @@ def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD
 def _put_sum(z, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
     """Encode a sum that `post` takes back to its own size, times `scale`."""
     if T.lloyd:
-        some = ()
-        for i in tl.static_range(T.size):
-            some = some + (kept(z[i], at, 0.0, T),)
-        tile, energy, up, post, bad = in_domain(some, post, ANY, T)
+        tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, ANY, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
         power = tl.div_rn(energy, codes_per_block(at, T))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.numbers import SIGN_BIT, bits_of, float_of, hash32
-from thinwire.kernels.triton.tiles import log2, partner, row_start
+from thinwire.kernels.triton.tiles import added, log2, partner, row_start
 
 
 @triton.jit
@@ -42,27 +42,18 @@ def _butterfly(tile, STRIDE: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _between_columns(tile, at, STRIDE: tl.constexpr, T: tl.constexpr):
     sign = tl.where((at.column & STRIDE) != 0, -1.0, 1.0)
-    done = ()
-    for i in tl.static_range(T.size):
-        turned = tl.fma(tile[i], sign, partner(tile[i], STRIDE, T))
-        if T.loose:
-            turned = tl.where(at.span > STRIDE, turned, tile[i])
-        done = done + (turned,)
-    return done
+    if T.loose:
+        return [tl.where(at.span > STRIDE, tl.fma(x, sign, partner(x, STRIDE, T)), x) for x in tile]
+    else:
+        return [tl.fma(x, sign, partner(x, STRIDE, T)) for x in tile]
 
 
 @triton.jit
 def square_sum(tile, T: tl.constexpr):
     """The sum of squares of every row, by the reference's tree, in all columns alike; (rows, columns)."""
-    squares = ()
-    for i in tl.static_range(T.size):
-        squares = squares + (tile[i] * tile[i],)
-    squares = _fold(squares, T.lanes, T.vector)
+    squares = _fold([x * x for x in tile], T.lanes, T.vector)
     for stage in tl.static_range(log2(T.columns)):
-        folded = ()
-        for v in tl.static_range(T.vector):
-            folded = folded + (squares[v] + partner(squares[v], T.columns >> (stage + 1), T),)
-        squares = folded
+        squares = [x + partner(x, T.columns >> (stage + 1), T) for x in squares]
     return _fold(squares, T.vector, 1)[0]
 
 
@@ -76,10 +67,7 @@ def _fold(tile, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _halved(tile, HALF: tl.constexpr):
-    folded = ()
-    for i in tl.static_range(HALF):
-        folded = folded + (tile[i] + tile[i + HALF],)
-    return folded
+    return added(tile[0:HALF], tile[HALF : 2 * HALF])
 
 
 @triton.jit

@@ -38,20 +38,12 @@ class Extent(NamedTuple):
 @triton.jit
 def extent_of(tile, at, T: tl.constexpr):
     """Of the columns that exist."""
-    sizes = ()
-    for i in tl.static_range(T.size):
-        sizes = sizes + (kept(size_bits(tile[i]), at, 0, T),)
-    peak = largest(sizes, T)
+    peak = largest(kept([size_bits(x) for x in tile], at, 0, T), T)
     low = tl.zeros((T.rows, T.columns), tl.float32)
     high = tl.zeros((T.rows, T.columns), tl.float32)
     if T.affine:
-        turned = ()
-        upright = ()
-        for i in tl.static_range(T.size):
-            turned = turned + (kept(-tile[i], at, float("-inf"), T),)
-            upright = upright + (kept(tile[i], at, float("-inf"), T),)
-        low = -largest(turned, T)
-        high = largest(upright, T)
+        low = -largest(kept([-x for x in tile], at, float("-inf"), T), T)
+        high = largest(kept(tile, at, float("-inf"), T), T)
     return Extent(peak, low, high)
 
 
@@ -83,22 +75,18 @@ def put_scaled(tile, extent, factor, post, target, keys, at, T: tl.constexpr):
     store_scale(target.scales, stored, at, T)
     if T.affine:
         store_scale(target.minima, stored_minimum, at, T)
-    values = ()
     if T.bits == 16:
         cast = _cast_values(tile, factor, scale, most, bad, T)
         store_halves(target.planes[0], cast, at, T)
-        for i in tl.static_range(T.size):
-            values = values + (cast[i].to(tl.float16).to(tl.float32),)
+        values = [x.to(tl.float16).to(tl.float32) for x in cast]
     elif T.cast:
         codes = _cast_codes(_cast_values(tile, factor, scale, most, bad, T), T)
         store_codes(target.planes, packed(codes, 0, T), bad, bad, at, T)
-        for i in tl.static_range(T.size):
-            values = values + (cast_value(codes[i], T),)
+        values = [cast_value(code, T) for code in codes]
     else:
         codes = _integer_codes(tile, factor, scale, minimum, most, keys, at, T)
         store_codes(target.planes, packed(codes, ROUNDER_BITS, T), bad, bad, at, T)
-        for i in tl.static_range(T.size):
-            values = values + (_integer_value(codes[i], T),)
+        values = [_integer_value(code, T) for code in codes]
     return stored, stored_minimum, values
 
 
@@ -200,29 +188,18 @@ def _integer_value(code, T: tl.constexpr):
 def _cast_values(tile, factor, scale, most, bad, T: tl.constexpr):
     """x * factor / scale, cut at `most`; zeros of a bad row."""
     near = inverse(scale)
-    values = ()
-    for i in tl.static_range(T.size):
-        value = tl.minimum(tl.maximum(tile[i] * factor * near, -most), most)
-        values = values + (tl.where(bad, 0.0, value),)
-    return values
+    return [tl.where(bad, 0.0, tl.minimum(tl.maximum(x * factor * near, -most), most)) for x in tile]
 
 
 @triton.jit
 def _cast_codes(values, T: tl.constexpr):
     """The bits of 8-bit floats, as int32."""
-    codes = ()
-    for i in tl.static_range(T.size):
-        if T.e4m3:
-            codes = codes + (values[i].to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32),)
-        else:
-            codes = codes + (values[i].to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32),)
-    return codes
+    KIND: tl.constexpr = tl.float8e4nv if T.e4m3 else tl.float8e5
+    return [value.to(KIND).to(tl.uint8, bitcast=True).to(tl.int32) for value in values]
 
 
 @triton.jit
 def cast_value(code, T: tl.constexpr):
     """The number of an 8-bit float's bits."""
-    if T.e4m3:
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
+    KIND: tl.constexpr = tl.float8e4nv if T.e4m3 else tl.float8e5
+    return code.to(tl.uint8).to(KIND, bitcast=True).to(tl.float32)

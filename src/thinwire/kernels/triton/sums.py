@@ -37,14 +37,14 @@ class Wires(NamedTuple):
     planes: Any
     stride: Any
     world: Any
-    table: Any  # signed levels, of Lloyd wires
+    levels: Any  # of Lloyd wires: the table of signed levels
 
 
 @triton.jit
-def wires_of(wire, offsets, stride, world, table, first, T: tl.constexpr):
+def wires_of(wire, offsets, stride, world, levels, first, T: tl.constexpr):
     """Where block `first` of all wires is."""
     scales, minima, planes = sections(wire, offsets, first, T)
-    return Wires(scales, minima, planes, stride, world, table)
+    return Wires(scales, minima, planes, stride, world, levels)
 
 
 # A sum has two steps, with a branch between them: what is loaded before it tells which way to go. Up to 8 wires are
@@ -69,7 +69,8 @@ def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
         z = _zeros(T)
         if T.affine:
             for w in tl.static_range(WORLD):
-                z = _add_minimum(z, float_of(minimum_bits[w]), T)
+                minimum = float_of(minimum_bits[w])
+                z = [x + minimum for x in z]
         for w in tl.static_range(WORLD):
             z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
         return z
@@ -106,21 +107,18 @@ def _sum_wires(wires, at, T: tl.constexpr):
         for w in range(wires.world):
             minimum = load_scale(wires.minima + w * wires.stride, at, T)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
-            z = _add_minimum(z, float_of(minimum), T)
+            z = [x + float_of(minimum) for x in z]
     for w in range(wires.world):
         bits = load_scale(wires.scales + w * wires.stride, at, T)
         odd = odd | _is_odd(bits).to(tl.int32)
-        z = _add_codes(z, _codes_of(wires, w, at, T), wires.table, float_of(bits), T, True)
+        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, float_of(bits), T, True)
     return z, odd
 
 
 @triton.jit
 def _codes_of(wires, w, at, T: tl.constexpr):
     """The words of wire w."""
-    planes = ()
-    for p in tl.static_range(len(T.planes)):
-        planes = planes + (wires.planes[p] + w * wires.stride,)
-    return load_codes(planes, at, T)
+    return load_codes([plane + w * wires.stride for plane in wires.planes], at, T)
 
 
 @triton.jit
@@ -133,13 +131,13 @@ def sum_any(wires, at, T: tl.constexpr):
         for w in range(wires.world):
             bits = load_scale(wires.scales + w * wires.stride, at, T)
             into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
-            minimum = float_of(load_scale(wires.minima + w * wires.stride, at, T))
-            z = _add_minimum(z, minimum * into * lower, T)
+            minimum = float_of(load_scale(wires.minima + w * wires.stride, at, T)) * into * lower
+            z = [x + minimum for x in z]
     for w in range(wires.world):
         bits = load_scale(wires.scales + w * wires.stride, at, T)
         into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
         scale = scale_size(bits) * into * lower
-        z = _add_codes(z, _codes_of(wires, w, at, T), wires.table, scale, T, False)
+        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, scale, T, False)
     return z, post
 
 
@@ -162,14 +160,6 @@ def scale_size(bits):
 def _is_odd(bits):
     """Neither zero nor a scale of the middle domain."""
     return (bits != 0) & ((bits < NORMAL_BITS) | (bits >= HUGE_BITS))
-
-
-@triton.jit
-def _add_minimum(z, minimum, T: tl.constexpr):
-    added = ()
-    for i in tl.static_range(T.size):
-        added = added + (z[i] + minimum,)
-    return added
 
 
 @triton.jit

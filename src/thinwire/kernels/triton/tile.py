@@ -141,11 +141,7 @@ class Tile:
         return replace(plain, lanes=lanes, vector=1, columns=columns, rows=1, loose=True)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self._text,))
+        return hash(self._text)
 
     @cached_property
     def _text(self) -> str:
@@ -173,11 +169,6 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     return found.loosened(LONG_COLUMNS) if lanes * vector * columns > MOST_CODES else found
 
 
-def fewest_lanes(bits: int) -> int:
-    """Codes that share a byte of the narrowest plane."""
-    return max(1, 8 // min(PLANES.get(bits, (8,))))
-
-
 def _ragged_lanes(kind: int) -> int:
     """Lanes of blocks of any length: their codes are a multiple of 8, but those of casts."""
     return 1 if kind == Kind.CAST else 8
@@ -185,7 +176,7 @@ def _ragged_lanes(kind: int) -> int:
 
 def _lanes(format: Format, wanted: int) -> int:
     """`wanted`, or the nearest number that cuts a block into whole groups of neighbours."""
-    lanes = fewest_lanes(format.bits)
+    lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane
     while lanes < wanted and format.block % (8 * lanes) == 0:
         lanes *= 2
     return lanes

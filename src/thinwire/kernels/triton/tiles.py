@@ -59,8 +59,7 @@ def row_start(row, STEP: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def load(pointer, at, T: tl.constexpr):
-    """The tile of a tensor of floats that starts at `pointer`, as fp32; zeros past the length of its blocks."""
-    pointer = pointer + at.first * T.block
+    """The tile of floats that starts at `pointer`, as fp32; zeros past the length of its blocks."""
     tile = ()
     for lane in tl.static_range(T.lanes):
         element = lane * at.span + at.column * T.vector
@@ -71,8 +70,7 @@ def load(pointer, at, T: tl.constexpr):
 
 @triton.jit
 def store(pointer, tile, at, T: tl.constexpr):
-    """Write a tile into a tensor of floats, in its dtype."""
-    pointer = pointer + at.first * T.block
+    """Write a tile of floats in the dtype of `pointer`."""
     for lane in tl.static_range(T.lanes):
         element = lane * at.span + at.column * T.vector
         inside = _before_end(element, at, T)
@@ -147,7 +145,7 @@ def packed(codes, BIAS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def pack(codes, p: tl.constexpr, bank: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr):
-    """The word of one bank. With one plane the biases are subtracted together, at the end: one operation a code."""
+    """The word of one bank. With one plane the biases are subtracted together, at the end: one operation per code."""
     WIDTH: tl.constexpr = T.planes[p]
     word = tl.zeros_like(codes[0])
     for v in tl.static_range(T.vector):
@@ -264,18 +262,16 @@ def added(a, b):
 @triton.jit
 def times(tile, factor):
     """tile * factor."""
-    done = ()
-    for i in tl.static_range(len(tile)):
-        done = done + (tile[i] * factor,)
-    return done
+    return [x * factor for x in tile]
 
 
 @triton.jit
-def kept(x, at, other, T: tl.constexpr):
-    """x, or `other` in columns that do not exist."""
-    if not T.whole:
-        x = tl.where(at.inside, x, other)
-    return x
+def kept(tile, at, other, T: tl.constexpr):
+    """The tile, with `other` in columns that do not exist."""
+    if T.whole:
+        return tile
+    else:
+        return [tl.where(at.inside, x, other) for x in tile]
 
 
 # --- between columns --------------------------------------------------------------------------------------------------
