@@ -174,7 +174,7 @@ def _place_on(value, inverse, b, low, high):
 
 @triton.jit
 def _clamp(x, low, high):
-    """NaN where x is."""
+    """x, brought into low..high; NaN where x is."""
     return tl.minimum(tl.maximum(x, low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
 
 

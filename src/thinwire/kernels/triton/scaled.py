@@ -28,7 +28,7 @@ LAST_POWER = tl.constexpr(2.0**127)
 
 
 class Extent(NamedTuple):
-    """The range of every row."""
+    """The range of the numbers in every row."""
 
     peak: Any  # bits of the largest |x|
     low: Any  # of affine rows only, as the next
@@ -37,7 +37,7 @@ class Extent(NamedTuple):
 
 @triton.jit
 def extent_of(tile, at, T: tl.constexpr):
-    """Of the columns that exist."""
+    """The range of the columns that exist."""
     peak = largest(kept([size_bits(x) for x in tile], at, 0, T), T)
     low = tl.zeros((T.rows, T.columns), tl.float32)
     high = tl.zeros((T.rows, T.columns), tl.float32)
@@ -49,7 +49,7 @@ def extent_of(tile, at, T: tl.constexpr):
 
 @triton.jit
 def no_extent(T: tl.constexpr):
-    """Of nothing, to be widened by the pieces of a block."""
+    """The range of nothing, to be widened by the pieces of a block."""
     low = tl.full((T.rows, T.columns), float("inf"), tl.float32)
     high = tl.full((T.rows, T.columns), float("-inf"), tl.float32)
     return Extent(tl.zeros((T.rows, T.columns), tl.int32), low, high)

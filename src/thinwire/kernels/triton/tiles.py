@@ -25,7 +25,7 @@ class Position(NamedTuple):
 
 @triton.jit
 def position(first, end, length, span, T: tl.constexpr):
-    """Of the tile of the blocks from `first` on, before `end`."""
+    """The position of the tile that holds the blocks from `first` on, before `end`."""
     row, column = rows_and_columns(T)
     inside = first + row < end
     if not T.whole:
@@ -35,7 +35,7 @@ def position(first, end, length, span, T: tl.constexpr):
 
 @triton.jit
 def piece(first, length, span, start, T: tl.constexpr):
-    """Of the columns from `start` on of block `first`, which is longer than a tile."""
+    """The position of the columns from `start` on of block `first`, which is worked on piece by piece."""
     row, column = rows_and_columns(T)
     column = column + start
     return Position(first, length, span, row, column, (row >= 0) & (column < span))
@@ -63,7 +63,7 @@ def load(pointer, at, T: tl.constexpr):
     tile = ()
     for lane in tl.static_range(T.lanes):
         element = lane * at.span + at.column * T.vector
-        inside = _before_end(element, at, T)
+        inside = at.inside & (element < at.length) if T.loose else at.inside
         tile = tile + load_floats(pointer, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
     return tile
 
@@ -73,17 +73,9 @@ def store(pointer, tile, at, T: tl.constexpr):
     """Write a tile of floats in the dtype of `pointer`."""
     for lane in tl.static_range(T.lanes):
         element = lane * at.span + at.column * T.vector
-        inside = _before_end(element, at, T)
+        inside = at.inside & (element < at.length) if T.loose else at.inside
         group = tile[lane * T.vector : (lane + 1) * T.vector]
         store_floats(pointer, group, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
-
-
-@triton.jit
-def _before_end(element, at, T: tl.constexpr):
-    inside = at.inside
-    if T.loose:
-        inside = inside & (element < at.length)
-    return inside
 
 
 @triton.jit
@@ -279,7 +271,7 @@ def kept(tile, at, other, T: tl.constexpr):
 
 @triton.constexpr_function
 def log2(n):
-    """Of a power of two."""
+    """The logarithm of a power of two."""
     return n.bit_length() - 1
 
 
