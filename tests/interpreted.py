@@ -23,7 +23,9 @@ import cases
 from thinwire import Identity, codec as make, use_backend
 
 Results = dict[str, Tensor]
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
 
 
 # --- what the interpreter does unlike a GPU ---------------------------------------------------------------------------
@@ -39,7 +41,8 @@ def mend() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter._convert_float = convert_float
-    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    patch_tensor = interpreter._patch_lang_tensor
+    patch_language = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:  # again for every call inside a kernel takes half the time
         seen = [module for module in (tl, tl.core) if any(module is each for each in function.__globals__.values())]
@@ -51,7 +54,8 @@ def mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor_and_index, patch_once
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter._patch_lang = patch_once
 
 
 def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -66,7 +70,8 @@ def fused(x: Any, y: Any, z: Any) -> Any:
 
     The product is exact in float64. Its sum with z is rounded to odd there, after which rounding to fp32 is right.
     """
-    product, added = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    product = x.astype(np.float64) * y.astype(np.float64)
+    added = z.astype(np.float64)
     total = product + added
     back = total - product
     lost = (product - (total - back)) + (added - back)
@@ -118,7 +123,8 @@ CASES = [
 
 def acts_of(case: Case, n: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Results]]]:
     """What is run by both backends, by name."""
-    codec, block = make(case.codec), min(cases.block_of(make(case.codec)), 256)
+    codec = make(case.codec)
+    block = min(cases.block_of(codec), 256)
     narrow = F32 if dtype == torch.float64 else dtype
     xs = [cases.mixed(n, block, narrow, rank, seed=n).to(dtype) for rank in range(max(case.worlds))]
     residual = cases.mixed(n, block, F32, 77, seed=n + 1)
@@ -140,7 +146,8 @@ def _encode_with_residual(codec: Any, x: Tensor, residual: Tensor) -> Results:
 
 
 def _at_odd_addresses(codec: Any, x: Tensor, residual: Tensor, wires_WN: Tensor) -> Results:
-    x, carried = cases.shifted(x), cases.shifted(residual)
+    x = cases.shifted(x)
+    carried = cases.shifted(residual)
     wire, recoded = (cases.shifted(wires_WN[0]).fill_(cases.GARBAGE) for _ in range(2))
     codec.encode(x, wire, step=1, residual=carried)
     odd_WN = cases.shifted(wires_WN.reshape(-1)).view(wires_WN.shape)
@@ -166,7 +173,8 @@ def difference(act: Callable[[], Results]) -> str:
 
 def survivors(name: str) -> list[str]:
     """Operations on wires of which one has a broken header that give a number instead of NaN."""
-    codec, n = make(name), 70
+    codec = make(name)
+    n = 70
     wires_WN = cases.wires_of(codec, [torch.ones(n), torch.zeros(n)])
     wires_WN[1, 6] ^= 1  # a reserved byte
     with use_backend("triton"):

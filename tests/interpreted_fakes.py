@@ -22,20 +22,8 @@ SHAPES = [  # (outer, channels, inner): tiles by row and by column, whole and cu
     *((9, 6, 1), (200, 5, 1), (70, 3, 2), (3, 130, 3)),
 ]
 SPECIAL = (
-    torch.nan,
-    torch.inf,
-    -torch.inf,
-    0.0,
-    -0.0,
-    1e4,
-    -1e4,
-    0.0625,
-    0.1875,
-    -0.9375,
-    -1.0,
-    -1.0625,
-    0.875,
-    0.9375,
+    *(torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e4, -1e4),
+    *(0.0625, 0.1875, -0.9375, -1.0, -1.0625, 0.875, 0.9375),  # on the grid's edges and halfway between its points
 )
 BAD_SCALES = (-1.0, 0.0, torch.inf, torch.nan, 1e-40)
 GRIDS = [Grid(-8, 7), Grid(-8, 7, paper=True), Grid(0, 15, offset=True), Grid(0, 255, offset=True, paper=True)]
@@ -51,7 +39,8 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, grid: Grid) -> tuple[T
     scale[0] = 0.125
     shift = torch.randn(channels, generator=generator) * (0.3 if grid.offset else 8)
     if channels > len(BAD_SCALES) + 2:
-        scale[1 : 1 + len(BAD_SCALES)], shift[-1] = torch.tensor(BAD_SCALES), torch.nan
+        scale[1 : 1 + len(BAD_SCALES)] = torch.tensor(BAD_SCALES)
+        shift[-1] = torch.nan
     return x, g, scale, shift
 
 
@@ -59,7 +48,8 @@ def differences(shape: tuple[int, int, int], dtype: torch.dtype, grid: Grid, shi
     """What the kernels do unlike the reference. Sums of fp32 numbers may differ by their order."""
     x, g, scale, shift = made(shape, dtype, grid)
     parameters = (scale, shift if shifted else None)
-    ys, dxs = [torch.empty_like(x) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+    ys = [torch.empty_like(x) for _ in range(2)]
+    dxs = [torch.empty_like(x) for _ in range(2)]
     sums = [torch.zeros(2, shape[1]) for _ in range(2)]
     for backend, y, dx, ds in zip((reference, triton), ys, dxs, sums, strict=True):
         backend.fake_quantize(grid, x, *parameters, y)

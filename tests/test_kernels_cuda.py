@@ -32,7 +32,8 @@ def tensors_of(codec: Codec, n: int, seed: int = 0) -> Tensors:
     xs = [cases.content("gaussian", n, seed=10 * seed + rank) for rank in range(2)]
     with use_backend("reference"):
         wires_WN = cases.wires_of(codec, xs, step=2)
-    blank, garbage = torch.full((n,), torch.nan), torch.full_like(wires_WN[0], cases.GARBAGE)
+    blank = torch.full((n,), torch.nan)
+    garbage = torch.full_like(wires_WN[0], cases.GARBAGE)
     read = {"x": xs[0], "residual": xs[1], "wires": wires_WN}
     wires = ("wire", "carried", "recoded", "recoded by headers")
     outs = ("decoded", "decoded by header", "sum", "sum by headers", "again")
@@ -51,7 +52,8 @@ def fill(tensors: Tensors, contents: Tensors) -> None:
 
 def run_all(codec: Codec, t: Tensors) -> None:
     """Every operation, with keys by step and from headers; one reads what another wrote."""
-    n, wires_WN = t["x"].numel(), t["wires"]
+    n = t["x"].numel()
+    wires_WN = t["wires"]
     codec.encode(t["x"], t["wire"], step=1)
     codec.encode(t["x"], t["carried"], step=1, residual=t["residual"])
     codec.decode(wires_WN[1], t["decoded"], step=2)
@@ -111,7 +113,8 @@ def test_a_graph_gives_the_bytes_of_an_eager_call(codec: Codec, n: int) -> None:
 @pytest.mark.parametrize("codec", CAPTURED, ids=str)
 def test_work_is_ordered_by_the_current_stream(codec: Codec) -> None:
     contents = tensors_of(codec, 40_003, seed=4)
-    source, tensors = on_device(contents), on_device(tensors_of(codec, 40_003))
+    source = on_device(contents)
+    tensors = on_device(tensors_of(codec, 40_003))
     run_all(codec, tensors)  # compiles
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -146,7 +149,8 @@ def test_long_blocks_of_long_tensors(codec: Codec, place: Place) -> None:
 
 # --- headers ----------------------------------------------------------------------------------------------------------
 
-KEY, LENGTH = 16, 24  # where the header has them
+KEY = 16  # where the header has it, as the next
+LENGTH = 24
 HEADER = (0, 1, 2, 3, 4, 5, 8, 11, LENGTH, 31)  # magic, version, kind, bits, variant, block, length
 
 
@@ -189,7 +193,8 @@ def test_a_wire_that_is_not_rotated_has_no_key() -> None:
 
 def test_a_known_step_stands_in_for_headers() -> None:
     """They are not read then."""
-    codec, n = Lloyd(4), 777
+    codec = Lloyd(4)
+    n = 777
     x = cases.content("gaussian", n).to(CUDA)
     wire = cases.wire_of(codec, x, step=9)
     want = cases.decoded(codec, wire, n)
@@ -201,7 +206,8 @@ def test_a_known_step_stands_in_for_headers() -> None:
 
 # --- beyond 2**31 elements --------------------------------------------------------------------------------------------
 
-LONG, NEAR = 2**31 + 4099, 2**31 - 4096  # the region from NEAR on is compared bit for bit
+LONG = 2**31 + 4099
+NEAR = 2**31 - 4096  # the region from here on is compared bit for bit
 HUGE = [BlockInt(8), BlockInt(4, 32, rounding="stochastic"), Lloyd(4)]
 each_huge = pytest.mark.parametrize("codec", HUGE, ids=str)
 
@@ -219,7 +225,8 @@ def long_tensor() -> Iterator[Tensor]:
 
 def last_spans(layout: Layout) -> list[reference._Span]:
     """The blocks from NEAR on."""
-    block, full = layout.format.block, layout.numel // layout.format.block
+    block = layout.format.block
+    full = layout.numel // block
     first = NEAR // block
     spans = [reference._Span(first * block, full * block, full - first, block)]
     return [*spans, reference._Span(full * block, LONG, 1, layout.tail)] if full < layout.num_blocks else spans
@@ -227,7 +234,8 @@ def last_spans(layout: Layout) -> list[reference._Span]:
 
 def sections(layout: Layout, wire: Tensor, spans: Sequence[reference._Span], lo: int) -> Tensors:
     """Scales and codes of as many blocks as the spans have, from element `lo` on."""
-    blocks, codes = sum(s.num_blocks for s in spans), sum(s.num_blocks * s.codes for s in spans)
+    blocks = sum(s.num_blocks for s in spans)
+    codes = sum(s.num_blocks * s.codes for s in spans)
     at = layout.scales_at + 2 * (lo // layout.format.block)
     found = {"scales": wire[at : at + 2 * blocks]}
     for width, start in layout.planes:
@@ -272,7 +280,8 @@ def test_bytes_beyond_two_billion_are_the_references(codec: Codec, long_tensor: 
     spans = last_spans(layout)
     lo = spans[0].lo
     wire = cases.wire_of(codec, long_tensor, step=1)
-    again, want = torch.empty_like(wire), torch.empty_like(wire)
+    again = torch.empty_like(wire)
+    want = torch.empty_like(wire)
     y, total = (torch.empty(LONG, device=CUDA) for _ in range(2))
     with patch.object(reference, "_spans", lambda layout: spans):
         reference.encode(how, long_tensor, want, None, **keys_of(codec, hashing.DITHER))
@@ -291,7 +300,8 @@ def test_bytes_beyond_two_billion_are_the_references(codec: Codec, long_tensor: 
 @each_huge
 def test_residuals_beyond_two_billion(codec: Codec, long_tensor: Tensor) -> None:
     residual = torch.ones(LONG, device=CUDA)
-    wire, y = cases.wire_of(codec, long_tensor, step=1, residual=residual), torch.empty(LONG, device=CUDA)
+    wire = cases.wire_of(codec, long_tensor, step=1, residual=residual)
+    y = torch.empty(LONG, device=CUDA)
     codec.decode(wire, y)
     for part in (slice(0, 5000), slice(2**30, 2**30 + 5000), slice(NEAR, LONG)):
         cases.assert_same(residual[part].cpu(), (long_tensor[part].float() + 1 - y[part]).cpu(), f"residual {part}")

@@ -7,7 +7,8 @@ import pytest
 
 from programs import Ended
 
-HERE, APART = Path(__file__).parent, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+HERE = Path(__file__).parent
+APART = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 PROGRAMS = [
     *(
         pytest.param(marks=pytest.mark.program(HERE / "interpreted.py", half, **APART), id=half)

@@ -1,8 +1,9 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
-tile.py says how a program holds its blocks, blocks.py and plain.py are the kernels of the codecs, launch.py starts them
-in the configuration that tuning.py found; fake.py and fake_launch.py do the same for fake quantisation. Under Triton's
-interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests of their logic.
+tile.py says how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are the
+kernels of the codecs; launch.py starts them in the configuration that tuning.py found. fake.py and fake_launch.py do
+the same for fake quantisation. Under Triton's interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for
+tests of their logic.
 """
 
 import importlib.util
@@ -21,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def serves(device: torch.device) -> bool:
-    """CUDA tensors."""
+    """Whether a tensor on `device` is one for these kernels: CUDA tensors, under the interpreter those of the CPU."""
     return device.type == ("cpu" if INTERPRETED else "cuda")
 
 
@@ -46,7 +47,7 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
     if not _has(how.format, x.device):
         reference.encode(how, x, wire, residual, rotation=rotation, dither=dither)
         return
-    launch, tuning = _modules()
+    launch, _, tuning = _modules()
     op = "encode" if residual is None else "encode_residual"
     config = tuning.choose(op, how, x.dtype, x.device, x.numel())
     launch.encode(how, x, wire, residual, rotation, dither, config)
@@ -57,7 +58,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
     if not _has(format, out.device):
         reference.decode_sum(format, wires_WN, out, scale=scale, rotation=rotation)
         return
-    launch, tuning = _modules()
+    launch, _, tuning = _modules()
     config = tuning.choose("decode_sum", decoding(format), out.dtype, out.device, out.numel(), wires_WN.shape[0])
     launch.decode_sum(format, wires_WN, out, scale, rotation, config)
 
@@ -69,7 +70,7 @@ def recode(
     if not _has(how.format, wire.device):
         reference.recode(how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         return
-    launch, tuning = _modules()
+    launch, _, tuning = _modules()
     config = tuning.choose("recode", how, torch.float32, wire.device, numel, wires_WN.shape[0])
     launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
 
@@ -79,7 +80,9 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
         return
-    _fakes(x_OCI.device).fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
+    _, fake_launch, tuning = _modules()
+    tuning.meet(x_OCI.device)
+    fake_launch.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
 
 
 def fake_quantize_grad(
@@ -98,14 +101,9 @@ def fake_quantize_grad(
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize_grad(grid, *tensors, factor=factor)
         return
-    _fakes(x_OCI.device).fake_quantize_grad(grid, *tensors, factor)
-
-
-def _fakes(device: torch.device) -> ModuleType:
-    from thinwire.kernels.triton import fake_launch, tuning
-
-    tuning.meet(device)
-    return fake_launch
+    _, fake_launch, tuning = _modules()
+    tuning.meet(x_OCI.device)
+    fake_launch.fake_quantize_grad(grid, *tensors, factor)
 
 
 def _has(format: Format, device: torch.device) -> bool:
@@ -121,7 +119,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def _modules() -> tuple[ModuleType, ModuleType]:
-    from thinwire.kernels.triton import launch, tuning
+def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    from thinwire.kernels.triton import fake_launch, launch, tuning
 
-    return launch, tuning
+    return launch, fake_launch, tuning

@@ -2,9 +2,9 @@
 
 A tensor (outer, channels, inner) is a matrix, and a program takes `steps` tiles of ROWS x COLUMNS of it. BY_ROW the
 rows are outer times channels, a row has one channel, and the tiles are neighbours in their rows; else the columns are
-channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once a
-program, and so is the sum over its tiles written, a number for each of its rows or columns: [Note: Partial sums] in
-fake_launch.py.
+channels times inner, a column has one channel, and the tiles follow each other down. So scale and shift are read once
+per program, and the sum over its tiles is written once, a number for each of its rows or columns: [Note: Partial sums]
+in fake_launch.py.
 """
 
 import triton
@@ -17,26 +17,13 @@ _PLAIN = ("rows", "channels", "inner", "steps")  # of `columns` it matters wheth
 
 @triton.jit(do_not_specialize=_PLAIN)
 def forward_kernel(
-    x,
-    out,
-    scale,
-    shift,
-    rows,
-    columns,
-    channels,
-    inner,
-    steps,
-    quant_min,
-    quant_max,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    FAR: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    x, out, scale, shift,
+    rows, columns, channels, inner, steps, quant_min, quant_max,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
+    SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     """out = y. FAR: a tile reaches over 2**31 elements; SHIFT: there is one, and by OFFSET it is an offset."""
-    row, column, _place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    row, column, _place, _parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
     for _ in range(steps):
@@ -48,31 +35,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=_PLAIN)
 def backward_kernel(
-    x,
-    grad,
-    dx,
-    partial,
-    scale,
-    shift,
-    rows,
-    columns,
-    channels,
-    inner,
-    steps,
-    quant_min,
-    quant_max,
-    factor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    FAR: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    PAPER: tl.constexpr,
-    WANT_DX: tl.constexpr,
-):
+    x, grad, dx, partial, scale, shift,
+    rows, columns, channels, inner, steps, quant_min, quant_max, factor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, FAR: tl.constexpr,
+    SHIFT: tl.constexpr, OFFSET: tl.constexpr, PAPER: tl.constexpr, WANT_DX: tl.constexpr,
+):  # fmt: skip
     """dx and the program's part of ds, and with a SHIFT of db or dz; PAPER chooses what is outside."""
-    row, column, place = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
+    row, column, place, parts = _first(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
     channel, known = _channels(row, column, rows, columns, channels, inner, ROWS, COLUMNS, BY_ROW)
     s, inverse, b, low, high = _grid(scale, shift, channel, known, quant_min, quant_max, BY_ROW, SHIFT, OFFSET)
     ds = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -97,7 +66,6 @@ def backward_kernel(
         below = below * factor
         if not OFFSET:
             below = below * -tl.reshape(s, below.shape)
-        parts = _parts(rows, columns, steps, ROWS, COLUMNS, BY_ROW)
         tl.store(partial + parts + place, below, known)
     else:
         total = tl.sum(ds, AXIS)
@@ -109,27 +77,21 @@ def backward_kernel(
 
 @triton.jit
 def _first(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """First row and column of the first tile, and where its sums go."""
+    """First row and column of the first tile, where its sums go, and how many numbers there are for each sum."""
     program = tl.program_id(0).to(tl.int64)
     if BY_ROW:
         strips = tl.cdiv(tl.cdiv(columns, COLUMNS), steps)
-        row, column = (program // strips) * ROWS, (program % strips) * steps * COLUMNS
+        row = (program // strips) * ROWS
+        column = (program % strips) * steps * COLUMNS
         place = (row + tl.arange(0, ROWS)) * strips + program % strips
+        parts = strips.to(tl.int64) * rows
     else:
         across = tl.cdiv(columns, COLUMNS)
-        row, column = (program // across) * steps * ROWS, (program % across) * COLUMNS
+        row = (program // across) * steps * ROWS
+        column = (program % across) * COLUMNS
         place = (program // across) * columns + column + tl.arange(0, COLUMNS)
-    return row, column, place
-
-
-@triton.jit
-def _parts(rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr):
-    """How many numbers all programs leave for one sum."""
-    if BY_ROW:
-        count = tl.cdiv(tl.cdiv(columns, COLUMNS), steps).to(tl.int64) * rows
-    else:
-        count = tl.cdiv(tl.cdiv(rows, ROWS), steps).to(tl.int64) * columns
-    return count
+        parts = tl.cdiv(tl.cdiv(rows, ROWS), steps).to(tl.int64) * columns
+    return row, column, place, parts
 
 
 @triton.jit
@@ -144,7 +106,8 @@ def _next(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.con
 @triton.jit
 def _tile(row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FAR: tl.constexpr):
     """Where the tile starts, offsets from there, which of them are inside, and whether all are."""
-    down, right = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    down = tl.arange(0, ROWS)[:, None]
+    right = tl.arange(0, COLUMNS)[None, :]
     inside = (row + down < rows) & (column + right < columns)
     whole = (row + ROWS <= rows) & (column + COLUMNS <= columns)
     if ROWS == 1:
@@ -163,7 +126,7 @@ def _tile(row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 def _channels(
     row, column, rows, columns, channels, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr
 ):
-    """The channel of every row, or column, and which there are. One long division a program, short ones after it."""
+    """The channel of every row, or column, and which there are. One long division per program, short ones after it."""
     if BY_ROW:
         down = tl.arange(0, ROWS)
         channel = ((row % channels).to(tl.int32) + down) % channels.to(tl.int32)
@@ -177,21 +140,15 @@ def _channels(
 
 @triton.jit
 def _grid(
-    scale,
-    shift,
-    channel,
-    known,
-    quant_min,
-    quant_max,
-    BY_ROW: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    scale, shift, channel, known, quant_min, quant_max,
+    BY_ROW: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
     """s, 1 / s, b, lo and hi of channels, to be broadcast."""
     s = tl.load(scale + channel, known, other=1.0)
     inverse = tl.div_rn(1.0, s)
     good = (s > 0) & (s < float("inf")) & (inverse < float("inf"))
-    b, z = tl.zeros_like(s), tl.zeros_like(s)
+    b = tl.zeros_like(s)
+    z = tl.zeros_like(s)
     if SHIFT:
         value = tl.load(shift + channel, known, other=0.0)
         if OFFSET:
@@ -202,13 +159,7 @@ def _grid(
     s = tl.where(good, s, float("nan"))
     inverse = tl.where(good, inverse, float("nan"))
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    return (
-        tl.expand_dims(s, AXIS),
-        tl.expand_dims(inverse, AXIS),
-        tl.expand_dims(b, AXIS),
-        tl.expand_dims(quant_min - z, AXIS),
-        tl.expand_dims(quant_max - z, AXIS),
-    )
+    return [tl.expand_dims(x, AXIS) for x in (s, inverse, b, quant_min - z, quant_max - z)]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -223,7 +174,7 @@ def _place_on(value, inverse, b, low, high):
 
 @triton.jit
 def _clamp(x, low, high):
-    """NaN where x is."""
+    """x, brought into low..high; NaN where x is."""
     return tl.minimum(tl.maximum(x, low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
 
 

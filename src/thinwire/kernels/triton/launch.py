@@ -1,4 +1,4 @@
-"""From a request to a launch: tiles, grids and arguments. Only here, and for fake quantisation in
+"""From a request to a launch: tiles, grids and arguments. Only here, in prepared.py, and for fake quantisation in
 fake_launch.py, this room touches tensors."""
 
 import struct
@@ -12,14 +12,19 @@ from torch import Tensor
 
 from thinwire.kernels import reference
 from thinwire.kernels.schema import LLOYD, Encoding, decoding
-from thinwire.kernels.triton import INTERPRETED, blocks, plain
+from thinwire.kernels.triton import INTERPRETED, plain
+from thinwire.kernels.triton.decode_blocks import decode_kernel
+from thinwire.kernels.triton.encode_blocks import encode_kernel
+from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
 from thinwire.wire import Format, Kind, Layout
 
 MOST_UNROLLED = 8  # wires; sums of more are loops
-_PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # a program, of wires without blocks
+_PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
 _PLAIN_WARPS = 8
 _SHORT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_BLOCK_KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "recode": recode_kernel}
 _SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
 
 
@@ -39,28 +44,15 @@ def encode(
 ) -> None:
     """See schema.Backend."""
     layout = how.format.layout(x.numel())
-    carried = x if residual is None else residual
     if not how.format.block:
-        _encode_plain(layout, x, wire, residual, raw=residual is None and how.format.kind == Kind.IDENTITY)
+        _encode_plain(layout, x, wire, residual)
         return
+    carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
-    shape = _shape(how, layout, config, wire.data_ptr() % 16, 0, grouped)
-    run(
-        blocks.encode_kernel,
-        shape.grid,
-        (
-            *(x, carried, wire, _cells(_table(how.format), x.device)),
-            *(
-                *_head(layout)[:3],
-                *_halves(rotation if how.format.rotated else 0),
-                *_head(layout)[6:],
-                *_halves(dither),
-            ),
-            *(*shape.tail, *shape.frame, *shape.planes, *shape.ends, shape.root, shape.tail_root),
-        ),
-        {"T": shape.tile, "TAIL": shape.ragged, "RESIDUAL": residual is not None},
-        shape.warps,
-    )
+    wire_at = wire.data_ptr() % 16
+    launch = _blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, RESIDUAL=residual is not None)
+    key = rotation if how.format.rotated else 0
+    launch(x=x, residual=carried, wire=wire, **_halves("key", key), **_halves("dither", dither))
 
 
 def decode_sum(
@@ -68,42 +60,24 @@ def decode_sum(
 ) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = format.layout(out.numel())
-    world, stride = wires_WN.shape[0], wires_WN.stride(0)
+    world = wires_WN.shape[0]
+    stride = wires_WN.stride(0)
+    wires = {"wire": wires_WN, "stride": stride, "world": world}
+    at = (wires_WN.data_ptr() % 16, stride % 16)
     check = rotation is None
     if not format.block:
-        run(
-            plain.decode_plain,
-            _plain_grid(4 * layout.numel),
-            (wires_WN, out, stride, world, *_plain_head(layout), layout.numel, layout.planes[0][1], float(scale)),
-            {
-                "SHORT": _SHORT[layout.plain_dtype],
-                "GROUPED": _grouped(out) and (wires_WN.data_ptr() | stride) % 16 == 0,
-                "CHECK": check,
-            },
-            _PLAIN_WARPS,
-        )
+        grouped = _grouped(out) and at == (0, 0)
+        launch = _plain("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
+        launch(**wires, out=out, scale=float(scale))
         return
-    shape = _shape(decoding(format), layout, config, wires_WN.data_ptr() % 16, stride % 16, _grouped(out))
-    norm, tail_norm = reference.f32(scale), reference.f32(scale)
+    constants = {"WORLD": _unrolled(world), "CHECK": check, "CALM": abs(scale) * world < _SMALL_NORM}
+    launch = _blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
+    norm = reference.f32(scale)
+    norms = {"norm": norm, "tail_norm": norm}
     if format.rotated:
-        norm, tail_norm = norm * shape.root, tail_norm * shape.tail_root
-    run(
-        blocks.decode_kernel,
-        shape.grid,
-        (
-            *(wires_WN, out, _levels(_table(format), out.device), stride, world),
-            *(*_head(layout)[:3], *_halves(rotation or 0), *_head(layout)[6:]),
-            *(*shape.tail, shape.frame[0], shape.frame[2], *shape.planes, norm, tail_norm),
-        ),
-        {
-            "T": shape.tile,
-            "TAIL": shape.ragged,
-            "WORLD": world if world <= MOST_UNROLLED else 0,
-            "CHECK": check,
-            "CALM": abs(scale) * world < _SMALL_NORM,
-        },
-        shape.warps,
-    )
+        root, tail_root = _roots(layout)
+        norms = {"norm": norm * root, "tail_norm": norm * tail_root}
+    launch(**wires, out=out, **_halves("key", rotation or 0), **norms)
 
 
 def recode(
@@ -118,103 +92,118 @@ def recode(
 ) -> None:
     """See schema.Backend; with rotation None the kernel reads the headers."""
     layout = how.format.layout(numel)
-    world, stride = wires_WN.shape[0], wires_WN.stride(0)
+    world = wires_WN.shape[0]
+    stride = wires_WN.stride(0)
+    wires = {"wire": wires_WN, "stride": stride, "world": world}
+    at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stride % 16)
     check = rotation is None
     if not how.format.block:
-        run(
-            plain.recode_plain,
-            _plain_grid(4 * numel),
-            (wires_WN, wire, stride, world, *_plain_head(layout), numel, *_plain_ends(layout), float(scale)),
-            {
-                "SHORT": _SHORT[layout.plain_dtype],
-                "GROUPED": (wires_WN.data_ptr() | stride | wire.data_ptr()) % 16 == 0,
-                "CHECK": check,
-            },
-            _PLAIN_WARPS,
-        )
+        launch = _plain("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
+        launch(**wires, out=wire, scale=float(scale))
         return
-    shape = _shape(how, layout, config, (wires_WN.data_ptr() | wire.data_ptr()) % 16, stride % 16)
-    run(
-        blocks.recode_kernel,
-        shape.grid,
-        (
-            *(
-                wires_WN,
-                wire,
-                _levels(_table(how.format), wire.device),
-                _cells(_table(how.format), wire.device),
-                stride,
-                world,
-            ),
-            *(*_head(layout)[:3], *_halves(rotation or 0), *_head(layout)[6:], *_halves(dither)),
-            *(*shape.tail, *shape.frame, *shape.planes, *shape.ends, float(scale)),
-        ),
-        {
-            "T": shape.tile,
-            "TAIL": shape.ragged,
-            "WORLD": world if world <= MOST_UNROLLED else 0,
-            "CHECK": check,
-        },
-        shape.warps,
-    )
+    launch = _blocks("recode", how, layout, config, wire.device, *at, WORLD=_unrolled(world), CHECK=check)
+    keys = {**_halves("key", rotation or 0), **_halves("dither", dither)}
+    launch(**wires, out=wire, **keys, scale=float(scale))
 
 
-def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None, *, raw: bool) -> None:
-    if raw:
+def _unrolled(world: int) -> int:
+    """The wires a kernel is compiled for; 0 for any number."""
+    return world if world <= MOST_UNROLLED else 0
+
+
+def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
+    if residual is None and layout.format.kind == Kind.IDENTITY:
         whole = (x.data_ptr() | wire.data_ptr()) % 16 == 0
-        run(
-            plain.encode_raw,
-            _plain_grid(x.nbytes if whole else 16 * x.nbytes),
-            (x, wire, *_plain_head(layout), x.nbytes, *_plain_ends(layout)),
-            {"WHOLE": whole},
-            _PLAIN_WARPS,
-        )
+        launch = _plain("encode_raw", layout, x.device, x.nbytes if whole else 16 * x.nbytes, WHOLE=whole)
+        launch(x=x, wire=wire)
         return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
-    run(
-        plain.encode_plain,
-        _plain_grid(4 * layout.numel),
-        (x, carried, wire, *_plain_head(layout), layout.numel, *_plain_ends(layout)),
-        {"SHORT": _SHORT[layout.plain_dtype], "GROUPED": grouped, "RESIDUAL": residual is not None},
-        _PLAIN_WARPS,
-    )
+    constants = {"GROUPED": grouped, "RESIDUAL": residual is not None}
+    launch = _plain("encode_plain", layout, x.device, 4 * layout.numel, **constants)
+    launch(x=x, residual=carried, wire=wire)
 
 
-# [Note: Launching again] Triton's own way from arguments to a compiled kernel takes tens of microseconds of the host,
-# more than a small message takes of the GPU. So a kernel found that way is kept by what Triton distinguishes:
-# dtypes, pointers on 16 bytes or not, integers that are 1, multiples of 16, or longer than 32 bits.
-_found: dict[tuple[Any, ...], Any] = {}
+# --- arguments that do not change from call to call -------------------------------------------------------------------
 
 
-def run(kernel: Any, grid: int, args: tuple[Any, ...], constants: dict[str, Any], warps: int, kind: Any = None) -> None:
-    """Start a kernel on the device of its first argument; constants are in the order of its parameters.
+@lru_cache(maxsize=4096)
+def _blocks(
+    kernel: str,
+    how: Encoding,
+    layout: Layout,
+    config: Config,
+    device: torch.device,
+    wire_at: int,
+    stride: int,
+    grouped: bool = False,
+    **constants: Any,
+) -> Prepared:
+    """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16."""
+    T = _tile(how, layout, config, wire_at, stride, grouped)
+    full = layout.numel // layout.format.block
+    ragged = full < layout.num_blocks
+    root, tail_root = _roots(layout)
+    table = layout.format.bits if layout.format.kind == Kind.LLOYD else 0
+    known = {
+        **_frame(layout),
+        "full": full,
+        "length": layout.numel - full * layout.format.block,
+        "span": layout.tail // T.ragged.lanes,
+        "root": root,
+        "tail_root": tail_root,
+        "levels": _levels(table, device),
+        "cells": _cells(table, device),
+    }
+    constants = {"T": T if INTERPRETED else _Known(T), "TAIL": ragged, **constants}
+    grid = max(1, -(-full // T.rows) + ragged)
+    return Prepared(_BLOCK_KERNELS[kernel], device, grid, LONG_WARPS if T.pieces else config.warps, known, constants)
 
-    `kind` stands for constants and arguments, if the caller knows a shorter way to say what Triton distinguishes.
-    """
-    device = args[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            run(kernel, grid, args, constants, warps, kind)
-        return
-    key = (kernel, device, warps, kind or (*constants.values(), *map(_kind, args)))
-    found = _found.get(key)
-    if found is not None:
-        found[grid, 1, 1](*args, *constants.values())
-        return
-    found = kernel[(grid,)](*args, **constants, num_warps=warps, enable_fp_fusion=False)
-    if found is not None:  # the interpreter compiles nothing
-        assert kernel.arg_names[len(args) :] == list(constants)
-        _found[key] = found
+
+def _tile(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
+    aligned = wire_at % 4 == 0 and stride % 4 == 0
+    words = tuple(aligned and at % 4 == 0 for _, at in layout.planes)
+    if layout.format.bits == 16:
+        words = (wire_at % 8 == 0 and stride % 8 == 0,)
+    even = wire_at % 2 == 0 and stride % 2 == 0
+    return tile(how, lanes=config.lanes, threads=32 * config.warps, words=words, grouped=grouped, even=even)
 
 
-def _kind(value: Any) -> Any:
-    """What Triton distinguishes in an argument. [Note: Launching again]"""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, value.bit_length() < 32, value.bit_length() < 64
-    return type(value)
+@lru_cache(maxsize=4096)
+def _plain(kernel: str, layout: Layout, device: torch.device, work: int, **constants: bool) -> Prepared:
+    """A kernel of wires without blocks that has `work` bytes to do."""
+    known = {**_frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
+    constants = {"SHORT": _SHORT[layout.plain_dtype], **constants}
+    return Prepared(getattr(plain, kernel), device, max(1, -(-work // _PLAIN_BYTES)), _PLAIN_WARPS, known, constants)
+
+
+def _frame(layout: Layout) -> dict[str, int]:
+    """The header's words but those of the key, as signed numbers, and where sections start and end."""
+    head0, head1, head2, _, _, _, numel_low, numel_high = struct.unpack("<8i", layout.header())
+    offsets = [at for _, at in layout.planes]
+    width, last = layout.planes[-1]
+    return {
+        "head0": head0,
+        "head1": head1,
+        "head2": head2,
+        "numel_low": numel_low,
+        "numel_high": numel_high,
+        "scales_at": layout.scales_at,
+        "scales_end": layout.scales_at + 2 * layout.num_blocks,
+        "minima_at": layout.minima_at,
+        "minima_end": layout.minima_at + (2 * layout.num_blocks if layout.affine else 0),
+        **{f"plane{p}": offsets[p] if p < len(offsets) else 0 for p in range(3)},
+        "codes_end": last + layout.num_codes * width // 8,
+        "nbytes": layout.nbytes,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _roots(layout: Layout) -> tuple[float, float]:
+    """1 / sqrt(codes) of a full block and of the short last one; 1 where codes are not levels."""
+    if layout.format.kind != Kind.LLOYD:
+        return 1.0, 1.0
+    return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0
 
 
 class _Known:
@@ -239,92 +228,17 @@ class _Known:
         return repr(self._tile)
 
 
-# --- what a launch needs ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The arguments that follow from layout, alignment and configuration."""
-
-    tile: Tile | _Known
-    grid: int
-    ragged: bool  # whether there is a short last block
-    tail: tuple[int, int, int]  # full blocks; elements and span of the short one
-    frame: tuple[int, int, int, int]  # scales, their end, minima, their end
-    planes: tuple[int, int, int]
-    ends: tuple[int, int]  # of codes and wire
-    root: float  # 1 / sqrt(codes of a block)
-    tail_root: float
-    warps: int
-
-
-@lru_cache(maxsize=4096)
-def _shape(
-    how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int = 0, grouped: bool = False
-) -> _Shape:
-    aligned = wire_at % 4 == 0 and stride % 4 == 0
-    words = tuple(aligned and at % 4 == 0 for _, at in layout.planes)
-    if layout.format.bits == 16:
-        words = (wire_at % 8 == 0 and stride % 8 == 0,)
-    even = wire_at % 2 == 0 and stride % 2 == 0
-    T = tile(how, lanes=config.lanes, threads=32 * config.warps, words=words, grouped=grouped, even=even)
-    full, block = layout.numel // layout.format.block, layout.format.block
-    ragged = full < layout.num_blocks
-    scales_end = layout.scales_at + 2 * layout.num_blocks
-    minima_end = layout.minima_at + 2 * layout.num_blocks if layout.affine else layout.minima_at
-    offsets = [at for _, at in layout.planes]
-    width, at = layout.planes[-1]
-    lloyd = layout.format.kind == Kind.LLOYD
-    return _Shape(
-        tile=T if INTERPRETED else _Known(T),
-        grid=max(1, -(-full // T.rows) + ragged),
-        ragged=ragged,
-        tail=(full, layout.numel - full * block, layout.tail // T.ragged.lanes),
-        frame=(layout.scales_at, scales_end, layout.minima_at, minima_end),
-        planes=(offsets[0], offsets[1] if len(offsets) > 1 else 0, offsets[2] if len(offsets) > 2 else 0),
-        ends=(at + layout.num_codes * width // 8, layout.nbytes),
-        root=reference.root(block) if lloyd else 1.0,
-        tail_root=reference.root(layout.tail) if lloyd and layout.tail else 1.0,
-        warps=LONG_WARPS if T.pieces else config.warps,
-    )
-
-
 def _grouped(x: Tensor) -> bool:
     """Whether four neighbours can be read at once."""
     return bool(x.data_ptr() % (4 * x.itemsize) == 0)
 
 
-def _plain_grid(nbytes: int) -> int:
-    return max(1, -(-nbytes // _PLAIN_BYTES))
-
-
-def _plain_head(layout: Layout) -> tuple[int, ...]:
-    """The header's words but those that are zero."""
-    head = _head(layout)
-    return *head[:3], *head[6:]
-
-
-def _plain_ends(layout: Layout) -> tuple[int, int, int]:
-    """Where the numbers start and end, and the wire."""
-    width, at = layout.planes[0]
-    return at, at + layout.numel * width // 8, layout.nbytes
-
-
-@lru_cache(maxsize=4096)
-def _head(layout: Layout) -> tuple[int, ...]:
-    """The header's words, as signed numbers; the key's are zero."""
-    return struct.unpack("<8i", layout.header())
-
-
-def _halves(key: int) -> tuple[int, int]:
+@lru_cache(maxsize=1024)
+def _halves(name: str, key: int) -> dict[str, int]:
     """A 64-bit key as two signed numbers of 32 bits: Triton types an integer by its size, and these are alike."""
-    low, high = key & 0xFFFFFFFF, key >> 32
-    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
-
-
-def _table(format: Format) -> int:
-    """The width whose table a kernel looks into; 0 for none."""
-    return format.bits if format.kind == Kind.LLOYD else 0
+    low = key & 0xFFFFFFFF
+    high = key >> 32
+    return {f"{name}_low": low - ((low >> 31) << 32), f"{name}_high": high - ((high >> 31) << 32)}
 
 
 @cache  # never dropped: a CUDA graph may hold their addresses
@@ -340,7 +254,8 @@ def _cells(bits: int, device: torch.device) -> Tensor:
     """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]
     if bits in LLOYD:
-        table, half = LLOYD[bits], 1 << bits - 1
+        table = LLOYD[bits]
+        half = 1 << bits - 1
         ranks = [sum(cell >= edge for edge in table.edges) for cell in range(128)]
         entries = [(half + rank << 32 - bits | table.levels[rank]) - (1 << 32) for rank in ranks]
     with torch.inference_mode(False):

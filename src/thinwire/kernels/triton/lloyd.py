@@ -1,4 +1,4 @@
-"""Rotation and Lloyd-Max levels: the tile in its domain, its codes, and the scale that fits them to it."""
+"""Lloyd-Max levels: a tile in its domain, its codes, the scale that fits them to it, and both on the wire."""
 
 import triton
 import triton.language as tl
@@ -14,40 +14,84 @@ from thinwire.kernels.triton.numbers import (
     domain_factor,
     float_of,
     size_bits,
+    stored_scale,
     undo,
 )
 from thinwire.kernels.triton.rotation import square_sum
-from thinwire.kernels.triton.tiles import everywhere, largest, pack, place_index, row_total
+from thinwire.kernels.triton.tiles import (
+    anywhere,
+    everywhere,
+    largest,
+    pack,
+    place_index,
+    row_total,
+    store_codes,
+    store_scale,
+)
 
 # Sums of squares between these prove that the block's peak is in the middle domain: peak**2 <= sum <= 1024 * peak**2.
-SURELY_NOT_TINY, SURELY_NOT_HUGE = tl.constexpr(2.0**-68), tl.constexpr(2.0**95)
+SURELY_NOT_TINY = tl.constexpr(2.0**-68)
+SURELY_NOT_HUGE = tl.constexpr(2.0**95)
 LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
 
 
 @triton.jit
-def settle(tile, post, column, T: tl.constexpr):
-    """(tile, energy, up, post, bad) of any rows: in their domain, and outside the middle one with their peak in [1, 2).
+def in_domain(tile, post, SETTLE: tl.constexpr, T: tl.constexpr):
+    """(tile, energy, up, post, bad): as it is where its energy proves the middle domain, else or with SETTLE settled.
+
+    energy: sums of squares. up: what a scale is to be multiplied by. post: undoes the domain. bad: rows not finite.
+    """
+    energy = square_sum(tile, T)
+    up = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    bad = tl.full((T.rows, T.columns), 0, tl.int1)
+    if SETTLE:
+        tile, energy, up, post, bad = _settle(tile, post, T)
+    else:
+        odd = ((energy >= SURELY_NOT_TINY) & (energy < SURELY_NOT_HUGE)).to(tl.int32) ^ 1
+        if anywhere(odd) > 0:
+            tile, energy, up, post, bad = _settle(tile, post, T)
+    return tile, energy, up, post, bad
+
+
+@triton.jit
+def _settle(tile, post, T: tl.constexpr):
+    """Any rows in their domain, and outside the middle one with their peak in [1, 2).
 
     A row comes in the domain that `post` undoes and goes into its own if that is the middle one. A bad one is zeroed.
     """
-    sizes = ()
-    for i in tl.static_range(T.size):
-        sizes = sizes + (size_bits(tile[i]),)
-    peak_bits = largest(sizes, column, T)
+    peak_bits = largest([size_bits(x) for x in tile], T)
     bad = peak_bits >= INF_BITS
     factor = tl.where(post == 1, domain_factor(peak_bits), 1.0)
     post = tl.where(post == 1, undo(factor), post)
     exponent = (bits_of(float_of(peak_bits) * factor) >> 23) - 127
     exponent = tl.where(post == 1, 0, tl.minimum(tl.maximum(exponent, -126), 126))
     down = float_of((127 - exponent) << 23)
-    settled = ()
-    for i in tl.static_range(T.size):
-        settled = settled + (tl.where(bad, 0.0, tile[i] * factor * down),)
-    return settled, square_sum(settled, column, T), float_of((127 + exponent) << 23), post, bad
+    settled = [tl.where(bad, 0.0, x * factor * down) for x in tile]
+    return settled, square_sum(settled, T), float_of((127 + exponent) << 23), post, bad
 
 
 @triton.jit
-def lloyd_words(tile, power, table, codes, column, inside, T: tl.constexpr, VALUES: tl.constexpr):
+def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """Write the codes of rows with this mean square, and the scales that fit, times `scale` and `up`.
+
+    (stored scale, values of the codes); the latter only if VALUES.
+    """
+    words, values, fit = _words(tile, power, table, at, T, VALUES)
+    zero = power == 0
+    stored = stored_scale(tl.where(zero, 0.0, fit * scale * up), post, bad)
+    store_scale(target.scales, stored, at, T)
+    store_codes(target.planes, words, bad, zero, at, T)
+    return stored, values
+
+
+@triton.jit
+def codes_per_block(at, T: tl.constexpr):
+    """With the padding of a short one, as fp32."""
+    return tl.full((), 0.0, tl.float32) + at.span * T.lanes
+
+
+@triton.jit
+def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
     """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
 
     values, only if VALUES: the signed levels as floats. A bank's codes are packed as soon as they are made, so that few
@@ -75,11 +119,10 @@ def lloyd_words(tile, power, table, codes, column, inside, T: tl.constexpr, VALU
             for bank in tl.static_range(T.banks[p]):
                 words = words + (pack(codes_of, p, bank, 0, T),)
     if VALUES:
-        for i in tl.static_range(T.size):
-            values = values + (_signed_level(tile[i], gain, table, T),)
-    along, square = _sums(sums, column, inside, T)
+        values = [_signed_level(x, gain, table, T) for x in tile]
+    along, square = _sums(sums, at, T)
     if T.unbiased:
-        fit = tl.div_rn(codes, tl.where(along > 0, along, 1.0)) * (rms * GRID)
+        fit = tl.div_rn(codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)
     else:
         fit = tl.div_rn(along, square) * (rms * (1 / GRID))
     return words, values, fit
@@ -115,7 +158,7 @@ def _shift_in(word, other, WIDTH: tl.constexpr):
 # [Note: Sums of table entries]
 # An entry of the table has the code of a size in its top bits, at most 4, and a level in its lowest: modulo 2**28 sums
 # of entries, of their squares and of their products with cells are those of the levels. Cells too stay as they come,
-# with the bits of ROUNDER; `_sums` takes both out once a thread.
+# with the bits of ROUNDER; `_sums` takes both out once per thread.
 LOW_28 = tl.constexpr((1 << 28) - 1)
 
 
@@ -132,7 +175,7 @@ def _code(x, gain, table, sums, T: tl.constexpr):
 
 
 @triton.jit
-def _sums(sums, column, inside, T: tl.constexpr):
+def _sums(sums, at, T: tl.constexpr):
     """(sum of cell * level, sum of level**2) of each row."""
     along, square, entries = sums
     if T.bits == 1:
@@ -142,8 +185,8 @@ def _sums(sums, column, inside, T: tl.constexpr):
         along = (along - entries * ROUNDER_BITS) & LOW_28
         square = square & LOW_28
     if not T.whole:
-        square = tl.where(inside, square, 0)
-    return row_total(along, column, T).to(tl.float32), row_total(square, column, T).to(tl.float32)
+        square = tl.where(at.inside, square, 0)
+    return row_total(along, T).to(tl.float32), row_total(square, T).to(tl.float32)
 
 
 @triton.jit

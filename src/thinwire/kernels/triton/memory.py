@@ -1,4 +1,4 @@
-"""Loads and stores of 1 to 16 bytes a thread, as instructions of their own.
+"""Loads and stores of 1 to 16 bytes per thread, as instructions of their own.
 
 [Note: Instructions for memory]
 Triton's own loads and stores are laid out by a search over the program that takes minutes for tiles of many tensors,
@@ -15,6 +15,12 @@ import triton.language as tl
 from thinwire.kernels import triton as room
 
 INTERPRETED = tl.constexpr(room.INTERPRETED)
+
+
+@triton.jit
+def instruction(TEXT: tl.constexpr, OPERANDS: tl.constexpr, args):
+    """PTX without effects, from and to registers; its result is an int32."""
+    return tl.inline_asm_elementwise(TEXT, OPERANDS, args, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.constexpr_function
@@ -47,18 +53,11 @@ def load_words(pointer, inside, BYTES: tl.constexpr):
             words = words + (word,)
         return words
     else:
-        args = [pointer.to(tl.int64), inside.to(tl.int32)]
-        if BYTES == 16:
-            kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-            return tl.inline_asm_elementwise(load_text(16), load_operands(16), args, dtype=kinds, is_pure=False, pack=1)
-        elif BYTES == 8:
-            kinds: tl.constexpr = (tl.int32, tl.int32)
-            return tl.inline_asm_elementwise(load_text(8), load_operands(8), args, dtype=kinds, is_pure=False, pack=1)
-        else:
-            one = tl.inline_asm_elementwise(
-                load_text(BYTES), load_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1
-            )
-            return (one,)
+        args = (pointer.to(tl.int64), inside.to(tl.int32))
+        kinds: tl.constexpr = (tl.int32,) * max(1, BYTES // 4)
+        return tl.inline_asm_elementwise(
+            load_text(BYTES), load_operands(BYTES), args, dtype=kinds, is_pure=False, pack=1
+        )
 
 
 @triton.constexpr_function
@@ -87,14 +86,7 @@ def store_words(pointer, words, inside, BYTES: tl.constexpr):
             for i in tl.static_range(min(4, BYTES)):
                 tl.store(pointer + 4 * w + i, ((words[w] >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
     else:
-        mask = inside.to(tl.int32)
-        address = pointer.to(tl.int64)
-        if BYTES == 16:
-            args = [address, words[0], words[1], words[2], words[3], mask]
-        elif BYTES == 8:
-            args = [address, words[0], words[1], mask]
-        else:
-            args = [address, words[0], mask]
+        args = (pointer.to(tl.int64),) + words + (inside.to(tl.int32),)
         tl.inline_asm_elementwise(store_text(BYTES), store_operands(BYTES), args, dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -107,14 +99,7 @@ def look_up(table, index, START: tl.constexpr):
         base = table.to(tl.int64)
         low = index * 4 + (base - 4 * START).to(tl.int32)
         high = tl.full(index.shape, 0, tl.int32) + (base >> 32).to(tl.int32)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }",
-            "=r,r,r",
-            [low, high],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return instruction("{ .reg .b64 a; mov.b64 a, {$1, $2}; ld.global.nc.b32 $0, [a]; }", "=r,r,r", (low, high))
 
 
 @triton.jit
@@ -123,7 +108,7 @@ def opaque(x):
     if INTERPRETED:
         return x
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+        return instruction("mov.b32 $0, $1;", "=r,r", (x,))
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -132,79 +117,67 @@ def opaque(x):
 @triton.jit
 def load_floats(base, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """COUNT (1, 2, 4) neighbours from element `at` on, as fp32; in one access if WHOLE."""
-    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    KIND: tl.constexpr = base.dtype.element_ty
+    SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
     floats = ()
     if WHOLE and COUNT > 1:
         words = load_words(pointer, inside, COUNT * SIZE)
         for i in tl.static_range(COUNT):
-            if SIZE == 4:
-                floats = floats + (words[i].to(tl.float32, bitcast=True),)
-            else:
-                floats = floats + (_widened(words[i // 2], i % 2, base.dtype.element_ty),)
+            floats = floats + (_widened(words[i * SIZE // 4], i % (4 // SIZE), KIND),)
     else:
         for i in tl.static_range(COUNT):
-            word = load_words(pointer + i * SIZE, inside, SIZE)[0]
-            if SIZE == 4:
-                floats = floats + (word.to(tl.float32, bitcast=True),)
-            else:
-                floats = floats + (_widened(word, 0, base.dtype.element_ty),)
+            floats = floats + (_widened(load_words(pointer + i * SIZE, inside, SIZE)[0], 0, KIND),)
     return floats
 
 
 @triton.jit
 def _widened(word, HALF: tl.constexpr, KIND: tl.constexpr):
-    """The lower or upper 16-bit float of a word, as fp32."""
-    if tl.bfloat16 == KIND:
-        if HALF:
-            bits = word & -65536
-        else:
-            bits = word << 16
-        return bits.to(tl.float32, bitcast=True)
-    else:
+    """The fp32 number of a word, or its lower or upper 16-bit float, as fp32."""
+    if tl.float32 == KIND:
+        return word.to(tl.float32, bitcast=True)
+    elif tl.float16 == KIND:
         return (word >> (16 * HALF)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif HALF:
+        return (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (word << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_floats(base, floats, at, inside, COUNT: tl.constexpr, WHOLE: tl.constexpr):
     """COUNT tensors of fp32 as neighbours from element `at` on, in the dtype of `base`."""
-    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    KIND: tl.constexpr = base.dtype.element_ty
+    SIZE: tl.constexpr = KIND.primitive_bitwidth // 8
     pointer = base.to(tl.pointer_type(tl.uint8)) + at * SIZE
-    if SIZE == 4:
+    if WHOLE and COUNT > 1:
         words = ()
-        for i in tl.static_range(COUNT):
-            words = words + (floats[i].to(tl.int32, bitcast=True),)
-        if WHOLE:
-            store_words(pointer, words, inside, 4 * COUNT)
-        else:
-            for i in tl.static_range(COUNT):
-                store_words(pointer + 4 * i, (words[i],), inside, 4)
-    elif WHOLE and COUNT > 1:
-        words = ()
-        for i in tl.static_range(COUNT // 2):
-            words = words + (_paired(floats[2 * i], floats[2 * i + 1], base.dtype.element_ty),)
-        store_words(pointer, words, inside, 2 * COUNT)
+        for i in tl.static_range(0, COUNT, 4 // SIZE):
+            if SIZE == 4:
+                words = words + (narrowed(floats[i], KIND),)
+            else:
+                words = words + (_paired(floats[i], floats[i + 1], KIND),)
+        store_words(pointer, words, inside, COUNT * SIZE)
     else:
         for i in tl.static_range(COUNT):
-            store_words(pointer + 2 * i, (_narrowed(floats[i], base.dtype.element_ty),), inside, 2)
+            store_words(pointer + i * SIZE, (narrowed(floats[i], KIND),), inside, SIZE)
 
 
 @triton.jit
-def _narrowed(x, KIND: tl.constexpr):
-    """The 16 bits of x in a shorter format."""
-    return x.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def narrowed(x, KIND: tl.constexpr):
+    """The bits of x, or the 16 bits of x in a shorter format."""
+    if tl.float32 == KIND:
+        return x.to(tl.int32, bitcast=True)
+    else:
+        return x.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def _paired(low, high, KIND: tl.constexpr):
-    """Two floats in one word."""
+    """Two floats of 16 bits in one word."""
     if INTERPRETED:
-        return _narrowed(low, KIND) | (_narrowed(high, KIND) << 16)
+        return narrowed(low, KIND) | (narrowed(high, KIND) << 16)
     elif tl.bfloat16 == KIND:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return instruction("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))
     else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return instruction("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", (high, low))

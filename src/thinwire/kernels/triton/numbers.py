@@ -12,8 +12,10 @@ import triton.language as tl
 from thinwire.kernels import schema
 from thinwire.kernels.schema import HUGE_PEAK, TINY_PEAK
 
-LIFT, LOWER = tl.constexpr(schema.LIFT), tl.constexpr(schema.LOWER)
-UNLIFT, UNLOWER = tl.constexpr(1 / schema.LIFT), tl.constexpr(1 / schema.LOWER)
+LIFT = tl.constexpr(schema.LIFT)
+LOWER = tl.constexpr(schema.LOWER)
+UNLIFT = tl.constexpr(1 / schema.LIFT)
+UNLOWER = tl.constexpr(1 / schema.LOWER)
 TINY_BITS, HUGE_BITS = (tl.constexpr(struct.unpack("<i", struct.pack("<f", p))[0]) for p in (TINY_PEAK, HUGE_PEAK))
 SIGN_BIT = tl.constexpr(-(1 << 31))
 ONE_BITS = tl.constexpr(0x3F800000)
@@ -65,8 +67,9 @@ def inverse(scale):
 
 
 @triton.jit
-def hash32(low, high, key_low, key_high):
-    """32 hashed bits of a 64-bit counter."""
+def hash32(low, high, keys):
+    """32 hashed bits of a 64-bit counter, under the two halves of a key."""
+    key_low, key_high = keys
     h = low.to(tl.uint32) ^ key_low.to(tl.uint32) ^ (high.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) + key_high.to(tl.uint32)
@@ -75,10 +78,10 @@ def hash32(low, high, key_low, key_high):
 
 
 @triton.jit
-def dither(start, offset, key_low, key_high):
+def dither(start, offset, keys):
     """Uniform in [-1/2, 1/2), 24 bits, of element start (64 bits) + offset."""
     index = start + offset.to(tl.int64)
-    h = hash32(index.to(tl.uint32), (index >> 32).to(tl.uint32), key_low, key_high)
+    h = hash32(index.to(tl.uint32), (index >> 32).to(tl.uint32), keys)
     return ((h >> 8).to(tl.int32) - (1 << 23)).to(tl.float32) * (2.0**-24)
 
 

@@ -6,26 +6,23 @@ A program takes GROUPS times COLUMNS groups of four numbers; the last one also t
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.blocks import check_headers, wide, write_frame
-from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
+from thinwire.kernels.triton.frame import CHANGING, check_headers, wide, write_frame
+from thinwire.kernels.triton.memory import load_floats, load_words, narrowed, store_floats, store_words
 from thinwire.kernels.triton.numbers import INF_BITS, float_of, size_bits
+from thinwire.kernels.triton.tiles import added, load_bytes, store_bytes, times
 
-COLUMNS, GROUPS = tl.constexpr(256), tl.constexpr(4)
-_CHANGING = (
-    *("head0", "head1", "head2", "numel_low", "numel_high", "stride", "world", "numel", "nbytes_raw", "plane0"),
-    *("codes_end", "nbytes"),
-)
+COLUMNS = tl.constexpr(256)
+GROUPS = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=CHANGING)
 def encode_raw(
     x, wire, head0, head1, head2, numel_low, numel_high, nbytes_raw, plane0, codes_end, nbytes, WHOLE: tl.constexpr
 ):
     """wire = the bytes of x."""
     program = tl.program_id(0)
     if program == 0:
-        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
-        write_frame(wire, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
     SIZE: tl.constexpr = 16 if WHOLE else 1
     source = x.to(tl.pointer_type(tl.uint8))
     column = tl.arange(0, COLUMNS)
@@ -39,29 +36,17 @@ def encode_raw(
         store_words(wire + plane0 + rest, load_words(source + rest, rest < nbytes_raw, 1), rest < nbytes_raw, 1)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=CHANGING)
 def encode_plain(
-    x,
-    residual,
-    wire,
-    head0,
-    head1,
-    head2,
-    numel_low,
-    numel_high,
-    numel,
-    plane0,
-    codes_end,
-    nbytes,
-    SHORT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
+    x, residual, wire,
+    head0, head1, head2, numel_low, numel_high,
+    numel, plane0, codes_end, nbytes,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
     """wire = x + residual in the format SHORT (float32, bfloat16, float16)."""
     program = tl.program_id(0)
     if program == 0:
-        header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
-        write_frame(wire, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+        write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
     for group in tl.static_range(GROUPS):
         at, inside = _place(program, group, numel)
         _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
@@ -72,23 +57,13 @@ def encode_plain(
 
 @triton.jit
 def _encode_group(
-    x,
-    residual,
-    plane,
-    at,
-    inside,
-    SHORT: tl.constexpr,
-    COUNT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
+    x, residual, plane, at, inside,
+    SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
     total = load_floats(x, at, inside, COUNT, GROUPED)
     if RESIDUAL:
         carried = load_floats(residual, at, inside, COUNT, GROUPED)
-        summed = ()
-        for i in tl.static_range(COUNT):
-            summed = summed + (total[i] + carried[i],)
-        total = summed
+        total = added(total, carried)
     _put(plane, total, at, inside, SHORT, COUNT, GROUPED)
     if RESIDUAL:
         left = ()
@@ -98,24 +73,13 @@ def _encode_group(
         store_floats(residual, left, at, inside, COUNT, GROUPED)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=CHANGING)
 def decode_plain(
-    wire,
-    out,
-    stride,
-    world,
-    head0,
-    head1,
-    head2,
-    numel_low,
-    numel_high,
-    numel,
-    plane0,
-    scale,
-    SHORT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    wire, out, stride, world,
+    head0, head1, head2, numel_low, numel_high,
+    numel, plane0, scale,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """out = scale * sum over ranks, in rank order in fp32."""
     program = tl.program_id(0)
     stride = wide(stride)
@@ -125,34 +89,21 @@ def decode_plain(
         scale = tl.where(fine, scale, float("nan"))
     for group in tl.static_range(GROUPS):
         at, inside = _place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
+        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
         store_floats(out, total, at, inside, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
         rest, some = _left_over(numel)
-        last = _sum(wire + plane0, stride, world, rest, some, scale, SHORT, 1, GROUPED)
+        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
         store_floats(out, last, rest, some, 1, False)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=CHANGING)
 def recode_plain(
-    wire,
-    out,
-    stride,
-    world,
-    head0,
-    head1,
-    head2,
-    numel_low,
-    numel_high,
-    numel,
-    plane0,
-    codes_end,
-    nbytes,
-    scale,
-    SHORT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    CHECK: tl.constexpr,
-):
+    wire, out, stride, world,
+    head0, head1, head2, numel_low, numel_high,
+    numel, plane0, codes_end, nbytes, scale,
+    SHORT: tl.constexpr, GROUPED: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
     """out = scale * sum over ranks, in the format of the wires."""
     stride = wide(stride)
     header = (head0, head1, head2, 0, 0, 0, numel_low, numel_high)
@@ -161,14 +112,14 @@ def recode_plain(
         _low, _high, fine = check_headers(wire, stride, world, header, False)
         scale = tl.where(fine, scale, float("nan"))
     if program == 0:
-        write_frame(out, header, plane0, plane0, plane0, plane0, codes_end, nbytes)
+        write_frame(out, header, (codes_end, nbytes))
     for group in tl.static_range(GROUPS):
         at, inside = _place(program, group, numel)
-        total = _sum(wire + plane0, stride, world, at, inside, scale, SHORT, 4, GROUPED)
+        total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
         _put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
         rest, some = _left_over(numel)
-        last = _sum(wire + plane0, stride, world, rest, some, scale, SHORT, 1, GROUPED)
+        last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
         _put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
 
 
@@ -188,28 +139,13 @@ def _left_over(numel):
 
 @triton.jit
 def _sum(
-    plane,
-    stride,
-    world,
-    at,
-    inside,
-    scale,
-    SHORT: tl.constexpr,
-    COUNT: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
+    plane, stride, world, scale, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
+):  # fmt: skip
     """The first number, and the others added to it (-0 stays -0), times `scale`."""
     total = _get(plane, at, inside, SHORT, COUNT, GROUPED)
     for w in range(1, world):
-        other = _get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED)
-        summed = ()
-        for i in tl.static_range(COUNT):
-            summed = summed + (total[i] + other[i],)
-        total = summed
-    scaled = ()
-    for i in tl.static_range(COUNT):
-        scaled = scaled + (total[i] * scale,)
-    return scaled
+        total = added(total, _get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED))
+    return times(total, scale)
 
 
 @triton.jit
@@ -221,10 +157,7 @@ def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: t
         SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
         floats = ()
         for i in tl.static_range(COUNT):
-            pointer = plane + (at + i) * SIZE
-            word = load_words(pointer, inside, 1)[0]
-            for byte in tl.static_range(1, SIZE):
-                word = word | (load_words(pointer + byte, inside, 1)[0] << (8 * byte))
+            word = load_bytes(plane, at + i, inside, False, SIZE)
             if SIZE == 4:
                 floats = floats + (float_of(word),)
             else:
@@ -236,24 +169,14 @@ def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: t
 def _put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
     """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
     SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
+    NAN: tl.constexpr = 0x7FC00000 if SIZE == 4 else (0x7FC0 if tl.bfloat16 == SHORT else 0x7E00)
     words = ()
     for i in tl.static_range(COUNT):
-        x = floats[i]
-        if SIZE == 4:
-            words = words + (tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)),)
-        else:
-            words = words + (
-                tl.where(
-                    x != x,
-                    0x7FC0 if tl.bfloat16 == SHORT else 0x7E00,
-                    x.to(SHORT).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF,
-                ),
-            )
+        words = words + (tl.where(floats[i] != floats[i], NAN, narrowed(floats[i], SHORT)),)
     if GROUPED and COUNT == 4 and SIZE == 4:
         store_words(plane + at * 4, words, inside, 16)
     elif GROUPED and COUNT == 4:
         store_words(plane + at * 2, (words[0] | (words[1] << 16), words[2] | (words[3] << 16)), inside, 8)
     else:
         for i in tl.static_range(COUNT):
-            for byte in tl.static_range(SIZE):
-                store_words(plane + (at + i) * SIZE + byte, (words[i] >> (8 * byte),), inside, 1)
+            store_bytes(plane, at + i, words[i], inside, False, SIZE)

@@ -8,17 +8,16 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.numbers import SIGN_BIT, bits_of, float_of, hash32
-from thinwire.kernels.triton.tiles import log2, partner, row_start
+from thinwire.kernels.triton.tiles import added, log2, partner, row_start
 
 
 @triton.jit
-def hadamard(tile, column, span, T: tl.constexpr, WHOLE: tl.constexpr):
-    """The transform of every row, not normalised. WHOLE: the columns are exactly those of the span."""
-    V: tl.constexpr = T.vector
-    tile = _between(tile, T.lanes, V, T)
+def hadamard(tile, at, T: tl.constexpr):
+    """The transform of every row, not normalised."""
+    tile = _between(tile, T.lanes, T.vector, T)
     for stage in tl.static_range(log2(T.columns)):
-        tile = _between_columns(tile, column, span, T.columns >> (stage + 1), T, WHOLE)
-    return _between(tile, V, 1, T)
+        tile = _between_columns(tile, at, T.columns >> (stage + 1), T)
+    return _between(tile, T.vector, 1, T)
 
 
 @triton.jit
@@ -41,29 +40,20 @@ def _butterfly(tile, STRIDE: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _between_columns(tile, column, span, STRIDE: tl.constexpr, T: tl.constexpr, WHOLE: tl.constexpr):
-    sign = tl.where((column & STRIDE) != 0, -1.0, 1.0)
-    done = ()
-    for i in tl.static_range(T.size):
-        turned = tl.fma(tile[i], sign, partner(tile[i], column, STRIDE))
-        if not WHOLE:
-            turned = tl.where(span > STRIDE, turned, tile[i])
-        done = done + (turned,)
-    return done
+def _between_columns(tile, at, STRIDE: tl.constexpr, T: tl.constexpr):
+    sign = tl.where((at.column & STRIDE) != 0, -1.0, 1.0)
+    if T.loose:
+        return [tl.where(at.span > STRIDE, tl.fma(x, sign, partner(x, STRIDE, T)), x) for x in tile]
+    else:
+        return [tl.fma(x, sign, partner(x, STRIDE, T)) for x in tile]
 
 
 @triton.jit
-def square_sum(tile, column, T: tl.constexpr):
+def square_sum(tile, T: tl.constexpr):
     """The sum of squares of every row, by the reference's tree, in all columns alike; (rows, columns)."""
-    squares = ()
-    for i in tl.static_range(T.size):
-        squares = squares + (tile[i] * tile[i],)
-    squares = _fold(squares, T.lanes, T.vector)
+    squares = _fold([x * x for x in tile], T.lanes, T.vector)
     for stage in tl.static_range(log2(T.columns)):
-        folded = ()
-        for v in tl.static_range(T.vector):
-            folded = folded + (squares[v] + partner(squares[v], column, T.columns >> (stage + 1)),)
-        squares = folded
+        squares = [x + partner(x, T.columns >> (stage + 1), T) for x in squares]
     return _fold(squares, T.vector, 1)[0]
 
 
@@ -77,41 +67,39 @@ def _fold(tile, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _halved(tile, HALF: tl.constexpr):
-    folded = ()
-    for i in tl.static_range(HALF):
-        folded = folded + (tile[i] + tile[i + HALF],)
-    return folded
+    return added(tile[0:HALF], tile[HALF : 2 * HALF])
 
 
 @triton.jit
-def flip(tile, first_word, row, column, span, key_low, key_high, T: tl.constexpr):
+def flip(tile, keys, at, T: tl.constexpr):
     """Change the sign of element i of the tensor where bit i % 32 of hash(i // 32) is set.
 
-    `first_word` is i // 32 of the tile's first element; every block starts on a multiple of 32.
+    Every block starts on a multiple of 32.
     """
+    first_word = (at.first * T.block // 32).to(tl.uint32)
     if T.whole:
-        hashes = _shared_hashes(first_word, row, column, key_low, key_high, T)
+        hashes = _shared_hashes(first_word, keys, at, T)
     done = ()
     for lane in tl.static_range(T.lanes):
         if T.whole:
-            word = _word_of(hashes, lane, column, T)
-            at = (lane * T.span) % 32 + column * T.vector
+            word = _word_of(hashes, lane, at.column, T)
+            element = (lane * T.span) % 32 + at.column * T.vector
         else:
-            at = row_start(row, T.block, T) + lane * span + column * T.vector
-            word = hash32(first_word + (at >> 5).to(tl.uint32), tl.zeros_like(at), key_low, key_high)
-        signs = (word.to(tl.uint32, bitcast=True) >> (at & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
+            element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
+            word = hash32(first_word + (element >> 5).to(tl.uint32), tl.zeros_like(element), keys)
+        signs = (word.to(tl.uint32, bitcast=True) >> (element & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
         for v in tl.static_range(T.vector):
             done = done + (float_of(bits_of(tile[lane * T.vector + v]) ^ ((signs << (31 - v)) & SIGN_BIT)),)
     return done
 
 
 @triton.jit
-def _shared_hashes(first_word, row, column, key_low, key_high, T: tl.constexpr):
+def _shared_hashes(first_word, keys, at, T: tl.constexpr):
     """The words of a row's signs, each made by one thread: number n by column n % columns, in tensor n // columns."""
     hashes = ()
     for n in tl.static_range(0, T.block // 32, T.columns):
-        index = row * (T.block // 32) + n + column
-        word = hash32(first_word + index.to(tl.uint32), tl.zeros_like(index), key_low, key_high)
+        index = at.row * (T.block // 32) + n + at.column
+        word = hash32(first_word + index.to(tl.uint32), tl.zeros_like(index), keys)
         hashes = hashes + (word.to(tl.int32, bitcast=True),)
     return hashes
 

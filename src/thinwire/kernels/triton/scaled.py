@@ -1,4 +1,6 @@
-"""Block integers and scaled casts: the scale of every row, then its codes."""
+"""Block integers and scaled casts: the range of every row, its scale, its codes, and both on the wire."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -7,6 +9,7 @@ from thinwire.kernels import reference
 from thinwire.kernels.triton.numbers import (
     INF_BITS,
     ROUNDER,
+    ROUNDER_BITS,
     bits_of,
     dither,
     float_of,
@@ -14,16 +17,81 @@ from thinwire.kernels.triton.numbers import (
     inverse,
     round_bf16,
     size_bits,
+    stored_scale,
 )
-from thinwire.kernels.triton.tiles import row_start
+from thinwire.kernels.triton.tiles import kept, largest, packed, row_start, store_codes, store_halves, store_scale
 
-BF16_MAX, FLOAT_MAX = tl.constexpr(reference.BF16_MAX), tl.constexpr(reference.FLOAT_MAX)
+BF16_MAX = tl.constexpr(reference.BF16_MAX)
+FLOAT_MAX = tl.constexpr(reference.FLOAT_MAX)
 NEAR_FLOAT_MAX = tl.constexpr(reference.FLOAT_MAX * (1 - 2.0**-20))
 LAST_POWER = tl.constexpr(2.0**127)
 
 
+class Extent(NamedTuple):
+    """The range of the numbers in every row."""
+
+    peak: Any  # bits of the largest |x|
+    low: Any  # of affine rows only, as the next
+    high: Any
+
+
 @triton.jit
-def scale_of(peak_bits, low, high, post, T: tl.constexpr):
+def extent_of(tile, at, T: tl.constexpr):
+    """The range of the columns that exist."""
+    peak = largest(kept([size_bits(x) for x in tile], at, 0, T), T)
+    low = tl.zeros((T.rows, T.columns), tl.float32)
+    high = tl.zeros((T.rows, T.columns), tl.float32)
+    if T.affine:
+        low = -largest(kept([-x for x in tile], at, float("-inf"), T), T)
+        high = largest(kept(tile, at, float("-inf"), T), T)
+    return Extent(peak, low, high)
+
+
+@triton.jit
+def no_extent(T: tl.constexpr):
+    """The range of nothing, to be widened by the pieces of a block."""
+    low = tl.full((T.rows, T.columns), float("inf"), tl.float32)
+    high = tl.full((T.rows, T.columns), float("-inf"), tl.float32)
+    return Extent(tl.zeros((T.rows, T.columns), tl.int32), low, high)
+
+
+@triton.jit
+def widened(a, b):
+    """The range that holds both."""
+    return Extent(tl.maximum(a.peak, b.peak), tl.minimum(a.low, b.low), tl.maximum(a.high, b.high))
+
+
+@triton.jit
+def put_scaled(tile, extent, factor, post, target, keys, at, T: tl.constexpr):
+    """Write scales, minima and codes of tile * factor; (stored scale, stored minimum, values of the codes).
+
+    post: undoes the domain that `factor` leads to. keys: of the dither.
+    """
+    peak = bits_of(float_of(extent.peak) * factor)
+    scale, minimum, most, bad = _scale_of(peak, extent.low * factor, extent.high * factor, post, T)
+    stored = stored_scale(scale, post, bad)
+    small = tl.where(post < 1, minimum, minimum * post)
+    stored_minimum = tl.where(bad, 0, round_bf16(bits_of(small)))
+    store_scale(target.scales, stored, at, T)
+    if T.affine:
+        store_scale(target.minima, stored_minimum, at, T)
+    if T.bits == 16:
+        cast = _cast_values(tile, factor, scale, most, bad, T)
+        store_halves(target.planes[0], cast, at, T)
+        values = [x.to(tl.float16).to(tl.float32) for x in cast]
+    elif T.cast:
+        codes = _cast_codes(_cast_values(tile, factor, scale, most, bad, T), T)
+        store_codes(target.planes, packed(codes, 0, T), bad, bad, at, T)
+        values = [cast_value(code, T) for code in codes]
+    else:
+        codes = _integer_codes(tile, factor, scale, minimum, most, keys, at, T)
+        store_codes(target.planes, packed(codes, ROUNDER_BITS, T), bad, bad, at, T)
+        values = [_integer_value(code, T) for code in codes]
+    return stored, stored_minimum, values
+
+
+@triton.jit
+def _scale_of(peak_bits, low, high, post, T: tl.constexpr):
     """(scale, minimum, most, bad) of rows whose |x| reaches `peak` and whose x lies in low..high.
 
     most: the largest code of an affine row, or the largest value of a cast one; inf where nothing has to be cut.
@@ -85,7 +153,7 @@ def _cast_scale(peak, size, T: tl.constexpr):
 
 
 @triton.jit
-def integer_codes(tile, factor, scale, minimum, most, start, row, column, span, keys, T: tl.constexpr):
+def _integer_codes(tile, factor, scale, minimum, most, keys, at, T: tl.constexpr):
     """The codes of x * factor, each ROUNDER_BITS (numbers.py) too large: a float that was rounded, seen as its bits."""
     V: tl.constexpr = T.vector
     QMAX: tl.constexpr = T.half - 1.0
@@ -97,8 +165,8 @@ def integer_codes(tile, factor, scale, minimum, most, start, row, column, span, 
             x = x - minimum
         t = x * near
         if T.stochastic:
-            at = row_start(row, T.block, T) + (i // V) * span + column * V + i % V
-            t = t + dither(start, at, keys[0], keys[1])
+            element = row_start(at.row, T.block, T) + (i // V) * at.span + at.column * V + i % V
+            t = t + dither(at.first * T.block, element, keys)
         if T.affine:
             rounded = tl.minimum(tl.maximum(t, 0.0), most) + ROUNDER
         else:
@@ -108,8 +176,8 @@ def integer_codes(tile, factor, scale, minimum, most, start, row, column, span, 
 
 
 @triton.jit
-def integer_value(code, T: tl.constexpr):
-    """The number a code of `integer_codes` stands for, in units of its scale."""
+def _integer_value(code, T: tl.constexpr):
+    """The number a code of `_integer_codes` stands for, in units of its scale."""
     if T.affine:
         return float_of(code) - ROUNDER
     else:
@@ -117,32 +185,21 @@ def integer_value(code, T: tl.constexpr):
 
 
 @triton.jit
-def cast_values(tile, factor, scale, most, bad, T: tl.constexpr):
+def _cast_values(tile, factor, scale, most, bad, T: tl.constexpr):
     """x * factor / scale, cut at `most`; zeros of a bad row."""
     near = inverse(scale)
-    values = ()
-    for i in tl.static_range(T.size):
-        value = tl.minimum(tl.maximum(tile[i] * factor * near, -most), most)
-        values = values + (tl.where(bad, 0.0, value),)
-    return values
+    return [tl.where(bad, 0.0, tl.minimum(tl.maximum(x * factor * near, -most), most)) for x in tile]
 
 
 @triton.jit
-def cast_codes(values, T: tl.constexpr):
+def _cast_codes(values, T: tl.constexpr):
     """The bits of 8-bit floats, as int32."""
-    codes = ()
-    for i in tl.static_range(T.size):
-        if T.e4m3:
-            codes = codes + (values[i].to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32),)
-        else:
-            codes = codes + (values[i].to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32),)
-    return codes
+    KIND: tl.constexpr = tl.float8e4nv if T.e4m3 else tl.float8e5
+    return [value.to(KIND).to(tl.uint8, bitcast=True).to(tl.int32) for value in values]
 
 
 @triton.jit
 def cast_value(code, T: tl.constexpr):
     """The number of an 8-bit float's bits."""
-    if T.e4m3:
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return code.to(tl.uint8).to(tl.float8e5, bitcast=True).to(tl.float32)
+    KIND: tl.constexpr = tl.float8e4nv if T.e4m3 else tl.float8e5
+    return code.to(tl.uint8).to(KIND, bitcast=True).to(tl.float32)

@@ -5,12 +5,16 @@ tile that meets another one is added again, with every rule of the reference. Co
 bits, so their products are exact, and a fused multiply-add rounds as the reference's multiplication and addition do.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import INTERPRETED, look_up
+from thinwire.kernels.triton.frame import sections
+from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     HUGE_BITS,
+    INF_BITS,
     LOWER,
     NORMAL_BITS,
     ONE_BITS,
@@ -25,82 +29,115 @@ from thinwire.kernels.triton.scaled import cast_value
 from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
 
 
+class Wires(NamedTuple):
+    """The sections of the first wire, and how to get from there to those of others."""
+
+    scales: Any
+    minima: Any
+    planes: Any
+    stride: Any
+    world: Any
+    levels: Any  # of Lloyd wires: the table of signed levels
+
+
 @triton.jit
-def load_wires(planes, scales, minima, stride, row, column, span, inside, T: tl.constexpr, WORLD: tl.constexpr):
-    """(words, scales, minima, odd) of WORLD wires, all asked for before the first is used; see sum_wires."""
+def wires_of(wire, offsets, stride, world, levels, first, T: tl.constexpr):
+    """Where block `first` of all wires is."""
+    scales, minima, planes = sections(wire, offsets, first, T)
+    return Wires(scales, minima, planes, stride, world, levels)
+
+
+# A sum has two steps, with a branch between them: what is loaded before it tells which way to go. Up to 8 wires are
+# only loaded before it, as adding them there too would take too many registers; more are added in one loop.
+
+
+@triton.jit
+def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
+    """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any. WORLD: wires, or 0 for a loop."""
+    if WORLD:
+        words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T, WORLD)
+        return (words, scale_bits, minimum_bits), odd
+    else:
+        return _sum_wires(wires, at, T)
+
+
+@triton.jit
+def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
+    """The sum of wires with usual scales."""
+    if WORLD:
+        words, scale_bits, minimum_bits = begun
+        z = _zeros(T)
+        if T.affine:
+            for w in tl.static_range(WORLD):
+                minimum = float_of(minimum_bits[w])
+                z = [x + minimum for x in z]
+        for w in tl.static_range(WORLD):
+            z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
+        return z
+    else:
+        return begun
+
+
+@triton.jit
+def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
+    """(words, scales, minima, odd) of WORLD wires, all asked for before the first is used."""
     words = ()
     scale_bits = ()
     minimum_bits = ()
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     for w in tl.static_range(WORLD):
-        bits = load_scale(scales + w * stride, row, inside, T)
+        bits = load_scale(wires.scales + w * wires.stride, at, T)
         scale_bits = scale_bits + (bits,)
         odd = odd | _is_odd(bits).to(tl.int32)
         if T.affine:
-            minimum = load_scale(minima + w * stride, row, inside, T)
+            minimum = load_scale(wires.minima + w * wires.stride, at, T)
             minimum_bits = minimum_bits + (minimum,)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
     for w in tl.static_range(WORLD):
-        words = words + load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
+        words = words + _codes_of(wires, w, at, T)
     return words, scale_bits, minimum_bits, odd
 
 
 @triton.jit
-def sum_loaded(words, scale_bits, minimum_bits, table, T: tl.constexpr, WORLD: tl.constexpr):
-    """The sum of wires with usual scales."""
-    z = _zeros(T)
-    if T.affine:
-        for w in tl.static_range(WORLD):
-            z = _add_minimum(z, float_of(minimum_bits[w]), T)
-    for w in tl.static_range(WORLD):
-        z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
-    return z
-
-
-@triton.jit
-def sum_wires(planes, scales, minima, stride, table, row, column, span, inside, T: tl.constexpr, world):
-    """(tile, odd): the sum of any number of wires as they are; odd where a row's scales ask for more care."""
+def _sum_wires(wires, at, T: tl.constexpr):
+    """(tile, odd): the sum of any number of wires as they are."""
     z = _zeros(T)
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     if T.affine:
-        for w in range(world):
-            minimum = load_scale(minima + w * stride, row, inside, T)
+        for w in range(wires.world):
+            minimum = load_scale(wires.minima + w * wires.stride, at, T)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
-            z = _add_minimum(z, float_of(minimum), T)
-    for w in range(world):
-        bits = load_scale(scales + w * stride, row, inside, T)
+            z = [x + float_of(minimum) for x in z]
+    for w in range(wires.world):
+        bits = load_scale(wires.scales + w * wires.stride, at, T)
         odd = odd | _is_odd(bits).to(tl.int32)
-        words = load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
-        z = _add_codes(z, words, table, float_of(bits), T, True)
+        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, float_of(bits), T, True)
     return z, odd
 
 
 @triton.jit
-def _of_wire(planes, wire, T: tl.constexpr):
-    at = ()
-    for p in tl.static_range(len(T.planes)):
-        at = at + (planes[p] + wire,)
-    return at
+def _codes_of(wires, w, at, T: tl.constexpr):
+    """The words of wire w."""
+    return load_codes([plane + w * wires.stride for plane in wires.planes], at, T)
 
 
 @triton.jit
-def sum_any(planes, scales, minima, stride, table, row, column, span, inside, T: tl.constexpr, world):
+def sum_any(wires, at, T: tl.constexpr):
     """(tile, post): the sum in the domain that the scales ask for, and the factor that undoes it."""
-    post, all_lifted, any_huge = _domain(scales, minima, stride, row, inside, T, world)
+    post, all_lifted, any_huge = _domain(wires, at, T)
     lower = tl.where((any_huge != 0) & (all_lifted == 0), LOWER, 1.0)
     z = _zeros(T)
     if T.affine:
-        for w in range(world):
-            bits = load_scale(scales + w * stride, row, inside, T)
+        for w in range(wires.world):
+            bits = load_scale(wires.scales + w * wires.stride, at, T)
             into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
-            minimum = float_of(load_scale(minima + w * stride, row, inside, T))
-            z = _add_minimum(z, minimum * into * lower, T)
-    for w in range(world):
-        bits = load_scale(scales + w * stride, row, inside, T)
+            minimum = float_of(load_scale(wires.minima + w * wires.stride, at, T)) * into * lower
+            z = [x + minimum for x in z]
+    for w in range(wires.world):
+        bits = load_scale(wires.scales + w * wires.stride, at, T)
         into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
         scale = scale_size(bits) * into * lower
-        words = load_codes(_of_wire(planes, w * stride, T), row, column, span, inside, T)
-        z = _add_codes(z, words, table, scale, T, False)
+        z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, scale, T, False)
     return z, post
 
 
@@ -126,35 +163,38 @@ def _is_odd(bits):
 
 
 @triton.jit
-def _add_minimum(z, minimum, T: tl.constexpr):
-    added = ()
-    for i in tl.static_range(T.size):
-        added = added + (z[i] + minimum,)
-    return added
-
-
-@triton.jit
-def _domain(scales, minima, stride, row, inside, T: tl.constexpr, world):
+def _domain(wires, at, T: tl.constexpr):
     """(post, all_lifted, any_huge) of the wires of each row."""
     lifted_or_blank = tl.full((T.rows, T.columns), 1, tl.int32)
     any_lifted = tl.zeros((T.rows, T.columns), tl.int32)
     any_huge = tl.zeros((T.rows, T.columns), tl.int32)
-    for w in range(world):
-        bits = load_scale(scales + w * stride, row, inside, T)
+    for w in range(wires.world):
+        bits = load_scale(wires.scales + w * wires.stride, at, T)
         lifted = (bits < 0).to(tl.int32)
-        size = bits & 0x7FFFFFFF
-        huge = (size >= HUGE_BITS) & (size <= 0x7F800000)  # NaN is not compared
-        blank = size < NORMAL_BITS
+        huge = is_huge(bits)
+        blank = (bits & 0x7FFFFFFF) < NORMAL_BITS
         if T.affine:
-            minimum = load_scale(minima + w * stride, row, inside, T) & 0x7FFFFFFF
-            huge = huge | ((minimum >= HUGE_BITS) & (minimum <= 0x7F800000))
-            blank = blank & (minimum == 0)
+            minimum = load_scale(wires.minima + w * wires.stride, at, T)
+            huge = huge | is_huge(minimum)
+            blank = blank & ((minimum & 0x7FFFFFFF) == 0)
         lifted_or_blank = lifted_or_blank & (lifted | blank.to(tl.int32))
         any_lifted = any_lifted | lifted
         any_huge = any_huge | (huge.to(tl.int32) & (1 - lifted))
     all_lifted = lifted_or_blank & any_lifted
-    post = tl.where(all_lifted != 0, UNLIFT, tl.where(any_huge != 0, UNLOWER, 1.0))
-    return post, all_lifted, any_huge
+    return post_of(all_lifted != 0, any_huge != 0), all_lifted, any_huge
+
+
+@triton.jit
+def is_huge(bits):
+    """Whether a stored scale or minimum is above the middle domain; NaN is not compared."""
+    size = bits & 0x7FFFFFFF
+    return (size >= HUGE_BITS) & (size <= INF_BITS)
+
+
+@triton.jit
+def post_of(lifted, huge):
+    """The factor that undoes the domain of a sum."""
+    return tl.where(lifted, UNLIFT, tl.where(huge, UNLOWER, 1.0))
 
 
 @triton.jit
@@ -194,8 +234,7 @@ def _byte(word, k: tl.constexpr):
     if INTERPRETED:
         return ((word >> (8 * k)) & 0xFF) | WIDENER_BITS
     else:
-        wide = tl.full(word.shape, WIDENER_BITS, tl.int32)
-        return tl.inline_asm_elementwise(byte_text(k), "=r,r,r", [word, wide], dtype=tl.int32, is_pure=True, pack=1)
+        return instruction(byte_text(k), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.constexpr_function
@@ -210,8 +249,7 @@ def _bits_below(word, MASK: tl.constexpr):
     if INTERPRETED:
         return (word & MASK) | WIDENER_BITS
     else:
-        wide = tl.full(word.shape, WIDENER_BITS, tl.int32)
-        return tl.inline_asm_elementwise(below_text(MASK), "=r,r,r", [word, wide], dtype=tl.int32, is_pure=True, pack=1)
+        return instruction(below_text(MASK), "=r,r,r", (word, tl.full(word.shape, WIDENER_BITS, tl.int32)))
 
 
 @triton.constexpr_function
@@ -266,16 +304,8 @@ def _add_levels(z, words, table, scale, T: tl.constexpr):
 @triton.jit
 def _four_levels(word, T: tl.constexpr):
     """The levels of the four codes in the lower half of a word, as bytes."""
-    return tl.inline_asm_elementwise(
-        four_levels_text(
-            T.levels[0], T.levels[1], T.levels[2], T.levels[3], T.levels[4], T.levels[5], T.levels[6], T.levels[7]
-        ),
-        "=r,r",
-        [word],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    V: tl.constexpr = T.levels
+    return instruction(four_levels_text(V[0], V[1], V[2], V[3], V[4], V[5], V[6], V[7]), "=r,r", (word,))
 
 
 @triton.constexpr_function
@@ -313,9 +343,7 @@ def _level(words, index: tl.constexpr, table, T: tl.constexpr):
     else:
         code = code_of(words, index, T)
         if T.bits == 2 and not INTERPRETED:
-            found = tl.inline_asm_elementwise(
-                two_bit_text(T.levels[0], T.levels[1]), "=r,r", [code], dtype=tl.int32, is_pure=True, pack=1
-            )
+            found = instruction(two_bit_text(T.levels[0], T.levels[1]), "=r,r", (code,))
             return float_of(found) - (WIDENER + 128)
         else:
             return float_of(look_up(table, code, 0))

@@ -8,7 +8,7 @@ tile is the tuple of these tensors, index lane * vector + v. Packing, unpacking 
 those between columns are arithmetic between tensors of the tuple: no thread needs another one's registers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 
 from thinwire.kernels.schema import LLOYD, Encoding
@@ -16,7 +16,8 @@ from thinwire.wire import PLANES, CastVariant, Format, IntVariant, Kind, LloydVa
 
 MOST_CODES = 8192  # in a tile; a longer block is read twice, piece by piece
 MOST_RAGGED = 128  # columns of a short last block; a longer one too is read piece by piece
-LONG_COLUMNS, LONG_WARPS = 512, 16  # of blocks longer than a tile
+LONG_COLUMNS = 512  # of blocks longer than a tile
+LONG_WARPS = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Tile:
     whole: bool = False  # True => the columns are exactly those of the span
     grouped: bool = False  # True => floats are read and written `vector` at a time
     even: bool = False  # True => scales are read and written as 16-bit numbers, else as bytes
+    loose: bool = False  # True => blocks have any length up to `block`, and elements past it are masked
 
     @cached_property
     def span(self) -> int:
@@ -115,7 +117,7 @@ class Tile:
 
     @cached_property
     def grid(self) -> int:
-        """Cells a standard deviation, of a Lloyd table."""
+        """Cells per standard deviation of a Lloyd table."""
         return LLOYD[self.bits].grid
 
     @cached_property
@@ -125,33 +127,28 @@ class Tile:
 
     @cached_property
     def ragged(self) -> "Tile":
-        """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
+        """The same for a short last block."""
         if self.pieces:
             return self
+        columns = _power_of_two(self.block // _ragged_lanes(self.kind))
+        return self.loosened(columns if self.lloyd else min(columns, MOST_RAGGED))
+
+    def loosened(self, columns: int) -> "Tile":
+        """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
         lanes = _ragged_lanes(self.kind)
-        columns = _power_of_two(self.block // lanes)
-        if not self.lloyd:
-            columns = min(columns, MOST_RAGGED)
-        plain = (False,) * len(self.words)
-        return replace(
-            self, lanes=lanes, vector=1, columns=columns, rows=1, words=plain, whole=False, grouped=False, even=False
-        )
+        words = (False,) * len(self.words)
+        plain = replace(self, words=words, whole=False, grouped=False, even=False)
+        return replace(plain, lanes=lanes, vector=1, columns=columns, rows=1, loose=True)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self._text,))
+        return hash(self._text)
 
     @cached_property
     def _text(self) -> str:
         """Everything that a kernel sees, derived numbers too: Triton keeps compiled kernels on disk under this."""
-        fields = (self.kind, self.bits, self.variant, self.block, self.lanes, self.vector, self.columns, self.rows)
-        flags = (self.stochastic, self.unbiased, self.words, self.whole, self.grouped, self.even)
         table = LLOYD[self.bits] if self.lloyd else None
         ragged = None if self.pieces else (self.ragged.lanes, self.ragged.columns)
-        return f"Tile{(*fields, *flags, self.planes, table, ragged)}"
+        return f"Tile{(*astuple(self), self.planes, table, ragged)}"
 
     def __repr__(self) -> str:  # part of the key under which a compiled kernel is found, at every launch
         return self._text
@@ -165,18 +162,11 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     span = format.block // lanes
     vector = next(v for v in (4, 2, 1) if span % v == 0)
     columns = _power_of_two(span // vector)
-    if lanes * vector * columns > MOST_CODES:
-        lanes, plain = _ragged_lanes(format.kind), (False,) * len(words)
-        return Tile(*_fields(how), lanes, 1, LONG_COLUMNS, 1, how.stochastic, how.unbiased, plain)
     rows = max(1, threads // columns)
+    shape = (int(format.kind), format.bits, int(format.variant), format.block, lanes, vector, columns, rows)
     whole = columns * vector == span
-    choices = how.stochastic, how.unbiased
-    return Tile(*_fields(how), lanes, vector, columns, rows, *choices, words, whole, grouped, even)
-
-
-def fewest_lanes(bits: int) -> int:
-    """Codes that share a byte of the narrowest plane."""
-    return max(1, 8 // min(PLANES.get(bits, (8,))))
+    found = Tile(*shape, how.stochastic, how.unbiased, words, whole, grouped, even)
+    return found.loosened(LONG_COLUMNS) if lanes * vector * columns > MOST_CODES else found
 
 
 def _ragged_lanes(kind: int) -> int:
@@ -186,14 +176,10 @@ def _ragged_lanes(kind: int) -> int:
 
 def _lanes(format: Format, wanted: int) -> int:
     """`wanted`, or the nearest number that cuts a block into whole groups of neighbours."""
-    lanes = fewest_lanes(format.bits)
+    lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane
     while lanes < wanted and format.block % (8 * lanes) == 0:
         lanes *= 2
     return lanes
-
-
-def _fields(how: Encoding) -> tuple[int, int, int, int]:
-    return int(how.format.kind), how.format.bits, int(how.format.variant), how.format.block
 
 
 def _power_of_two(n: int) -> int:

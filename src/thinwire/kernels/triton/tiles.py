@@ -1,9 +1,10 @@
 """Tiles from and to memory: floats in groups of neighbours, codes packed into the bytes of their planes.
 
-Every function takes the tile T ([Note: A tile] in tile.py) and the span of its lanes, which is a number known at
-compile time for full blocks and one of the launch for the short last block. All tensors have the shape (rows, columns),
-also the numbers that a row has once: these are the same in all columns. `inside` masks what exists.
+Every function takes the tile T ([Note: A tile] in tile.py) and mostly its position. All tensors have the shape
+(rows, columns), also the numbers that a row has once: these are the same in all columns.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,9 +12,38 @@ import triton.language as tl
 from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words
 
 
+class Position(NamedTuple):
+    """Where a tile is. Span and length are known at compile time for full blocks, for a short last one at launch."""
+
+    first: Any  # the block of its first row
+    length: Any  # elements per block
+    span: Any  # elements per lane
+    row: Any
+    column: Any
+    inside: Any  # rows and columns that exist
+
+
 @triton.jit
-def places(T: tl.constexpr):
-    """Row and column numbers."""
+def position(first, end, length, span, T: tl.constexpr):
+    """The position of the tile that holds the blocks from `first` on, before `end`."""
+    row, column = rows_and_columns(T)
+    inside = first + row < end
+    if not T.whole:
+        inside = inside & (column * T.vector < span)
+    return Position(first, length, span, row, column, inside)
+
+
+@triton.jit
+def piece(first, length, span, start, T: tl.constexpr):
+    """The position of the columns from `start` on of block `first`, which is worked on piece by piece."""
+    row, column = rows_and_columns(T)
+    column = column + start
+    return Position(first, length, span, row, column, (row >= 0) & (column < span))
+
+
+@triton.jit
+def rows_and_columns(T: tl.constexpr):
+    """The number of the row, and of the column, that each thread holds."""
     row = tl.broadcast_to(tl.arange(0, T.rows)[:, None], (T.rows, T.columns))
     column = tl.broadcast_to(tl.arange(0, T.columns)[None, :], (T.rows, T.columns))
     return row, column
@@ -28,31 +58,24 @@ def row_start(row, STEP: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def load(pointer, row, column, span, length, inside, T: tl.constexpr, RAGGED: tl.constexpr):
-    """The tile of floats that starts at `pointer`, as fp32; zeros past the `length` of a ragged block."""
+def load(pointer, at, T: tl.constexpr):
+    """The tile of floats that starts at `pointer`, as fp32; zeros past the length of its blocks."""
     tile = ()
     for lane in tl.static_range(T.lanes):
-        at = lane * span + column * T.vector
-        mask = _before(at, length, inside, RAGGED)
-        tile = tile + load_floats(pointer, row_start(row, T.block, T) + at, mask, T.vector, T.grouped)
+        element = lane * at.span + at.column * T.vector
+        inside = at.inside & (element < at.length) if T.loose else at.inside
+        tile = tile + load_floats(pointer, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
     return tile
 
 
 @triton.jit
-def store(pointer, tile, row, column, span, length, inside, T: tl.constexpr, RAGGED: tl.constexpr):
+def store(pointer, tile, at, T: tl.constexpr):
     """Write a tile of floats in the dtype of `pointer`."""
     for lane in tl.static_range(T.lanes):
-        at = lane * span + column * T.vector
-        mask = _before(at, length, inside, RAGGED)
+        element = lane * at.span + at.column * T.vector
+        inside = at.inside & (element < at.length) if T.loose else at.inside
         group = tile[lane * T.vector : (lane + 1) * T.vector]
-        store_floats(pointer, group, row_start(row, T.block, T) + at, mask, T.vector, T.grouped)
-
-
-@triton.jit
-def _before(element, length, inside, RAGGED: tl.constexpr):
-    if RAGGED:
-        inside = inside & (element < length)
-    return inside
+        store_floats(pointer, group, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
 
 
 @triton.jit
@@ -85,15 +108,21 @@ def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.conste
 
 
 @triton.jit
-def store_codes(planes, words, row, column, span, inside, bad, zero, T: tl.constexpr):
+def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
     """Write the packed codes of a tile. Bad rows get zeros, Lloyd rows of zeros the smallest positive level's code."""
     for p in tl.static_range(len(T.planes)):
         for bank in tl.static_range(T.banks[p]):
             word = words[T.starts[p] + bank]
             if T.lloyd:
                 word = tl.where(zero, everywhere(T.half >> T.shifts[p], T.planes[p], T.vector), word)
-            at = row_start(row, T.span * T.banks[p] // T.vector, T) + bank * (span // T.vector) + column
-            store_bytes(planes[p], at, tl.where(bad, 0, word), inside, T.words[p], T.vector)
+            place = _place_in_plane(p, bank, at, T)
+            store_bytes(planes[p], place, tl.where(bad, 0, word), at.inside, T.words[p], T.vector)
+
+
+@triton.jit
+def _place_in_plane(p: tl.constexpr, bank: tl.constexpr, at, T: tl.constexpr):
+    """Where the words of a bank are in plane p, counted in words."""
+    return row_start(at.row, T.span * T.banks[p] // T.vector, T) + bank * (at.span // T.vector) + at.column
 
 
 @triton.jit
@@ -108,7 +137,7 @@ def packed(codes, BIAS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def pack(codes, p: tl.constexpr, bank: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr):
-    """The word of one bank. With one plane the biases are subtracted together, at the end: one operation a code."""
+    """The word of one bank. With one plane the biases are subtracted together, at the end: one operation per code."""
     WIDTH: tl.constexpr = T.planes[p]
     word = tl.zeros_like(codes[0])
     for v in tl.static_range(T.vector):
@@ -140,46 +169,46 @@ def everywhere(code, width, count):
 
 
 @triton.jit
-def load_codes(planes, row, column, span, inside, T: tl.constexpr):
+def load_codes(planes, at, T: tl.constexpr):
     """The words of every bank of every plane; of 16-bit casts the numbers."""
     if T.bits == 16:
-        return load_halves(planes[0], row, column, span, inside, T)
+        return load_halves(planes[0], at, T)
     else:
         words = ()
         for p in tl.static_range(len(T.planes)):
             for bank in tl.static_range(T.banks[p]):
-                at = row_start(row, T.span * T.banks[p] // T.vector, T) + bank * (span // T.vector) + column
-                words = words + (load_bytes(planes[p], at, inside, T.words[p], T.vector),)
+                place = _place_in_plane(p, bank, at, T)
+                words = words + (load_bytes(planes[p], place, at.inside, T.words[p], T.vector),)
         return words
 
 
 @triton.jit
-def load_halves(plane, row, column, span, inside, T: tl.constexpr):
+def load_halves(plane, at, T: tl.constexpr):
     """The tile of a plane of 16-bit floats."""
     tile = ()
     for lane in tl.static_range(T.lanes):
-        at = row_start(row, T.block, T) + lane * span + column * T.vector
+        element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
         if T.even:
-            tile = tile + load_floats(plane.to(tl.pointer_type(tl.float16)), at, inside, T.vector, T.words[0])
+            tile = tile + load_floats(plane.to(tl.pointer_type(tl.float16)), element, at.inside, T.vector, T.words[0])
         else:
             for v in tl.static_range(T.vector):
-                word = load_bytes(plane, at + v, inside, False, 2)
+                word = load_bytes(plane, element + v, at.inside, False, 2)
                 tile = tile + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return tile
 
 
 @triton.jit
-def store_halves(plane, tile, row, column, span, inside, T: tl.constexpr):
+def store_halves(plane, tile, at, T: tl.constexpr):
     """The opposite of load_halves."""
     for lane in tl.static_range(T.lanes):
-        at = row_start(row, T.block, T) + lane * span + column * T.vector
+        element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
         if T.even:
             group = tile[lane * T.vector : (lane + 1) * T.vector]
-            store_floats(plane.to(tl.pointer_type(tl.float16)), group, at, inside, T.vector, T.words[0])
+            store_floats(plane.to(tl.pointer_type(tl.float16)), group, element, at.inside, T.vector, T.words[0])
         else:
             for v in tl.static_range(T.vector):
                 short = tile[lane * T.vector + v].to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-                store_bytes(plane, at + v, short, inside, False, 2)
+                store_bytes(plane, element + v, short, at.inside, False, 2)
 
 
 @triton.jit
@@ -199,15 +228,42 @@ def _part(words, p: tl.constexpr, lane: tl.constexpr, v: tl.constexpr, T: tl.con
 
 
 @triton.jit
-def load_scale(pointer, row, inside, T: tl.constexpr):
+def load_scale(pointer, at, T: tl.constexpr):
     """The bits of the bfloat16 of each row, as those of an fp32."""
-    return load_bytes(pointer, row, inside, T.even, 2) << 16
+    return load_bytes(pointer, at.row, at.inside, T.even, 2) << 16
 
 
 @triton.jit
-def store_scale(pointer, bits, row, inside, T: tl.constexpr):
+def store_scale(pointer, bits, at, T: tl.constexpr):
     """The 16 bits of each row, once."""
-    store_bytes(pointer, row, bits, inside, T.even, 2)
+    store_bytes(pointer, at.row, bits, at.inside & (at.column == 0), T.even, 2)
+
+
+# --- tiles as numbers -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def added(a, b):
+    """a + b."""
+    done = ()
+    for i in tl.static_range(len(a)):
+        done = done + (a[i] + b[i],)
+    return done
+
+
+@triton.jit
+def times(tile, factor):
+    """tile * factor."""
+    return [x * factor for x in tile]
+
+
+@triton.jit
+def kept(tile, at, other, T: tl.constexpr):
+    """The tile, with `other` in columns that do not exist."""
+    if T.whole:
+        return tile
+    else:
+        return [tl.where(at.inside, x, other) for x in tile]
 
 
 # --- between columns --------------------------------------------------------------------------------------------------
@@ -215,18 +271,19 @@ def store_scale(pointer, bits, row, inside, T: tl.constexpr):
 
 @triton.constexpr_function
 def log2(n):
-    """Of a power of two."""
+    """The logarithm of a power of two."""
     return n.bit_length() - 1
 
 
 @triton.jit
-def partner(x, column, STRIDE: tl.constexpr):
+def partner(x, STRIDE: tl.constexpr, T: tl.constexpr):
     """The number STRIDE columns away, by the bits of the column's number: one shuffle."""
+    _row, column = rows_and_columns(T)
     return tl.gather(x, column ^ STRIDE, axis=1)
 
 
 @triton.jit
-def largest(tile, column, T: tl.constexpr):
+def largest(tile, T: tl.constexpr):
     """The largest number of each row of int32 or float tensors, in all columns."""
     most = tile[0]
     for i in tl.static_range(1, T.size):
@@ -235,15 +292,15 @@ def largest(tile, column, T: tl.constexpr):
         return tl.broadcast_to(tl.max(most, axis=1, keep_dims=True), (T.rows, T.columns))
     else:
         for stage in tl.static_range(log2(T.columns)):
-            most = tl.maximum(most, partner(most, column, T.columns >> (stage + 1)))
+            most = tl.maximum(most, partner(most, T.columns >> (stage + 1), T))
         return most
 
 
 @triton.jit
-def row_total(x, column, T: tl.constexpr):
+def row_total(x, T: tl.constexpr):
     """The sum of each row of one int32 tensor, in all columns."""
     for stage in tl.static_range(log2(T.columns)):
-        x = x + partner(x, column, T.columns >> (stage + 1))
+        x = x + partner(x, T.columns >> (stage + 1), T)
     return x
 
 

@@ -1,4 +1,4 @@
-"""How kernels are cut up: measured once on a machine, remembered on disk. No choice changes a byte.
+"""How kernels are cut up: measured once per machine, remembered on disk. No choice changes a byte.
 
 The first large tensor of a kind is preceded by a measurement of a few configurations on buffers of its own, which waits
 for the device; others, and all while a CUDA graph is being captured, take what is known or the default. Results are
@@ -30,7 +30,8 @@ _ELEMENTS = 1 << 25  # measured on: more than an L2 cache holds
 _ROUNDS = 5
 _say = logging.getLogger("thinwire")
 _lock = threading.Lock()
-_chosen: dict[tuple[str, Encoding, torch.dtype, int], Config] = {}
+_Key = tuple[str, Encoding, torch.dtype, int]  # operation and its wires, encoding, dtype, number of the device
+_chosen: dict[_Key, Config] = {}
 _announced = False
 
 
@@ -38,7 +39,7 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
     """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`."""
     if not how.format.block:
         return Config()
-    if how.format.block > MOST_CODES:  # one program a block, whatever the configuration
+    if how.format.block > MOST_CODES:  # one program per block, whatever the configuration
         return SHORT
     if numel < SMALL:
         meet(device)
@@ -72,30 +73,26 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
     return [Config(8, 1), Config(4, 1), Config(16, 2)]
 
 
-def _first_choice(
-    key: tuple[str, Encoding, torch.dtype, int], op: str, device: torch.device, numel: int, world: int
-) -> Config:
+def _first_choice(key: _Key, op: str, device: torch.device, numel: int, world: int) -> Config:
     """Called with the lock: what the disk says, what a measurement says, or for now the default."""
-    name = f"{key[0]} {_text(key[1])} {str(key[2]).removeprefix('torch.')}"
+    kind, how, dtype, _ = key
+    name = f"{kind} {_text(how)} {str(dtype).removeprefix('torch.')}"
     known = _known(device).get(name)
-    for config in candidates(op, key[1].format, key[2]):
-        if known == [config.lanes, config.warps]:
-            _chosen[key] = config
-            return config
-    _announce(device)
-    tunes = os.environ.get("THINWIRE_TUNE", "1") != "0"
-    if not tunes:
-        _chosen[key] = default(op, key[1].format, key[2])
-        return _chosen[key]
-    if numel < LARGE or _capturing(device):
-        return default(op, key[1].format, key[2])
-    _say.info("thinwire: measuring configurations of %s", name)
-    best = _measured(op, key[1], key[2], device, world)
-    if best is None:
-        return default(op, key[1].format, key[2])
-    _chosen[key] = best
-    _write(device, {name: [best.lanes, best.warps]})
-    return best
+    options = candidates(op, how.format, dtype)
+    found = next((config for config in options if known == [config.lanes, config.warps]), None)
+    if found is None:
+        _announce(device)
+        if os.environ.get("THINWIRE_TUNE", "1") == "0":
+            found = options[0]
+        elif numel >= LARGE and not _capturing(device):
+            _say.info("thinwire: measuring configurations of %s", name)
+            found = _measured(op, how, dtype, device, world)
+            if found is not None:
+                _write(device, {name: [found.lanes, found.warps]})
+    if found is None:
+        return options[0]
+    _chosen[key] = found
+    return found
 
 
 def _capturing(device: torch.device) -> bool:
@@ -104,7 +101,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _announce(device: torch.device) -> None:
-    """Say once in a process that kernels are compiled and measured now, where this was not done before."""
+    """Say once per process that kernels are compiled and measured now, where this was not done before."""
     global _announced
     if not _announced:
         _announced = True
@@ -162,7 +159,8 @@ def _milliseconds(run: Callable[[Config], None], config: Config) -> float:
     run(config)
     times = []
     for _ in range(_ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         run(config)
         end.record()
