@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
-from thinwire.collectives import chunks, exchange
+from thinwire.collectives import chunks, plan
 from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD
 
@@ -419,7 +419,7 @@ def digest(*tensors: Tensor) -> str:
 @contextmanager
 def small_chunks(nbytes: int = 400) -> Iterator[None]:
     """Small messages are cut into many chunks, for operations that end inside. All ranks must do it alike."""
-    with patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4), patch.multiple(exchange, _MESSAGE_BYTES=nbytes):
+    with patch.multiple(chunks, MAX_CHUNK_BYTES=nbytes, _WHOLE=4), patch.multiple(plan, _MESSAGE_BYTES=nbytes):
         yield
 
 

@@ -564,8 +564,8 @@ def coalesced(
     xs[-1] = xs[-1].view(2, -1).t()
     joined = torch.cat([x.reshape(-1) for x in xs])
     with small_chunks():
-        thinwire.all_reduce_coalesced(xs, AVG, codec=codec, algorithm=algorithm)
-        thinwire.all_reduce(joined, AVG, codec=codec, algorithm=algorithm)
+        thinwire.all_reduce_coalesced(xs, AVG, codec=codec, algorithm=algorithm, step=0)
+        thinwire.all_reduce(joined, AVG, codec=codec, algorithm=algorithm, step=0)
     return digest(*xs), [x.contiguous().cpu() for x in xs], list(joined.cpu().split([x.numel() for x in xs]))
 
 

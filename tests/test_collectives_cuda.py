@@ -14,31 +14,38 @@ import thinwire
 from cases import CUDA, needs_cuda, no_host_sync
 from ranks import GPU_LIMIT_S, RankPool
 from thinwire.codecs import Codec
-from thinwire.collectives import calls, chunks, plain, reducers, schedule, steps
+from thinwire.collectives import chunks, torch_verbs
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.reducers import Lane, Size
+from thinwire.collectives.lane import Lane
+from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.operations import AllReduce
+from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.two_phase import TwoPhase
 
 pytestmark = list(needs_cuda)
 N = 40_000
 
 
-def stream_operation(channel: schedule.Channel, codec: Codec, kind: type, x: Tensor) -> steps.AllReduce:
+def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
     """An all_reduce that goes all the way, though the group has one rank and the verb would take its shortcut."""
     reducer = kind(channel.transport)
     cut = chunks.Cut(x.numel(), 16_384)
-    size = reducer.scratch_bytes([Size(codec, cut.chunk, x.dtype)])
-    setting = calls.Plan(codec, cut, size, 3 * size).setting(channel, 7)
-    return steps.AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
+    size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
+    call = Call(channel, "all_reduce", known=True)
+    setting = call.setting(CallPlan("all_reduce", codec, cut, size, 3 * size), 7)
+    return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
 
 
-def nccl_channel() -> schedule.Channel:
+def nccl_channel() -> Channel:
     """Of a group of this rank alone, in which everything is ordered by streams."""
-    return schedule.channel(nccl_group(), CUDA)
+    return channel_of(nccl_group(), CUDA)
 
 
 @functools.lru_cache(maxsize=1)
 def nccl_group() -> dist.ProcessGroup:
-    """Made once a rank, as in a job."""
+    """Made once per rank, as in a job."""
     torch.cuda.set_device(CUDA)
     group: dist.ProcessGroup = dist.new_group([0], backend="nccl")
     return group
@@ -51,9 +58,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     x = torch.randn(N, device=CUDA).to(dtype)
     expected = x.clone()
     y = x.clone()
-    channel.run(stream_operation(channel, codec, getattr(reducers, kind), expected)).wait()  # warm
+    channel.run(stream_operation(channel, codec, KINDS[kind], expected)).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, getattr(reducers, kind), y))
+        work = channel.run(stream_operation(channel, codec, KINDS[kind], y))
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -63,7 +70,8 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
 
 
 BOUNDS = [("none", 0.0), ("int8", 0.01), ("lloyd4", 0.15)]
-each_kind = pytest.mark.parametrize("kind", ["OneShot", "TwoPhase"])
+KINDS: dict[str, type] = {"OneShot": OneShot, "TwoPhase": TwoPhase}
+each_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 @each_kind
@@ -80,7 +88,7 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     """Errors of three replays against the same operation run eagerly."""
     channel = nccl_channel()
     codec = thinwire.codec(spec)
-    reducer = getattr(reducers, kind)
+    reducer = KINDS[kind]
     x = torch.randn(N, device=CUDA)
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
@@ -140,9 +148,9 @@ def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[byte
     exact = x.clone()
     dist.all_reduce(exact, group=group)
     y = x.to(CUDA)
-    thinwire.all_reduce(y, group=group, codec=spec, algorithm=algorithm)
+    thinwire.all_reduce(y, group=group, codec=spec, algorithm=algorithm, step=3)
     on_cpu = x.clone()
-    thinwire.all_reduce(on_cpu, group=group, codec=spec, algorithm=algorithm)
+    thinwire.all_reduce(on_cpu, group=group, codec=spec, algorithm=algorithm, step=3)
     same = torch.equal(y.cpu(), on_cpu)
     return y.cpu().numpy().tobytes(), float((y.cpu() - exact).norm() / exact.norm()), same
 
@@ -164,8 +172,8 @@ def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = calls.Call(channel, "all_gather", known=True)
-    work = plain.all_gather(call, out, x, [out], async_op=True)
+    call = Call(channel, "all_gather", known=True)
+    work = torch_verbs.all_gather(call, out, x, [out], async_op=True)
     assert work is not None
     with torch.cuda.stream(side):
         work.wait()

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,11 @@ import thinwire
 from cases import decoded, generated, over, recoded, seeded, wires_of
 from ranks import RankPool
 from thinwire.collectives import cost
-from thinwire.collectives.cost import Choice, Estimate, Link, Points
+from thinwire.collectives.channel import channel_of
+from thinwire.collectives.cost import Choice, CurveKey, Estimate, Measured, MeasuredLink, Points
 
 Group = dist.ProcessGroup
-LINK = Link(((256, 1e-4), (1 << 20, 1e-2)))
+LINK = MeasuredLink(((256, 1e-4), (1 << 20, 1e-2)))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -64,20 +64,7 @@ def test_the_fastest_is_chosen_where_it_is_clearly_faster_than_plain() -> None:
     assert choice(1.0).algorithm == "plain"
 
 
-class FakeTransport:
-    def __init__(self, world: int) -> None:
-        self.world = world
-
-
-class FakeChannel:
-    """A group in which everything was measured already."""
-
-    def __init__(self, world: int, settled: dict[Any, Any]) -> None:
-        self.transport = FakeTransport(world)
-        self.settled = settled
-
-
-def measured(world: int, bytes_per_s: float, codec: str = "int8") -> Any:
+def measured(world: int, bytes_per_s: float, codec: str = "int8") -> tuple[Measured, int]:
     """A link of that speed, 0.2 ms a plain call and twice that a compressed one, a codec of 1 ns an element."""
     coder = thinwire.codec(codec)
     sizes = (256, 1 << 22)
@@ -92,14 +79,12 @@ def measured(world: int, bytes_per_s: float, codec: str = "int8") -> Any:
         "one_shot": points(3e-4, per_element * (world - 1), 1e-9 * world),
         "two_phase": points(4e-4, per_element * share, 2e-9),
     }
-    key = ("curves", "all_reduce", torch.float32, coder)
-    return FakeChannel(world, {Link: LINK, key: curves})
+    return Measured(LINK.points, {CurveKey("all_reduce", torch.float32, (coder,)): curves}), world
 
 
-def recalled(channel: Any, numel: int, codec: str = "int8") -> Choice:
-    found = cost.recall(channel, "all_reduce", numel, torch.float32, thinwire.codec(codec))
-    assert found is not None
-    return found
+def recalled(found: tuple[Measured, int], numel: int, codec: str = "int8") -> Choice:
+    key = CurveKey("all_reduce", torch.float32, (thinwire.codec(codec),))
+    return cost.choice(found[0], key, numel, found[1])
 
 
 @over("world", [2, 3, 4, 8, 16, 64])
@@ -131,9 +116,18 @@ def test_the_bytes_of_an_estimate_are_those_of_the_formula(world: int, codec: st
     assert sent["one_shot"] == (world - 1) * wire
 
 
-def test_nothing_is_recalled_before_it_was_measured() -> None:
-    channel: Any = FakeChannel(2, {})
-    assert cost.recall(channel, "all_reduce", 10, torch.float32, thinwire.codec("int8")) is None
+def test_before_anything_was_measured_there_is_no_choice() -> None:
+    found = recalled((Measured(), 2), 10)
+    assert found.algorithm == ""
+    assert "not measured yet" in str(found)
+
+
+@over("case", [(1, 10, "int8"), (2, 0, "int8"), (2, 10, "none")])
+def test_where_there_is_nothing_to_choose_nothing_is_measured(case: tuple[int, int, str]) -> None:
+    world, numel, codec = case
+    found = recalled((Measured(), world), numel, codec)
+    assert found.algorithm == "plain"
+    assert "nothing to choose" in str(found)
 
 
 def test_the_choice_tells_itself() -> None:
@@ -142,13 +136,15 @@ def test_the_choice_tells_itself() -> None:
     assert "Gbit/s" in text
     assert [line.split()[0] for line in text.splitlines()[2:5]] == ["plain", "one_shot", "two_phase"]
     assert text.count("<- chosen") == 1
-    assert "two_phase        0.300 ms predicted, 25 bytes sent a rank  <- chosen" in text
+    assert "two_phase        0.300 ms predicted, 25 bytes sent per rank  <- chosen" in text
 
 
 # --- in a group -------------------------------------------------------------------------------------------------------
 
 
 def explained(group: Group, numels: list[int], codec: str) -> list[str]:
+    for numel in numels:
+        thinwire.measure(torch.ones(numel), codec=codec)
     return [str(thinwire.explain(torch.ones(numel), codec=codec)) for numel in numels]
 
 
@@ -158,7 +154,7 @@ def test_all_ranks_explain_alike(ranks: RankPool, world: int) -> None:
     assert all(answer == answers[0] for answer in answers)
     for numel, text in zip((1, 1000, 3 << 20), answers[0], strict=True):
         assert text.startswith(f"all_reduce of {numel} elements over {world} ranks, codec int8: ")
-        assert text.count("<- chosen") == 1
+        assert text.count("<- chosen") == (world > 1)
 
 
 def chosen(group: Group) -> list[bool]:
@@ -167,7 +163,7 @@ def chosen(group: Group) -> list[bool]:
     found = []
     for numel in (10, 5000, 1 << 19):
         x = torch.ones(numel)
-        said = thinwire.explain(x, member, codec="lloyd4")
+        said = thinwire.measure(x, member, codec="lloyd4")
         before = thinwire.collectives.traffic(member).sent
         thinwire.all_reduce(x, group=member, codec="lloyd4", algorithm="auto")
         sent = thinwire.collectives.traffic(member).sent - before
@@ -185,7 +181,7 @@ def measured_once(group: Group) -> list[int]:
     """Calls of the group that a first auto call makes, and a second of another length."""
     member = dist.new_group()
     counts = []
-    channel = thinwire.collectives.schedule.channel(member, torch.device("cpu"))
+    channel = channel_of(member, torch.device("cpu"))
     for numel in (100, 200, 300):
         thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="auto")
         counts.append(channel.calls)

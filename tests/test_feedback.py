@@ -17,11 +17,14 @@ from torch import Tensor
 import cases
 from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
-from thinwire.collectives import reducers
-from thinwire.collectives.chunks import Cut, Flat, Span, shards
-from thinwire.collectives.primitives import Transport
-from thinwire.collectives.reducers import Lane, OneShot, Size, TwoPhase
-from thinwire.collectives.steps import AllReduce, Setting
+from thinwire.collectives import lane as lane_module, one_shot, two_phase
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards
+from thinwire.collectives.lane import Lane
+from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.operations import AllReduce, Setting
+from thinwire.collectives.plan import lanes_scratch
+from thinwire.collectives.transport import Transport
+from thinwire.collectives.two_phase import TwoPhase
 from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Piece, deal, new_memory
 from thinwire.wire import PLANES
 
@@ -461,7 +464,7 @@ class Link(Transport):
         self.received = 0
         self._post = post  # what is under way, by sender, receiver and tag
 
-    def _exchange(self, sends: Any, receives: Any, tag: int) -> Any:
+    def exchange(self, sends: Any, receives: Any, tag: int) -> Any:
         for peer, part in sends:
             assert (self.rank, peer, tag) not in self._post
             self._post[self.rank, peer, tag] = part.clone()
@@ -493,6 +496,7 @@ class Grid:
     """A lossy codec by element: multiples of a step, towards zero. Exact arithmetic, and no rotation to hide behind."""
 
     inputs = (torch.float32,)
+    unit = 1
 
     def __init__(self, step: float = 1.0) -> None:
         self.step = step
@@ -500,9 +504,13 @@ class Grid:
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         return 16 + -(-4 * numel // 16) * 16
 
-    def encode(self, x: Tensor, wire: Tensor, *, step: int = 0) -> None:
+    def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
         assert x.dtype == torch.float32
-        wire[: x.nbytes].view(torch.float32).copy_((x / self.step).trunc() * self.step)
+        whole = x if residual is None else x + residual
+        decoded = (whole / self.step).trunc() * self.step
+        wire[: x.nbytes].view(torch.float32).copy_(decoded)
+        if residual is not None:
+            residual.copy_(torch.where(decoded.isfinite(), whole - decoded, residual))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         self.decode_sum(wire[None], out, scale=scale)
@@ -570,13 +578,11 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
     for rank in range(world):
         reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        firsts = [min(lane.cut.chunk, lane.cut.numel) for lane in made]
-        nbytes = reduce.scratch_bytes([Size(m.codec, n, m.dtype) for m, n in zip(made, firsts, strict=True)])
-        nbytes += sum(m.room_bytes(n) for m, n in zip(made, firsts, strict=True))
+        nbytes, _ = lanes_scratch(made, reduce)
         setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
         operations.append(AllReduce(setting, made, reduce, 1.0 / world))
     for index in range(operations[0].num_chunks):
-        together([op.chunk(index, torch.empty(op.chunk_bytes, dtype=torch.uint8)) for op in operations])
+        together([op.chunk(index, Desk(torch.empty(op.chunk_bytes, dtype=torch.uint8))) for op in operations])
     assert not post, "every message was taken"
     for row in outs:
         for out in row[1:]:
@@ -692,8 +698,9 @@ def test_a_chunk_that_is_not_finite_changes_no_memory(
     kind: str, reducer: str, world: int, as_tensor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_tensor:  # as on a GPU, where nobody waits to know
-        check = reducers._check
-        monkeypatch.setattr(reducers, "_check", lambda parts: torch.tensor(bool(check(parts))))
+        check = lane_module.check_finite
+        for module in (one_shot, two_phase):
+            monkeypatch.setattr(module, "check_finite", lambda *told: torch.tensor(bool(check(*told))))
     n = 200
     chunk = 64
     for codec in (Lloyd(2, 32), Cast("bf16")):

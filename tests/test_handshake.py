@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from ranks import RankPool
-from thinwire.collectives import handshake, schedule
+from thinwire.collectives import handshake, work
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -140,7 +140,7 @@ def known_against_new(group: Group, async_op: bool, algorithm: str) -> tuple[str
     dist.barrier()
     start = time.monotonic()
     x = torch.ones(200 if group.rank() == 0 else 300)
-    with patch.object(handshake, "_LOOK_S", 0.1), patch.object(schedule, "_LOOK_S", 0.1):
+    with patch.object(handshake, "_LOOK_S", 0.1), patch.object(work, "_LOOK_S", 0.1):
         text = said(
             lambda: thinwire.all_reduce(x, async_op=True, **how).wait() if async_op else thinwire.all_reduce(x, **how)
         )

@@ -23,9 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import thinwire
 from cases import CPU, digest, generated, given, small_chunks
 from ranks import RankPool
-from thinwire.collectives import Work, chunks, schedule
+from thinwire.collectives import Work, channel as channels, chunks
+from thinwire.collectives.channel import Channel
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
-from thinwire.collectives.schedule import Channel, Line, Operation, Scratch, Steps
+from thinwire.collectives.pipeline import Line, Operation, Scratch
+from thinwire.collectives.transport import Stages
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
@@ -337,7 +339,7 @@ def test_two_ranks_with(ranks: RankPool, check: Callable[[Group], None]) -> None
 
 
 def channel_of(group: Group) -> Channel:
-    return schedule.channel(group, CPU)
+    return channels.channel_of(group, CPU)
 
 
 VERBS = ("two_phase", "one_shot", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -536,7 +538,7 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 
 
 class Fails(Operation):
-    """Raises in its second step."""
+    """Raises in its second stage."""
 
     num_chunks = 2
     chunk_bytes = 64
@@ -545,7 +547,7 @@ class Fails(Operation):
     def __init__(self) -> None:
         self.outputs = []
 
-    def chunk(self, index: int, scratch: Tensor) -> Steps:
+    def chunk(self, index: int, desk: Desk) -> Stages:
         yield ()
         raise OSError("the cable is cut")
 
@@ -587,7 +589,7 @@ def ended(before: list[str]) -> bool:
 def lifetime(group: Group, fails: bool) -> list[bool]:
     thinwire.all_reduce(torch.ones(9), codec="none", algorithm="two_phase")
     before = thread_names()
-    kept = len(schedule._kept)
+    kept = len(channels._groups)
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
     if fails:
@@ -595,10 +597,10 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
             channel_of(member).run(Fails()).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
-    found = [len(thread_names()) == len(before) + 1, len(schedule._kept) == kept + 1]
+    found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     dist.destroy_process_group(member)
     del member
-    return [*found, ended(before), len(schedule._kept) == kept]
+    return [*found, ended(before), len(channels._groups) == kept]
 
 
 @pytest.mark.parametrize("fails", [False, True])

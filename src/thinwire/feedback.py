@@ -180,6 +180,8 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
+    keeps_lost = True
+
     def __init__(self, error: Memory, world: int, gaps: Gaps) -> None:
         self._error = error
         self._world = world
@@ -190,10 +192,11 @@ class Classic:
         self._error.add_to(span, x, self._world, out)
         self._gaps.clear(span, out)
 
-    def owed(self, span: Span) -> Tensor:
-        """W * error: `keep` needs what is lost of x + W * error, and nothing else."""
+    def owed(self, span: Span, x: Tensor) -> Tensor:
+        """W * error."""
         owed = self._error.times(span, self._world)
         self._gaps.clear(span, owed)
+        self._gaps.clear(span, x)
         return owed
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
@@ -224,6 +227,8 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
+    keeps_lost = False  # but what was read
+
     def __init__(self, sent: Memory, mean: Memory, world: int, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
@@ -235,8 +240,12 @@ class EF21:
         self._sent.add_to(span, x, -self._world, out)
         self._gaps.clear(span, out)
 
-    def owed(self, span: Span) -> None:
-        """`keep` needs what the others read."""
+    def owed(self, span: Span, x: Tensor) -> Tensor:
+        """-W * sent."""
+        owed = self._sent.times(span, -self._world)
+        self._gaps.clear(span, owed)
+        self._gaps.clear(span, x)
+        return owed
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what the others read."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Identity
 
 _GAIN = 0.9  # a compressed algorithm must be predicted below this share of plain
 
@@ -68,13 +68,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` does with a call, and why: str() tells it. Without a link nothing was measured yet."""
+    """What `auto` does with a call, and why: str() tells it."""
 
     verb: str
     codec: str
     numel: int
     world: int
-    link: MeasuredLink | None
+    link: MeasuredLink | None  # None where nothing was measured
     estimates: tuple[Estimate, ...]  # plain first
 
     @property
@@ -89,6 +89,8 @@ class Choice:
     def __str__(self) -> str:
         call = f"{self.verb} of {self.numel} elements over {self.world} ranks, codec {self.codec}"
         link = self.link
+        if link is None and self.estimates:
+            return f"{call}: plain (with one rank, no elements or no compression there is nothing to choose)"
         if link is None:
             return (
                 f"{call}: not measured yet\n"
@@ -111,6 +113,8 @@ class Choice:
 def choice(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
     """What `auto` does with a message of `numel` elements in all, by what was measured so far."""
     codec = key.codecs[-1]
+    if world == 1 or numel == 0 or isinstance(codec, Identity):
+        return Choice(key.verb, str(codec), numel, world, None, (Estimate("plain", 0.0, 0),))
     curves = measured.curves.get(key)
     link = measured.link(world)
     if link is None or curves is None:

@@ -45,8 +45,10 @@ class Carry(Protocol):
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = what travels instead of x. They may be the same memory."""
 
-    def owed(self, span: Span) -> Tensor | None:
-        """What the message adds to x, if `keep` needs nothing but what is lost of their sum; else None."""
+    keeps_lost: bool  # whether all that `keep` needs is what the message loses
+
+    def owed(self, span: Span, x: Tensor) -> Tensor:
+        """What the message adds to x; x loses what belongs to no parameter."""
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what `keep` needs, where `decoded` is what the other ranks read."""
@@ -55,7 +57,7 @@ class Carry(Protocol):
         """total += scale * own, the rank's own message; own = what `keep_own` needs."""
 
     def keep(self, span: Span, kept: Tensor, scale: float, fine: Fine) -> None:
-        """Remember what `sent` left, if `fine`; where something was `owed`, what was lost."""
+        """Remember what `sent` left, or what was lost, if `fine`."""
 
     def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
         """Remember what `reduced` left, where `result` is what everybody read, if `fine`."""
@@ -177,12 +179,12 @@ class LaneChunk:
         """Write the wire of a span of x; with feedback, x then holds what it has to remember."""
         carry = self.lane.carry
         watch = self.lane.watch
-        owed = carry.owed(self.span(part)) if carry is not None and watch is None else None
-        if owed is not None:  # one pass encodes the sum and leaves in x what was lost of it
+        if carry is not None and carry.keeps_lost and watch is None:
             x = self.numbers(part)
             if self.x is not self.source:
                 x.copy_(self.source[part.begin : part.end])
-            codec.encode(owed, wire, step=step, residual=x)
+            # One pass encodes the sum, and leaves in x what was lost of it.
+            codec.encode(carry.owed(self.span(part), x), wire, step=step, residual=x)
             return
         x = self.message(part)
         codec.encode(x, wire, step=step)
