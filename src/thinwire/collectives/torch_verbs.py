@@ -199,13 +199,15 @@ def _row(tensor: Tensor) -> Tensor:
 
 def _putting(parts: Sequence[Tensor], whole: Tensor) -> Finish | None:
     """What brings a row to its tensors, if it is not theirs already."""
-    if len(parts) == 1 and parts[0].is_contiguous():
-        return None
-    return lambda: _put_parts(parts, whole)
+    return None if _is_row_of(parts, whole) else lambda: _put_parts(parts, whole)
+
+
+def _is_row_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    return len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() == whole.data_ptr()
 
 
 def _put_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
-    if len(parts) == 1 and parts[0].is_contiguous():
+    if _is_row_of(parts, whole):
         return
     for part, row in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
         part.detach().copy_(row.view(part.shape))
