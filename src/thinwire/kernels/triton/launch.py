@@ -41,7 +41,8 @@ def encode(
     layout = how.format.layout(x.numel())
     carried = x if residual is None else residual
     if not how.format.block:
-        _encode_plain(layout, x, wire, residual, raw=residual is None and how.format.kind == Kind.IDENTITY)
+        raw = residual is None and how.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype
+        _encode_plain(layout, x, wire, residual, raw=raw)
         return
     grouped = _grouped(x) and _grouped(carried)
     shape = _shape(how, layout, config, wire.data_ptr() % 16, 0, grouped)
