@@ -230,7 +230,7 @@ def race_once(group: Group) -> tuple[str, str, str]:
     printed, state, steps = [], {}, auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 1
     for round_ in range(2):
         training, out = Training(group, Run({"codec": "auto"}, cap=1024.0)), io.StringIO()
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stderr(out):
             if round_:
                 training.load(state)
             training.go(range(steps * round_, steps * round_ + steps))
@@ -444,7 +444,7 @@ def misfits(group: Group, others: list[State]) -> dict[str, str]:
         "other sizes": loading(state, {**SHAPES, "a": (40, 51)}),
         "other names": loading(state, {"x": (40, 50), "y": (33, 61)}),
     }
-    found["untouched"] = str(digest(residuals(handle)) == before and handle.state.step == 2)
+    found["untouched"] = str(digest(residuals(handle)) == before and handle.step == 2)
     backward(model, draw(group.rank(), 2))
     return found
 

@@ -27,7 +27,7 @@ import thinwire
 from cases import CPU, CUDA, Range, assert_same, digest, each_device, given, half_ulp, needs_cuda, no_host_sync, seeded
 from ranks import GPU_LIMIT_S, RankPool
 from thinwire import hooks
-from thinwire.collectives import primitives, traffic
+from thinwire.collectives import DQuantType, auto_quantize, primitives, traffic
 from thinwire.errors import CodecError, CollectiveError
 
 Group, Device = dist.ProcessGroup, torch.device
@@ -99,15 +99,31 @@ def test_hooks_pickle(name: str) -> None:
 
 
 def test_a_pickled_wrapper_runs_the_same_hook(ranks: RankPool) -> None:
-    again = pickle.loads(pickle.dumps(HOOKS["bf16(perchannel)"]))
-    assert (again.hook, again.dtype) == (hooks.quantization_perchannel_hook, torch.bfloat16)
-    assert pickle.loads(pickle.dumps(HOOKS["perchannel 64"])).bucket_size == 64
+    """Through a process that has to find everything by name."""
+    xs = [given(700, rank) for rank in range(2)]
+    made = {name: pickle.dumps(HOOKS[name]) for name in ("bf16(perchannel)", "perchannel 64", "fp16(bf16(fp16))")}
+    for name, (again, _) in zip(made, ranks(2).run(run_pickled, list(made.values()), xs)[0], strict=True):
+        assert again == ranks(2).run(run_hooks, [name], [xs])[0][0][0], name
 
 
-@pytest.mark.parametrize("size", [0, 7, 100, 1 << 32, 12.5])
-def test_a_bucket_size_that_no_wire_has_is_refused(size: Any) -> None:
-    with pytest.raises(CodecError, match=r"bucket_size .*multiple of 8"):
+def run_pickled(group: Group, pickled: Sequence[bytes], xs: list[Tensor]) -> list[tuple[str, Tensor]]:
+    outputs = [run_hook(pickle.loads(hook), xs[group.rank()]) for hook in pickled]
+    return [(digest(y), y) for y in outputs]
+
+
+def test_hooks_are_found_by_their_names() -> None:
+    from thinwire.hooks import fp16_compress_hook
+
+    assert thinwire.hooks.fp16_compress_hook is fp16_compress_hook
+    assert sorted(hooks.__all__) == hooks.__all__ == [name for name in vars(hooks) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("size", [0, -8, 12.5, True, "64", None])
+def test_a_bucket_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
         hooks.perchannel_hook(size)
+    with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
+        hooks.quantization_perchannel_hook(None, Bucket(torch.ones(3)), size)  # type: ignore[arg-type]
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -378,7 +394,60 @@ def test_wrappers_run_any_hook_in_sixteen_bits(ranks: RankPool, world: int) -> N
     assert ranks(world).run(wrap_others) == [[]] * world
 
 
-@pytest.mark.skipif(not hasattr(thinwire, "ddp_hook"), reason="needs thinwire.ddp_hook")
+def dividing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A user's hook that adds first and divides then."""
+    done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return done.then(lambda future: future.value()[0] / dist.get_world_size())  # type: ignore[no-any-return]
+
+
+WRAPPED = {
+    "ours": hooks.allreduce_hook,
+    "torch's": default_hooks.allreduce_hook,
+    "a user's": dividing_hook,
+    "perchannel": hooks.quantization_perchannel_hook,
+}
+
+
+def wrap_large(group: Group, xs: list[Tensor]) -> list[Tensor]:
+    return [run_hook(hooks.fp16_compress_wrapper(hook), xs[group.rank()]) for hook in WRAPPED.values()]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_mean_that_fits_float16_is_kept_although_the_sum_does_not(
+    ranks: RankPool, world: int, everywhere: bool
+) -> None:
+    """5e4 on every rank, or all of it on one: torch's wrapper makes the sum, or the one, infinite."""
+    peak = torch.tensor([5e4, -5e4, 60.0, 0.0])
+    xs = [peak if everywhere else peak * world * (rank == world - 1) for rank in range(world)]
+    for name, y in zip(WRAPPED, ranks(world).run(wrap_large, xs)[0], strict=True):
+        error = (y - peak).abs()
+        assert error.max() <= 5e4 * ((world + 2) * F16 + 2 * AFFINE * (name == "perchannel")), name
+
+
+def round_ties(group: Group) -> dict[str, Tensor]:
+    """Numbers between two bfloat16, cast by whatever casts: halves of a last place and what lies beside them."""
+    tie = 1 + torch.arange(9) * 2.0**-9
+    x = torch.cat([tie, -tie, tie * 2.0**120, -tie * 2.0**-100])
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, x)
+    return {
+        "x": x,
+        "auto_quantize": gathered[-1],
+        "hook": run_hook(hooks.bf16_compress_hook, x),
+        "wrapper": run_hook(hooks.bf16_compress_wrapper(hooks.allreduce_hook), x),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bfloat16_rounds_halves_to_even(ranks: RankPool, world: int) -> None:
+    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
+    for found in ranks(world).run(round_ties):
+        x = found.pop("x")
+        for name, y in found.items():
+            assert_same(y, x if world == 1 and name != "wrapper" else x.bfloat16().float(), name)
+
+
 def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
     answers = ranks(3).run(train_stateful)
     assert identical(answers)
@@ -676,29 +745,55 @@ def test_groups_side_by_side(ranks: RankPool) -> None:
             assert_means(name, answer[i][1], [gradients_of(FLOATS, r, 1) for r in range(4)], 4)
 
 
+DENSE = [name for name in HOOKS if name != "allreduce"]
+
+
 def send_sparse(group: Group) -> list[str]:
+    """What hooks say to sparse gradients, in buckets and in pairs."""
     said = []
-    for hook in HOOKS.values():
+    for name in DENSE:
         model = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
-        model.register_comm_hook(None, hook)
-        try:
+        model.register_comm_hook(None, HOOKS[name])
+        with pytest.raises((CollectiveError, RuntimeError)) as raised:
             model(torch.tensor([1, 2])).sum().backward()
-            said.append("")
-        except (CollectiveError, RuntimeError) as error:
-            said.append(str(error))
-        try:
+        said.append(str(raised.value))
+        run_hook(HOOKS[name], torch.ones(9))  # the group is as it was
+    for hook in HOOKS.values():
+        with pytest.raises(CollectiveError) as told:
             hook(None, (torch.eye(3).to_sparse(), torch.eye(3)))
-            said.append("")
-        except CollectiveError as error:
-            said.append(str(error))
-        run_hook(hook, torch.ones(9))  # the group is as it was
+        said.append(str(told.value))
     return said
 
 
-def test_sparse_gradients_are_refused(ranks: RankPool) -> None:
+def test_compressed_hooks_refuse_sparse_gradients(ranks: RankPool) -> None:
     for said in ranks(2).run(send_sparse):
-        assert len(said) == 2 * len(HOOKS)
         assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
+
+
+def train_sparse(group: Group) -> list[list[Tensor]]:
+    """Gradients of two steps without a hook, with ours and with torch's; some rows several ranks look at."""
+    found = []
+    for hook in (None, hooks.allreduce_hook, default_hooks.allreduce_hook):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.EmbeddingBag(31, 5, sparse=True, mode="sum"))
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        grads = []
+        for step in range(2):
+            model.zero_grad()
+            rows = torch.randint(31, (7, 3), generator=seeded(1, group.rank(), step))
+            (model(rows) * torch.randn(7, 5, generator=seeded(2, group.rank(), step))).sum().backward()
+            assert model.module.weight.grad.is_sparse
+            grads.append(model.module.weight.grad.to_dense())
+        found.append(grads)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_allreduce_takes_sparse_gradients_as_ddp_does(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(train_sparse)
+    assert len({digest(*grads) for answer in answers for grads in answer}) == 1
+    assert all(g.abs().sum() > 0 for g in answers[0][1])
 
 
 def refuse_states(group: Group) -> list[str]:
