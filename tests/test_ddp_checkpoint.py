@@ -7,7 +7,7 @@ import math
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,13 +33,14 @@ from replicas import (
     flat,
     learn,
     mean_of,
+    message_of,
     network,
     residuals,
     same_everywhere,
     wrap,
 )
 from thinwire import compress_ddp
-from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.errors import CollectiveError
 from thinwire.integrations import auto
 from thinwire.optim import OneBitAdam
 
@@ -412,14 +413,6 @@ def converge(group: Group, options: Mapping[str, Any], states: list[State], step
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def told_by(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ThinwireError as error:
-        return str(error)
-    return "accepted"
-
-
 def misfits(group: Group, others: list[State]) -> dict[str, str]:
     """What is said of states that do not fit; `others` are four ranks'."""
     model = wrap(Given(), group)
@@ -431,8 +424,8 @@ def misfits(group: Group, others: list[State]) -> dict[str, str]:
 
     def loading(saved: Any, shapes: Shapes = SHAPES) -> str:
         if shapes is not SHAPES:
-            return told_by(lambda: compress_ddp(wrap(Given(shapes), group), **CLASSIC).load_state_dict(saved))
-        return told_by(lambda: handle.load_state_dict(saved))
+            return message_of(lambda: compress_ddp(wrap(Given(shapes), group), **CLASSIC).load_state_dict(saved))
+        return message_of(lambda: handle.load_state_dict(saved))
 
     found = {
         "one of four": loading(others[0]),
@@ -539,7 +532,7 @@ def pickle_misuse(group: Group) -> str:
     backward(model, draw(group.rank()))
     other = wrap(Given({"x": (10, 10)}), group)
     other.register_comm_hook(pickle.loads(pickle.dumps(state)), thinwire.ddp_hook)
-    return told_by(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
+    return message_of(lambda: backward(other, draw(group.rank(), 0, {"x": (10, 10)})))
 
 
 def test_a_pickled_state_of_another_model_is_refused(ranks: RankPool) -> None:

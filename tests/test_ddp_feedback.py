@@ -233,7 +233,7 @@ FEEDBACKS = {  # by codec: after SGD, after Adam
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "seen"])
 def test_auto_chooses_feedback_by_codec_and_optimizer(ranks: RankPool, passed: bool) -> None:
     """An optimiser that is not passed is seen at its first step; nobody looks out after that."""
-    cases = [(name, optimizer, passed) for name in FEEDBACKS for optimizer in OPTIMIZERS]
+    cases = [(name, optimizer, passed) for name in FEEDBACKS for optimizer in ("sgd", "adam")]
     for answers in ranks(2).run(chosen_feedback, cases):
         for (name, optimizer, _), (seen, left, alike) in zip(cases, answers, strict=True):
             want = FEEDBACKS[name][optimizer != "sgd"]

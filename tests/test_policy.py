@@ -46,7 +46,7 @@ def generated(count: int) -> settings:
 @pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
 def test_a_codec_string_is_a_codec(spec: str) -> None:
     assert policy.parse(spec) == make(spec)
-    assert policy.parse(make(spec)) is policy.parse(spec) or policy.parse(make(spec)) == make(spec)
+    assert policy.parse(make(spec)) == make(spec)
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,6 @@ def decided(seconds: Sequence[float], errors: Sequence[float] = (0, 0.002, 0.006
     return auto.decide([*seconds, *errors, 0, 0, 0, 0], budget)[0]
 
 
-def test_candidates_go_from_exact_to_coarse() -> None:
-    assert list(map(str, CANDIDATES)) == ["none", "bf16", "int8", "lloyd4"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "want"),
     [
@@ -582,13 +578,6 @@ def test_layers_without_error_still_get_a_width() -> None:
     chosen = deal_bits(layers, 0, 0, 2.5)
     assert bytes_of(layers, chosen) <= 2.5 / 8 * 10_000
     assert chosen["b"] != Lloyd(1)
-
-
-@generated(40)
-@given(st.floats(1.1, 8.2))
-def test_the_width_to_start_with_is_the_widest_inside(bits: float) -> None:
-    inside = [width for width, _ in WIDTHS if 8 * width.wire_bytes(1 << 20) / (1 << 20) <= bits]
-    assert auto.start_width(bits) == inside[-1]
 
 
 def test_widths_are_told_by_count() -> None:

@@ -22,6 +22,7 @@ from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
 
 Future = torch.futures.Future
+ByName = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,14 @@ def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> 
 
 
 class Memories:
-    """What feedback remembers, by parameter, and which kind of feedback it comes from."""
+    """What feedback remembers, by parameter, and which kind of feedback that comes from."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.residuals = feedback.Ledger(dtype)
         self.means = feedback.Ledger(torch.float32)
         self.kinds: dict[str, str] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.residuals.nbytes + self.means.nbytes
-
-    def load(self, residuals: Mapping[str, Tensor], means: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+    def load(self, residuals: ByName, means: ByName, kinds: Mapping[str, str]) -> None:
         """Forget everything and remember these."""
         self.residuals.load(residuals)
         self.means.load(means)
@@ -154,8 +150,10 @@ class Averager:
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
         return work.get_future().then(lambda done: _first(done, meter))
 
-    def forget_buckets(self) -> None:
-        """Make buckets anew: their memories were replaced."""
+    def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
+        """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""
+        self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
+        self.errors.load(errors)
         self._buckets.clear()
 
     def _bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> _Bucket:
@@ -226,15 +224,12 @@ def _first(done: "Future[list[Tensor]]", meter: BucketMeter | None) -> Tensor:
 
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """As DDP does it without a hook."""
-    buffer = gradients.buffer
-    if buffer is output:
-        return plain.average(buffer, group)
-    whole = torch.cat(list(gradients.views)) if buffer is None else buffer
-    scattered = gradients.views if buffer is None else ()
-    return plain.average(whole, group).then(lambda done: _spread(done.value(), scattered, output))
+    if gradients.buffer is not None:
+        return plain.average(gradients.buffer, group).then(lambda done: (done.value(), output)[1])
+    whole = torch.cat(list(gradients.views))
+    return plain.average(whole, group).then(lambda done: _spread(done.value(), gradients.views, output))
 
 
 def _spread(whole: Tensor, views: Sequence[Tensor], output: Tensor) -> Tensor:
-    if views:
-        torch._foreach_copy_(list(views), list(whole.split([view.numel() for view in views])))
+    torch._foreach_copy_(list(views), list(whole.split([view.numel() for view in views])))
     return output

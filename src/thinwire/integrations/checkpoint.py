@@ -1,27 +1,26 @@
 """The state of a compressed run as plain data, and back, on the same number of ranks or another."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinwire import feedback
 from thinwire.errors import CollectiveError
-from thinwire.integrations.averager import Averager
-from thinwire.integrations.names import Names, ParameterNames
+from thinwire.integrations.averager import Averager, ByName
+from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.restore import Restorer
 
 _VERSION = 1
 State = Mapping[str, Any]
-ByName = Mapping[str, Tensor]
 
 
 def export(
-    averager: Averager, layout: Sequence[Names], step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+    averager: Averager, restorer: Restorer, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
 ) -> dict[str, Any]:
     """A state of `world` ranks that holds what these of them remember."""
-    decisions, memories = averager.decisions, averager.memories
-    remembered = decisions.remembered()
+    memories = averager.memories
+    remembered = averager.decisions.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
     errors = sorted(averager.errors.by_name().items())
@@ -29,38 +28,28 @@ def export(
         "version": _VERSION,
         "step": step,
         "world": world,
-        "layout": [list(names) for names in layout],
+        "layout": [list(names) for names in restorer.layout],
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
-        "decisions": decisions.state_dict(),
+        "decisions": averager.decisions.state_dict(),
         "errors": {str(k): list(errors) for k in ranks},
         "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
         "mean": _complete(means, meant, torch.float32),
     }
 
 
-def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, Tensor]:
+def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
-class Loaded(NamedTuple):
-    """What one rank goes on from."""
+def load(
+    states: Sequence[State], rank: int, world: int, names: ParameterNames, averager: Averager, restorer: Restorer
+) -> int:
+    """Let `rank` of `world` ranks go on from these states: what rank k remembered goes to rank k % world.
 
-    step: int
-    decisions: State
-    residuals: ByName
-    means: ByName
-    kinds: Mapping[str, str]
-    errors: Mapping[str, float]
-    layout: list[Names] | None
-
-
-NOTHING = Loaded(0, {}, {}, {}, {}, {}, None)
-
-
-def load(states: Sequence[State], rank: int, world: int, names: ParameterNames) -> Loaded:
-    """What `rank` of `world` ranks takes from these states: what rank k remembered goes to rank k % world."""
+    Gives the step to go on with; raises before anything has changed.
+    """
     head = _head(states)
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
     wanted = list(range(rank, head["world"], world))
@@ -73,15 +62,11 @@ def load(states: Sequence[State], rank: int, world: int, names: ParameterNames) 
         _check_sizes(parts[k], names)
     same = head["world"] == world
     errors = {k: found for state in states for k, found in state["errors"].items()}
-    return Loaded(
-        step=int(head["step"]),
-        decisions=head["decisions"],
-        residuals=feedback.deal(parts, head["world"], rank, world),
-        means=head["mean"],
-        kinds=dict(head["feedback"]),
-        errors=dict(errors[str(rank)]) if same else {},
-        layout=[tuple(found) for found in head["layout"]] if same and head["layout"] else None,
-    )
+    residuals = feedback.deal(parts, head["world"], rank, world)
+    averager.go_on(residuals, head["mean"], dict(head["feedback"]), dict(errors[str(rank)]) if same else {})
+    restorer.restore([tuple(found) for found in head["layout"]] if same and head["layout"] else None)
+    averager.decisions.load_state_dict(head["decisions"], head["step"])
+    return int(head["step"])
 
 
 def _head(states: Sequence[State]) -> State:

@@ -6,7 +6,7 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -149,7 +149,7 @@ class DDPState:
             decode_s=tally.decode_s if tally.timed else None,
             reduce_s=tally.reduce_s if tally.timed else None,
             wire_s=tally.wire_s if tally.timed else None,
-            residual_bytes=averager.memories.nbytes,
+            residual_bytes=averager.memories.residuals.nbytes + averager.memories.means.nbytes,
             scratch_bytes=averager.scratch_bytes,
         )
 
@@ -160,7 +160,8 @@ class DDPState:
         """
         self.closed = True
         self._decisions.end_scout()
-        self._go_on(checkpoint.NOTHING)
+        self._averager.go_on({}, {}, {}, {})
+        self._restorer.restore(None)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -168,9 +169,7 @@ class DDPState:
         """What a checkpoint needs to go on with the same bits. Every rank saves its own: they differ in `ranks`."""
         memories = self._averager.memories
         ranks = {self.rank: memories.residuals.read()}
-        return checkpoint.export(
-            self._averager, self._restorer.layout, self.step, self.world, ranks, memories.means.read()
-        )
+        return checkpoint.export(self._averager, self._restorer, self.step, self.world, ranks, memories.means.read())
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
@@ -183,8 +182,8 @@ class DDPState:
                 "pass optimizer= to compress_ddp, or name the feedback"
             )
         old = self.world if world is None else world
-        ranks: dict[int, checkpoint.ByName] = {k: {} for k in range(self.rank, old, self.world)}
-        return checkpoint.export(self._averager, self._restorer.layout, self.step, old, ranks, {})
+        ranks: dict[int, Mapping[str, Tensor]] = {k: {} for k in range(self.rank, old, self.world)}
+        return checkpoint.export(self._averager, self._restorer, self.step, old, ranks, {})
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, or, if the world's size changed, the states of all ranks.
@@ -192,24 +191,14 @@ class DDPState:
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        found = checkpoint.load(states, self.rank, self.world, self._names)
-        if self.options.mesh is not None:  # nobody would use what was remembered
-            found = found._replace(residuals={}, means={})
+        self.step = checkpoint.load(states, self.rank, self.world, self._names, self._averager, self._restorer)
         self._ended = True
-        self.step = found.step
-        self._go_on(found)
-        self._decisions.load_state_dict(found.decisions, self.step)
-
-    def _go_on(self, found: checkpoint.Loaded) -> None:
-        """Forget what is remembered of gradients and go on from `found`."""
-        self._averager.memories.load(found.residuals, found.means, found.kinds)
-        self._averager.errors.load(found.errors)
-        self._averager.forget_buckets()
-        self._restorer.restore(found.layout)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.options.mesh is not None:
+            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
         return {
-            "options": self.options.for_pickle(self._decisions.family),
+            "options": replace(self.options, optimizer=self._decisions.family),
             "state": self.state_dict(),
             "sizes": self._names.sizes,
             "order": self._names.order,
@@ -220,7 +209,8 @@ class DDPState:
         names.sizes = dict(saved["sizes"])
         names.awaited = saved["order"]
         self._begin(None, saved["options"], names)
-        state, rank = saved["state"], str(self.rank)
+        state = saved["state"]
+        rank = str(self.rank)
         (own,) = state["ranks"].values()
         (errors,) = state["errors"].values()
         self.load_state_dict({**state, "world": self.world, "ranks": {rank: own}, "errors": {rank: errors}})

@@ -83,19 +83,16 @@ class Decisions:
             self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
-        self._change_choice(self.schedule.at(step))
-        self.step = step
-        news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
-        self._base = self._present_base()
-        return news
-
-    def _change_choice(self, choice: policy.Choice) -> None:
-        """What was found out under another entry of the schedule does not count."""
-        if choice != self._choice:
+        choice = self.schedule.at(step)
+        if choice != self._choice:  # what was found out under another entry of the schedule does not count
             self._race = None
             self._widths = {}
             self._dealt = False
         self._choice = choice
+        self.step = step
+        news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
+        self._base = self._present_base()
+        return news
 
     def _share_family(self, step: int, agree: Agree) -> None:
         """What any rank saw of the optimisers holds for all; nobody waits for ever.
@@ -115,14 +112,11 @@ class Decisions:
 
     def _present_base(self) -> Codec:
         """What most parameters travel in."""
-        choice = self._choice
         if self._warming_up:
             return Identity()
-        if isinstance(choice, Trial):
+        if isinstance(self._choice, Trial):
             return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
-        if isinstance(choice, Budget):
-            return auto.start_width(choice.bits)
-        return choice
+        return _base_of(self._choice)
 
     def _settle_race(self, agree: Agree) -> str:
         if self._chosen is None and self._race is None:
@@ -204,9 +198,7 @@ class Decisions:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
         for choice in self.schedule.choices:
-            base = choice if isinstance(choice, Codec) else auto.CANDIDATES[-1]
-            if isinstance(choice, Budget):
-                base = auto.start_width(choice.bits)
+            base = auto.CANDIDATES[-1] if isinstance(choice, Trial) else _base_of(choice)
             for name, (shape, numel, dtype) in self.sizes.items():
                 kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
                 if kind:
@@ -235,6 +227,10 @@ class Decisions:
         self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}
         self._choice = self.schedule.at(max(0, step - 1))  # what the last step was under
         self._dealt = bool(self._widths)
+
+
+def _base_of(choice: Codec | Budget) -> Codec:
+    return auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
 
 
 def _look_out(decisions: Decisions, names: ParameterNames) -> "weakref.finalize[Any, Decisions]":

@@ -24,13 +24,10 @@ class BucketLane:
 
     spec: LaneKind
     members: tuple[int, ...]  # which parameters of the bucket, in order
-    pieces: tuple[Piece, ...]  # these by name; no name where the lane bridges a parameter of another lane
-    aside: bool  # whether the first lane bridges it, so that its numbers are copied out of the bucket, and back
-
-    @property
-    def bridged(self) -> list[int]:
-        """Which parameters of the bucket are only bridged."""
-        return [i for i, piece in zip(self.members, self.pieces, strict=True) if piece.name is None]
+    bridged: frozenset[int]  # those of them that belong to another lane
+    pieces: tuple[Piece, ...]  # all of them by name, the bridged ones without
+    stretches: tuple[tuple[int, int], ...]  # the fewest parts of the bucket that hold them
+    aside: bool  # whether another lane bridges this one, so that its numbers are copied out of the bucket, and back
 
 
 def lanes_of(names: Sequence[str], specs: Sequence[LaneKind]) -> list[BucketLane]:
@@ -38,19 +35,33 @@ def lanes_of(names: Sequence[str], specs: Sequence[LaneKind]) -> list[BucketLane
     found: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         found.setdefault((spec.codec, spec.feedback), []).append(i)
-    numel = [spec.numel for spec in specs]
-    main, *rest = sorted(found.values(), key=lambda members: -sum(numel[i] for i in members))
-    largest = sum(numel[i] for i in main)
-    aside = {i for members in rest if _BRIDGE * sum(numel[j] for j in members) <= largest for i in members}
-    bridged = {i for i in aside if main[0] < i < main[-1]}
+    size = {i: _numel(specs, members) for members in found.values() for i in members}  # of its lane
+    main, *rest = sorted(found.values(), key=lambda members: -size[members[0]])
+    aside = {i for i in size if _BRIDGE * size[i] <= size[main[0]] and i not in main}
+    bridged = frozenset(i for i in aside if main[0] < i < main[-1])
+    lanes = [_lane(names, specs, sorted({*main, *bridged}), bridged, aside=False)]
+    return lanes + [_lane(names, specs, members, frozenset(), aside=members[0] in aside) for members in rest]
 
-    def lane(members: Sequence[int], bridged: set[int]) -> BucketLane:
-        pieces = tuple(Piece(None if i in bridged else names[i], numel[i]) for i in members)
-        own = next(i for i in members if i not in bridged)
-        spec = specs[own]._replace(numel=sum(numel[i] for i in members))
-        return BucketLane(spec, tuple(members), pieces, aside=own in aside)
 
-    return [lane(sorted({*main, *bridged}), bridged), *(lane(members, set()) for members in rest)]
+def _lane(
+    names: Sequence[str], specs: Sequence[LaneKind], members: Sequence[int], bridged: frozenset[int], *, aside: bool
+) -> BucketLane:
+    own = next(i for i in members if i not in bridged)
+    pieces = tuple(Piece(None if i in bridged else names[i], specs[i].numel) for i in members)
+    spec = specs[own]._replace(numel=_numel(specs, members))
+    return BucketLane(spec, tuple(members), bridged, pieces, _stretches(specs, members), aside)
+
+
+def _numel(specs: Sequence[LaneKind], members: Sequence[int]) -> int:
+    return sum(specs[i].numel for i in members)
+
+
+def _stretches(specs: Sequence[LaneKind], members: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    edges = [0, *itertools.accumulate(spec.numel for spec in specs)]
+    inside = set(members)
+    starts = [i for i in members if i - 1 not in inside]
+    ends = [i for i in members if i + 1 not in inside]
+    return tuple((edges[start], edges[end + 1]) for start, end in zip(starts, ends, strict=True))
 
 
 def load(
@@ -63,30 +74,15 @@ def load(
     tensors: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for lane in lanes:
-        parts = [views[i] for i in lane.members]
         if lane.aside:
+            parts = [views[i] for i in lane.members]
             numbers = torch.cat(parts)
             copies += zip(parts, numbers.split([part.numel() for part in parts]), strict=True)
             tensors.append([numbers])
         elif buffer is None:
-            zeroed = set(lane.bridged)
-            tensors.append([torch.zeros_like(views[i]) if i in zeroed else views[i] for i in lane.members])
+            tensors.append([torch.zeros_like(views[i]) if i in lane.bridged else views[i] for i in lane.members])
         else:
-            tensors.append(_stretches(lane.members, views, buffer))
-    bridged = [views[i] for i in lanes[0].bridged]
-    if bridged and buffer is not None:
-        torch._foreach_zero_(bridged)
+            tensors.append([buffer[begin:end] for begin, end in lane.stretches])
+    if lanes[0].bridged and buffer is not None:
+        torch._foreach_zero_([views[i] for i in lanes[0].bridged])
     return tensors, copies
-
-
-def _stretches(members: Sequence[int], views: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """The fewest stretches of the buffer that hold these of its parts."""
-    edges = [0, *itertools.accumulate(view.numel() for view in views)]
-    found: list[Tensor] = []
-    start = previous = members[0]
-    for i in (*members[1:], len(views) + 1):
-        if i != previous + 1:
-            found.append(buffer[edges[start] : edges[previous + 1]])
-            start = i
-        previous = i
-    return found

@@ -48,11 +48,8 @@ class ParameterNames:
     def put(self, parameter: Tensor, name: str) -> None:
         """Call one parameter `name`."""
         self._names[parameter] = name
-        numel = parameter.numel()
-        if parameter.is_complex():
-            self.sizes[name] = ParameterSize(parameter.shape, 2 * numel, parameter.dtype.to_real())
-        else:
-            self.sizes[name] = ParameterSize(parameter.shape, numel, parameter.dtype)
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)
 
     def get(self, parameter: Tensor) -> str | None:
         """The name of a parameter, where it has one."""

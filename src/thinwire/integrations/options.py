@@ -1,6 +1,5 @@
 """The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -69,19 +68,22 @@ class DDPOptions:
         if self.algorithm not in MESSAGE_ALGORITHMS:
             raise CollectiveError(f"algorithm must be one of {', '.join(MESSAGE_ALGORITHMS)}, got {self.algorithm!r}")
         for name, least in (("replan_every", 1), ("measure_every", 0)):
-            count = getattr(self, name)
-            if not is_int(count) or count < least:
+            if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
         if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
-        if self.optimizer is not None:
-            _check_optimizers(self.optimizers)
+        self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
-        if self.mesh is not None and self.onebit is not None:
-            raise CollectiveError(
-                "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
-            )
+
+    def _check_optimizers(self) -> None:
+        given: Any = self.optimizers
+        if self.optimizer is None:
+            return
+        listed = isinstance(given, Sequence) and len(given) > 0
+        if not listed or not all(isinstance(one, Optimizer) or one in policies.FAMILIES for one in given):
+            kinds = [type(one).__name__ for one in given] if listed else type(given).__name__
+            raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
 
     @property
     def schedule(self) -> Schedule:
@@ -95,35 +97,29 @@ class DDPOptions:
 
     @property
     def optimizers(self) -> Sequence[Optimizer | str]:
-        """Those that were passed, as a list."""
-        if self.optimizer is None:
-            return []
-        return [self.optimizer] if isinstance(self.optimizer, str | Optimizer) else self.optimizer
+        """Those that were passed."""
+        return [self.optimizer] if isinstance(self.optimizer, str | Optimizer) else self.optimizer or []
 
     @property
     def onebit(self) -> OneBitAdam | None:
         """The optimiser, where it sends its momentum."""
-        first = next(iter(self.optimizers), None)
-        return first if isinstance(first, OneBitAdam) else None
+        return next((one for one in self.optimizers[:1] if isinstance(one, OneBitAdam)), None)
 
     @property
     def family(self) -> str | None:
-        """The most careful family of the optimisers that were passed."""
-        if self.onebit is not None:
-            return "linear"  # momentum travels, and is linear in the gradients
+        """The most careful family of the optimisers that were passed; momentum is linear in the gradients."""
         families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
-        return policies.most_careful(families) if families else None
+        return "linear" if self.onebit is not None else policies.most_careful(families) if families else None
 
     @property
     def nodes(self) -> Nodes | None:
         """The mesh and what travels inside its nodes, or an error that says why they cannot be."""
-        chosen, mesh = registry.codec(self.inside), self.mesh
+        mesh = self.mesh
+        chosen = registry.codec(self.inside)
         if mesh is None:
-            if chosen != Cast("bf16"):
-                raise CollectiveError(
-                    f"inside={str(chosen)!r} goes with a mesh of nodes and the ranks inside them: pass mesh="
-                )
-            return None
+            if chosen == Cast("bf16"):
+                return None
+            raise CollectiveError(f"inside={str(chosen)!r} goes with a mesh of nodes and ranks inside them: pass mesh=")
         if not primitives.is_mesh(mesh) or mesh.ndim != 2:
             what = f"a mesh of {mesh.ndim}" if primitives.is_mesh(mesh) else type(mesh).__name__
             raise CollectiveError(
@@ -138,23 +134,11 @@ class DDPOptions:
                 "sums inside nodes and then across have no error feedback: "
                 f"leave out feedback={self.feedback!r}, or the mesh"
             )
+        if self.onebit is not None:
+            raise CollectiveError(
+                "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
+            )
         return Nodes(mesh, chosen)
-
-    def for_pickle(self, family: str | None) -> "DDPOptions":
-        """The same without optimiser and mesh, which do not pickle; the family stands for the optimiser."""
-        if self.mesh is not None:
-            raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
-        return dataclasses.replace(self, optimizer=family)
-
-
-def _check_optimizers(given: Any) -> None:
-    kinds = [type(one).__name__ for one in given] if isinstance(given, Sequence) else type(given).__name__
-    if not isinstance(given, Sequence) or not given or not all(_is_optimizer(one) for one in given):
-        raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
-
-
-def _is_optimizer(one: object) -> bool:
-    return isinstance(one, Optimizer) or one in policies.FAMILIES
 
 
 def spelled_out(function: Function) -> Function:

@@ -1,5 +1,6 @@
 """Which codec every parameter's gradient travels in, and with which feedback. Pure decisions: nothing is sent here."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,7 +17,6 @@ FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; a tensor with fewer travels in 16 bits: its blocks would hardly fill a scale
 Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
 CodecLike = str | Codec
-_PLAIN = Identity()
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,15 @@ Choice = Codec | Trial | Budget
 
 def parse(spec: object) -> Choice:
     """The codec, or the way of finding one, that a user's `codec` names."""
-    if isinstance(spec, str) and spec.strip() == "auto":
+    text = spec.strip() if isinstance(spec, str) else ""
+    if text == "auto":
         return Trial()
-    if isinstance(spec, str) and spec.strip().startswith("auto:"):
-        return Budget(_bits(spec.strip()))
-    return codec(spec)  # type: ignore[arg-type]
-
-
-def _bits(spec: str) -> float:
-    try:
-        bits = float(spec.removeprefix("auto:"))
-    except ValueError:
-        bits = 0.0
-    if not 1.1 <= bits <= 8.2:
-        raise CodecError(f"{spec!r}: expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
-    return bits
+    if not text.startswith("auto:"):
+        return codec(spec)  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError):
+        if 1.1 <= (bits := float(text.removeprefix("auto:"))) <= 8.2:
+            return Budget(bits)
+    raise CodecError(f"{text!r}: expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
 
 
 class Schedule:
@@ -77,11 +71,8 @@ class Schedule:
 
     def at(self, step: int) -> Choice:
         """What holds at `step`; nothing is compressed before the first entry."""
-        found: Choice = _PLAIN
-        for start, choice in self._from.items():
-            if step >= start:
-                found = choice
-        return found
+        begun = [choice for start, choice in self._from.items() if step >= start]
+        return begun[-1] if begun else Identity()
 
     @property
     def choices(self) -> list[Choice]:

@@ -127,11 +127,11 @@ class ErrorWatch:
         begin, end = span
         self.looked = True
         for i, (low, high) in enumerate(itertools.pairwise(self._edges)):
-            low, high = max(low, begin) - begin, min(high, end) - begin
-            if low < high:
-                sent = message[low:high].double()
+            part = slice(max(low, begin) - begin, min(high, end) - begin)
+            if part.start < part.stop:
+                sent = message[part].double()
                 self.sent_P[i] += sent.square().sum()
-                self.lost_P[i] += (sent - decoded[low:high]).square().sum()
+                self.lost_P[i] += (sent - decoded[part]).square().sum()
         found = codec.outermost(wire, message.numel())
         if found is not None:
             self.outermost += found[0]

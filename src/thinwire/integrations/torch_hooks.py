@@ -76,17 +76,17 @@ def quantization_perchannel_hook(process_group: Group, bucket: GradBucket, bucke
     DDP passes no third argument: register `perchannel_hook(bucket_size)` for another size.
     NaN or Inf makes its channel NaN and leaves the others alone.
     """
-    size = _checked_size(bucket_size)
-    return _mean(process_group, bucket, _EIGHT_BITS.format(_block(size)), channel=size)
+    channel = _channel(bucket_size)
+    return _mean(process_group, bucket, _EIGHT_BITS.format(_block(channel)), channel=channel)
 
 
 def perchannel_hook(bucket_size: int = 512) -> Hook:
     """quantization_perchannel_hook with a `bucket_size` of its own, for `register_comm_hook`."""
-    size = _checked_size(bucket_size)
-    return _named(partial(quantization_perchannel_hook, bucket_size=size), f"perchannel_hook({bucket_size})")
+    channel = _channel(bucket_size)
+    return _named(partial(quantization_perchannel_hook, bucket_size=channel), f"perchannel_hook({bucket_size})")
 
 
-def _checked_size(bucket_size: int) -> int:
+def _channel(bucket_size: int) -> int:
     if not is_int(bucket_size) or bucket_size < 1:
         raise CodecError(f"bucket_size must be a positive number of elements, got {bucket_size!r}")
     return min(bucket_size, _LONGEST)
@@ -98,7 +98,7 @@ def _checked_size(bucket_size: int) -> int:
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """`hook` on a float16 bucket, divided by a power of two first so that a sum over ranks fits where their mean does.
 
-    What exceeds 65504 per rank and world is infinite there; fp16_compress_hook has scales and is not.
+    A mean beyond 65504 is infinite there; fp16_compress_hook has scales and keeps it.
     """
     return _named(partial(_in_sixteen_bits, torch.float16, hook), f"fp16_compress_wrapper({_name(hook)})")
 
@@ -131,10 +131,9 @@ def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBuc
 
 
 def _headroom(state: Any) -> float:
-    """A power of two, of at least the ranks: what fits float16 as a mean fits as a sum of numbers divided by it."""
-    group = getattr(state, "process_group", state)
-    known = isinstance(group, dist.ProcessGroup)
-    world = group.size() if known else dist.get_world_size()  # of the world: a state may be anything
+    """A power of two, no less than the ranks: if a mean fits float16, the sum of numbers divided by it does too."""
+    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+    world = dist.get_world_size() if group is None else group.size()  # a state may be anything: then of all ranks
     return float(1 << (world - 1).bit_length())
 
 
@@ -157,20 +156,17 @@ def _name(hook: Hook) -> str:
 # --- the one path under every hook ------------------------------------------------------------------------------------
 
 
-def _mean(state: Group, bucket: Any, codec: str, *, algorithm: str | None = None, channel: int = 0) -> Future[Tensor]:
+def _mean(state: Group, bucket: Any, codec: str, *, algorithm: str = "", channel: int = 8) -> Future[Tensor]:
     """The mean through a codec whose blocks have scales: however large the numbers, their sum does not overflow.
 
     The algorithm of the fewest roundings is taken where none is named. Every `channel` numbers have a block.
     """
     group = primitives.resolve(state)
-    numbers = _numbers(bucket)
-    if group.size() == 1:  # nothing travels, nothing is rounded
-        return _reduce(group, bucket, numbers, numbers, "avg", codec, "two_phase")
-    carried = numbers.float() if numbers.dtype == torch.float64 else numbers  # codecs take no doubles
-    if channel % 8:
-        carried = _filled(carried.reshape(-1), channel)
-    algorithm = algorithm or fewest_roundings(group.size())
-    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm, channel)
+    carried = numbers = _numbers(bucket)
+    if group.size() > 1:  # otherwise nothing travels, nothing is rounded
+        carried = carried.float() if carried.dtype == torch.float64 else carried  # codecs take no doubles
+        carried = _filled(carried, channel)
+    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()), channel)
 
 
 def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
@@ -186,12 +182,12 @@ def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
 
 
 def _is_pair(bucket: object) -> bool:
-    """Whether DDP is tracing: the hook then gets (grad, param) and gives the gradient itself, not a future."""
+    """Whether DDP is tracing: the hook then gets (grad, param), which no signature says, and gives grad, no future."""
     return isinstance(bucket, tuple)
 
 
 def _numbers(bucket: Any) -> Tensor:
-    """What DDP hands over, as real numbers that can be changed in place."""
+    """What DDP hands over, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
     grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
     calls.check_gradient(grad)
     if grad.is_complex():
@@ -207,13 +203,13 @@ def _reduce(
     op: str,
     codec: str,
     algorithm: str,
-    channel: int = 0,
+    channel: int = 8,
 ) -> Future[Tensor]:
     """Reduce `carried`, which is `numbers` or made of them, over the ranks and bring the result to `numbers`."""
     if _is_pair(bucket):
-        numbers.copy_(_emptied(_traced(carried, op, group, codec, algorithm), numbers, channel))
+        result = _traced(carried, op, group, codec, algorithm)
+        numbers.copy_(result if carried is numbers else _emptied(result, numbers, channel))
         return cast("Future[Tensor]", bucket[0])  # DDP's signature knows no pairs
-    buffer: Tensor = bucket.buffer()
 
     def finish(future: "Future[list[Tensor]]") -> Tensor:
         future.value()  # raises what went wrong
@@ -221,6 +217,7 @@ def _reduce(
             numbers.copy_(_emptied(carried, numbers, channel))
         return buffer
 
+    buffer: Tensor = bucket.buffer()
     work = collectives.all_reduce(carried, _OPS[op], group, True, codec=codec, algorithm=algorithm)
     assert work is not None
     return work.get_future().then(finish)
@@ -236,24 +233,28 @@ def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm:
     return functional.all_reduce(x, op, group, codec=codec, algorithm=algorithm)
 
 
+# [Note: Channels] A block is a multiple of 8. Whole channels of another length are filled up to the next one with
+# copies of their last number, which change neither minimum nor maximum; what is left over at the end is a short block.
+
+
 def _block(channel: int) -> int:
-    """The block of a channel: the next multiple of 8."""
     return -(-channel // 8) * 8
 
 
 def _filled(x: Tensor, channel: int) -> Tensor:
-    """Every whole channel filled up to a block with copies of its last number: same minimum, same maximum."""
-    whole = x.numel() // channel * channel
-    rows = x[:whole].view(-1, channel)
-    copies = rows[:, -1:].expand(-1, _block(channel) - channel)
-    return torch.cat([torch.cat([rows, copies], 1).view(-1), x[whole:]])
+    """Every whole channel as a block; x itself where they are blocks already."""
+    if channel % 8 == 0:
+        return x
+    rows = x.numel() // channel
+    whole, rest = x.reshape(-1).split([rows * channel, x.numel() - rows * channel])
+    columns = torch.arange(_block(channel), device=x.device).clamp(max=channel - 1)
+    return torch.cat([whole.view(rows, channel)[:, columns].reshape(-1), rest])
 
 
 def _emptied(x: Tensor, like: Tensor, channel: int) -> Tensor:
     """The numbers of `_filled`, in the shape of `like`."""
     if channel % 8 == 0:
         return x
-    count = like.numel() // channel
-    whole = count * _block(channel)
-    rows = x[:whole].view(count, -1)[:, :channel] if count else x[:0]
-    return torch.cat([rows.reshape(-1), x[whole:]]).view(like.shape)
+    rows = like.numel() // channel
+    whole, rest = x.split([rows * _block(channel), x.numel() - rows * _block(channel)])
+    return torch.cat([whole.view(rows, _block(channel))[:, :channel].reshape(-1), rest]).view(like.shape)
