@@ -167,7 +167,7 @@ def clocked(costs: Costs) -> Iterator[None]:
         "none": (plain, "average"), "bf16": (Cast, "encode"), "int8": (BlockInt, "encode"), "lloyd4": (Lloyd, "encode")
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(ddp, "now", lambda: clock[0]))
+        stack.enter_context(patch.object(ddp, "perf_counter", lambda: clock[0]))
         for kind, (owner, name) in owners.items():
             stack.enter_context(patch.object(owner, name, costing(getattr(owner, name), costs[kind])))
         yield

@@ -742,7 +742,7 @@ def test_a_race_that_a_schedule_leaves_is_over() -> None:
     for step in range(12):
         begin(made, step)
         travels(made)
-        assert made.racing == (step < 5)
+        assert (made.race is not None) == (step < 5)
         assert made.measuring == (step == 10 if step >= 5 else made.measuring)
 
 
@@ -831,7 +831,7 @@ def test_a_trial_races_decides_and_stays() -> None:
     seconds, codecs, news = {"none": 4.0, "bf16": 2.0, "int8": 1.0, "lloyd4": 0.5}, [], ""
     last = 1.0
     for step in range(SETTLE_STEPS + ROUNDS * len(CANDIDATES) + 3):
-        told = begin(made, step, last, error=0.2 if made._race and made._race.turn == 3 else 0.01)
+        told = begin(made, step, last, error=0.2 if made.race and made.race.turn == 3 else 0.01)
         news = news or told
         codecs.append(travels(made)[0])
         last = seconds[codecs[-1]]

@@ -7,6 +7,7 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, Unpack
 
 import torch
@@ -22,7 +23,7 @@ from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
 from thinwire.integrations.restore import Restorer, new_future
-from thinwire.integrations.stats import Stats, now
+from thinwire.integrations.stats import Stats
 from thinwire.log import announce
 
 
@@ -102,10 +103,10 @@ class DDPState:
         if self.options.mesh is not None and group is not self._averager.group:
             _check_ranks(self.options.mesh, group)
         self._ended = False
-        if self._decisions.racing and device.type == "cuda":
+        if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # the host is ahead of the steps that are timed
         before = self._began
-        self._began = now()
+        self._began = perf_counter()
         if group.size() == 1 or self.closed:
             return
         news = self._averager.begin_step(group, self.step, self._began - before, device)

@@ -45,7 +45,7 @@ class Decisions:
         self._choice: policy.Choice = Identity()
         self._widths: Mapping[str, Codec] = {}
         self._dealt = False  # whether the widths come from measured errors
-        self._race: auto.Race | None = None
+        self.race: auto.Race | None = None  # while steps are timed
         self._chosen: Codec | None = None
         self.why = ""  # of what "auto" chose
         self.step = 0
@@ -64,7 +64,6 @@ class Decisions:
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
 
     def end_scout(self) -> None:
-        """Look out for optimisers no more."""
         if self._scout is not None:
             self._scout()
             self._scout = None
@@ -76,8 +75,8 @@ class Decisions:
 
         If it was measured, `errors` are squared ones by parameter, and `error` is the relative one of all.
         """
-        if self._race is not None:
-            self._race.ended(seconds, error)
+        if self.race is not None:
+            self.race.ended(seconds, error)
         due = not self._dealt or (step - 1) % self._options.replan_every == 0
         if errors and isinstance(self._choice, Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
@@ -85,7 +84,7 @@ class Decisions:
             self._share_family(step, agree)
         choice = self.schedule.at(step)
         if choice != self._choice:  # what was found out under another entry of the schedule does not count
-            self._race = None
+            self.race = None
             self._widths = {}
             self._dealt = False
         self._choice = choice
@@ -115,16 +114,16 @@ class Decisions:
         if self._warming_up:
             return Identity()
         if isinstance(self._choice, Trial):
-            return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
+            return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
         return _base_of(self._choice)
 
     def _settle_race(self, agree: Agree) -> str:
-        if self._chosen is None and self._race is None:
-            self._race = auto.Race()
-        if self._race is None or not self._race.over:
+        if self._chosen is None and self.race is None:
+            self.race = auto.Race()
+        if self.race is None or not self.race.over:
             return ""
-        self._chosen, self.why = auto.decide(agree(self._race.result(), dist.ReduceOp.MAX), self._options.error_budget)
-        self._race = None
+        self._chosen, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._options.error_budget)
+        self.race = None
         return f"codec='auto' chose {self.why}"
 
     @property
@@ -133,15 +132,10 @@ class Decisions:
         return self._base, tuple(self._widths.items()), self.family, self.onebit is not None and self.onebit.frozen
 
     @property
-    def racing(self) -> bool:
-        """Whether steps are being timed."""
-        return self._race is not None
-
-    @property
     def measuring(self) -> bool:
         """Whether the errors of this step are looked at."""
-        if self._race is not None:
-            return self._race.measures_error
+        if self.race is not None:
+            return self.race.measures_error
         if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
             return True
         every = self._options.measure_every
@@ -221,7 +215,7 @@ class Decisions:
         if state["optimizer"]:
             self.family = state["optimizer"]
             self.end_scout()
-        self._race = None
+        self.race = None
         self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         self.why = state["why"]
         self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}

@@ -39,14 +39,12 @@ class ParameterNames:
         return self._order or self.awaited
 
     def take(self, model: nn.Module) -> None:
-        """Call parameters as `model` does."""
         self.from_model = True
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self.put(parameter, name)
 
     def put(self, parameter: Tensor, name: str) -> None:
-        """Call one parameter `name`."""
         self._names[parameter] = name
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)

@@ -68,16 +68,12 @@ class Schedule:
                 f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
             )
         self._from = {step: parse(spec[step]) for step in sorted(spec)}
+        self.choices = list(self._from.values())  # all that hold at some step
 
     def at(self, step: int) -> Choice:
         """What holds at `step`; nothing is compressed before the first entry."""
         begun = [choice for start, choice in self._from.items() if step >= start]
         return begun[-1] if begun else Identity()
-
-    @property
-    def choices(self) -> list[Choice]:
-        """All that hold at some step."""
-        return list(self._from.values())
 
     def __str__(self) -> str:
         if list(self._from) == [0]:
@@ -94,16 +90,11 @@ class Rules:
     def __init__(self, exempt: Exempt, policy: Mapping[str, CodecLike] | None) -> None:
         self._is_exempt = _exemption(exempt)
         self._named = [] if policy is None else _named(policy)
+        self.codecs = [chosen for _, chosen in self._named]
         patterns = [] if isinstance(exempt, str) or callable(exempt) else exempt
         self.by_name = bool(patterns) or any(pattern != "*" for pattern, _ in self._named)
 
-    @property
-    def codecs(self) -> list[Codec]:
-        """Those that rules name."""
-        return [chosen for _, chosen in self._named]
-
     def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
-        """The codec of one parameter."""
         if isinstance(base, Identity):
             return base
         return (self.fixed(name, shape, dtype) or base).pick(name, shape)

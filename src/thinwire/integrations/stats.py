@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -179,8 +178,3 @@ class StepErrors:
         """Forget this step, and go on with the errors by parameter of a checkpoint."""
         self._watches = []
         self._loaded = dict(errors)
-
-
-def now() -> float:
-    """Seconds, for the length of steps."""
-    return time.perf_counter()
