@@ -24,7 +24,20 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import CPU, CUDA, Range, assert_same, digest, each_device, given, half_ulp, needs_cuda, no_host_sync, seeded
+from cases import (
+    CPU,
+    CUDA,
+    Range,
+    assert_same,
+    digest,
+    each_device,
+    given,
+    half_ulp,
+    needs_cuda,
+    no_host_sync,
+    seeded,
+    small_chunks,
+)
 from ranks import GPU_LIMIT_S, RankPool
 from thinwire import hooks
 from thinwire.collectives import DQuantType, auto_quantize, primitives, traffic
@@ -33,7 +46,8 @@ from thinwire.errors import CodecError, CollectiveError
 Group, Device = dist.ProcessGroup, torch.device
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 WORLDS = (1, 2, 3, 4)
-PER_TENSOR, PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine" for block in ((1 << 32) - 8, 512, 64))
+PER_TENSOR = f"int8:block={(1 << 32) - 8},mode=affine"
+PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine,aligned=true" for block in (512, 64))
 HOOKS: dict[str, Any] = {
     "allreduce": hooks.allreduce_hook,
     "fp16": hooks.fp16_compress_hook,
@@ -255,12 +269,10 @@ def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, conte
 
 
 def nan_block(name: str, n: int, at: int, world: int) -> range:
-    """Which elements share a scale with element `at`."""
-    shard = n if world == 2 and name != "pertensor" else -(-n // world)
-    block = {"pertensor": n, "perchannel": 512, "perchannel 64": 64}[name]
-    first = at // shard * shard
-    begin = first + (at - first) // block * block
-    return range(begin, min(begin + block, first + shard, n))
+    """Which elements share a scale with element `at`: its shard, or its channel, counted from the bucket's start."""
+    block = {"pertensor": -(-n // world), "perchannel": 512, "perchannel 64": 64}[name]
+    begin = at // block * block
+    return range(begin, min(begin + block, n))
 
 
 @each_device
@@ -359,12 +371,25 @@ def run_channels(group: Group, cases: Sequence[tuple[int, int]]) -> list[tuple[s
 CHANNELS = [(1, 1), (13, 5), (99, 100), (100, 100), (513, 512), (1000, 100), (1037, 7), (2050, 513), (300, 1 << 40)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", WORLDS)
 def test_channels_of_any_size_are_counted_from_the_start(ranks: RankPool, world: int) -> None:
     """One that shared a scale with its neighbour would lose all of its digits; torch's hook does not run on gloo."""
     for case, *told in zip(CHANNELS, *ranks(world).run(run_channels, CHANNELS), strict=True):
         assert len({digest for digest, _ in told}) == 1, case
         assert told[0][1] <= (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32), case
+
+
+def run_channels_in_chunks(group: Group, cases: Sequence[tuple[int, int]]) -> list[tuple[str, float]]:
+    with small_chunks():
+        return run_channels(group, cases)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_chunks_are_cut_between_channels(ranks: RankPool, world: int) -> None:
+    cases = [(4000, 100), (4001, 512)]
+    for case, *told in zip(cases, *ranks(world).run(run_channels_in_chunks, cases), strict=True):
+        assert len({digest for digest, _ in told}) == 1, case
+        assert told[0][1] <= 2 * AFFINE + 4 * half_ulp(torch.bfloat16), case
 
 
 def reach_bucket_size(group: Group) -> tuple[list[str], list[str]]:

@@ -77,7 +77,8 @@ def quantization_perchannel_hook(process_group: Group, bucket: GradBucket, bucke
     NaN or Inf makes its channel NaN and leaves the others alone.
     """
     channel = _channel(bucket_size)
-    return _mean(process_group, bucket, _EIGHT_BITS.format(_block(channel)), channel=channel)
+    codec = _EIGHT_BITS.format(_block(channel)) + ",aligned=true"  # cut between channels only
+    return _mean(process_group, bucket, codec, channel=channel)
 
 
 def perchannel_hook(bucket_size: int = 512) -> Hook:
