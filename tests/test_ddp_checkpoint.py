@@ -524,6 +524,27 @@ def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None
             assert want == got, options
 
 
+def pickle_without_elements(group: Group) -> list[Tensor]:
+    """The third gradients of a model with an empty parameter and no names: from one state, and from a pickle of it."""
+    shapes: Shapes = {"z": (0, 3), "w": (40, 50), "y": (0,)}
+    state, found = thinwire.DDPState(group, **CLASSIC), []
+    for _ in range(2):
+        model = wrap(Given(shapes), group)
+        model.register_comm_hook(state, thinwire.ddp_hook)
+        if not found:
+            for step in range(2):
+                backward(model, draw(group.rank(), step, shapes))
+            saved = pickle.dumps(state)
+        found.append(flat(backward(model, draw(group.rank(), 2, shapes))))
+        state = pickle.loads(saved)
+    return found
+
+
+def test_a_pickled_state_knows_parameters_without_elements(ranks: RankPool) -> None:
+    for want, got in ranks(2).run(pickle_without_elements):
+        assert_same(got, want)
+
+
 def pickle_misuse(group: Group) -> str:
     """A pickled state on a model of other shapes."""
     model = wrap(Given(), group)

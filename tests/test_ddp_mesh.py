@@ -143,7 +143,7 @@ def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
     for given_codec in TRAINED:
         model = wrap(network(norm=True), group)
         handle = compress_ddp(model, given_codec, mesh=mesh, inside="int8")
-        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), group.rank(), range(30))
+        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), group.rank(), range(40))
         same = same_everywhere(group, *[p.data for p in model.parameters()])
         found.append((losses, same, handle.stats().feedback))
     return found
