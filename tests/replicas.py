@@ -1,6 +1,6 @@
 """DDP models for the tests: one whose gradients are what it is called with, one that learns, and what ranks compare."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ import thinwire
 from cases import CPU, digest, seeded
 
 Group = dist.ProcessGroup
+Device = torch.device
 Shapes = Mapping[str, tuple[int, ...]]
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 SHAPES: Shapes = {"a": (40, 50), "b": (70,), "c": (33, 61), "d": (9,), "e": (64, 32)}
 READY = ("c", "a", "e", "b", "d")  # in another order than DDP's first buckets
+PAIR: Shapes = {"a": (40, 50), "c": (40, 60)}
+WHOLE: Shapes = {"w": (61, 33)}
+WORLDS = [2, 3, 4]
+CODED = ("one_shot", "two_phase")
 CAP = 8.0  # kilobytes: every weight of SHAPES fills a bucket of its own
 
 
@@ -102,6 +107,17 @@ def same_everywhere(group: Group, *tensors: Tensor) -> bool:
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, digest(*tensors), group=group)
     return len(set(told)) == 1
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What an error about arguments or states says; every one of thinwire's is a ValueError."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}!: {error}"
+    return "accepted!"
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._quantization import quantization as torchs
 
-from cases import seeded
+from cases import assert_same, seeded
 from ranks import RankPool
 from thinwire import Codec, CodecError, Lloyd, collectives
 from thinwire.collectives import Work
@@ -356,21 +356,42 @@ def test_nothing_but_the_input_is_encoded_where_torchs_encodes_the_outputs_too(r
         assert encoded == sum(rows(rank, other) for other in range(3) if other != rank)
 
 
-def gather_specials(group: Group, qtype: DQuantType, x: Tensor) -> Tensor:
+def gather_specials(group: Group, qtype: DQuantType | str, x: Tensor) -> Tensor:
     outputs = [blank(*x.shape) for _ in range(group.size())]
     auto_quantize(dist.all_gather, qtype)(outputs, x)
     return outputs[1 - group.rank()]
 
 
-def test_infinities_stay_visible_where_torchs_fp16_clamps_them(ranks: RankPool) -> None:
-    x = torch.zeros(300)
-    x[0], x[-1] = math.inf, -math.inf
-    for y in ranks(2).run(gather_specials, DQuantType.FP16, x):
-        assert not y[0].isfinite()
-        assert not y[-1].isfinite()
-        assert torch.equal(y[128:256], x[128:256])  # the block between them
-    for y in ranks(2).run(gather_specials, DQuantType.BFP16, x):
-        assert torch.equal(y, x)
+SPECIAL = torch.tensor(
+    [math.inf, -math.inf, 65504.0, 65519.0, 65520.0, -7e4, 1e38, 6e-8, -1e-9, 0.0, 1.0, -2.5, math.nan]
+)
+CAST = {DQuantType.FP16: torch.float16, DQuantType.BFP16: torch.bfloat16}
+
+
+@pytest.mark.parametrize("qtype", BOTH, ids=str)
+def test_numbers_arrive_as_a_cast_leaves_them_where_torchs_fp16_clamps_infinities(
+    ranks: RankPool, qtype: DQuantType
+) -> None:
+    """Infinities stay infinite and their neighbours what they are; what exceeds 65504 becomes infinite in float16."""
+    x = SPECIAL.repeat(23)  # some 300, no multiple of a block
+    for y in ranks(2).run(gather_specials, qtype, x):
+        assert_same(y, x.to(CAST[qtype]).float())
+
+
+def sum_specials(group: Group, qtype: DQuantType, x: Tensor) -> Tensor:
+    """The sum of rank 0's numbers and the others' ones."""
+    y = x.clone() if group.rank() == 0 else torch.ones_like(x)
+    auto_quantize(dist.all_reduce, qtype)(y)
+    return y
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_with_infinities_are_infinite_and_leave_the_others_alone(ranks: RankPool, world: int) -> None:
+    x = torch.arange(-150.0, 151.0)
+    x[[0, 140]] = math.inf
+    x[[7, 300]] = -math.inf
+    for y in ranks(world).run(sum_specials, DQuantType.FP16, x):
+        assert_same(y, x + world - 1)
 
 
 @pytest.mark.parametrize("qtype", BOTH, ids=str)
@@ -382,9 +403,10 @@ def test_every_nan_stays_one_where_torchs_bf16_makes_numbers_of_some(ranks: Rank
         assert y.isnan().all()
 
 
-def test_beyond_fp16_nothing_overflows_where_torchs_clamps_at_65504(ranks: RankPool) -> None:
+def test_the_codec_fp16_overflows_nowhere(ranks: RankPool) -> None:
+    """It has scales, which a cast has not."""
     x = torch.tensor([2.0**20, -(2.0**18), 2.0**10])
-    for y in ranks(2).run(gather_specials, DQuantType.FP16, x):
+    for y in ranks(2).run(gather_specials, "fp16", x):
         assert torch.equal(y, x)
 
 

@@ -18,9 +18,13 @@ from ranks import GPU_LIMIT_S, RankPool
 from replicas import READY, Given, backward, draw, flat, wrap
 from test_collectives_cuda import nccl_channel
 from thinwire import feedback
-from thinwire.collectives import calls, chunks, reducers, steps
+from thinwire.collectives import chunks
+from thinwire.collectives.call import Call
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.reducers import Lane, Size
+from thinwire.collectives.lane import Fine, Lane
+from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.operations import AllReduce
+from thinwire.collectives.plan import CallPlan
 
 pytestmark = list(needs_cuda)
 N = 40_000
@@ -77,14 +81,15 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     memories = [feedback.Memory(N, torch.float32, device) for _ in range(2)]
     gaps = feedback.Gaps([feedback.Piece("all", N)])
     carry = feedback.Classic(memories[0], 1, gaps) if kind == "classic" else feedback.EF21(*memories, 1, gaps)
-    reducer = reducers.OneShot(channel.transport)
-    size = reducer.scratch_bytes([Size(codec, cut.chunk, torch.float32)])
-    told: list[reducers.Fine] = []
+    reducer = OneShot(channel.transport)
+    size = reducer.scratch_bytes(codec, cut.chunk, torch.float32)
+    told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        setting = calls.Plan(codec, cut, size, 3 * size).setting(channel, step)
+        plan = CallPlan("all_reduce", codec, cut, size, 3 * size)
+        setting = Call(channel, plan.text, known=True).setting(plan, step)
         lane = Lane(Flat([x]), cut, codec, codec, carry, None, told.append)
-        channel.run(steps.AllReduce(setting, [lane], reducer, 1.0)).wait()
+        channel.run(AllReduce(setting, [lane], reducer, 1.0)).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

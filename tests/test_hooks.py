@@ -24,16 +24,30 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import CPU, CUDA, Range, assert_same, digest, each_device, given, half_ulp, needs_cuda, no_host_sync, seeded
+from cases import (
+    CPU,
+    CUDA,
+    Range,
+    assert_same,
+    digest,
+    each_device,
+    given,
+    half_ulp,
+    needs_cuda,
+    no_host_sync,
+    seeded,
+    small_chunks,
+)
 from ranks import GPU_LIMIT_S, RankPool
 from thinwire import hooks
-from thinwire.collectives import primitives, traffic
+from thinwire.collectives import DQuantType, auto_quantize, traffic, transport
 from thinwire.errors import CodecError, CollectiveError
 
 Group, Device = dist.ProcessGroup, torch.device
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 WORLDS = (1, 2, 3, 4)
-PER_TENSOR, PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine" for block in ((1 << 32) - 8, 512, 64))
+PER_TENSOR = f"int8:block={(1 << 32) - 8},mode=affine"
+PER_CHANNEL, PER_64 = (f"int8:block={block},mode=affine,aligned=true" for block in (512, 64))
 HOOKS: dict[str, Any] = {
     "allreduce": hooks.allreduce_hook,
     "fp16": hooks.fp16_compress_hook,
@@ -41,6 +55,7 @@ HOOKS: dict[str, Any] = {
     "pertensor": hooks.quantization_pertensor_hook,
     "perchannel": hooks.quantization_perchannel_hook,
     "perchannel 64": hooks.perchannel_hook(64),
+    "perchannel 100": hooks.perchannel_hook(100),
     "fp16(allreduce)": hooks.fp16_compress_wrapper(hooks.allreduce_hook),
     "bf16(perchannel)": hooks.bf16_compress_wrapper(hooks.quantization_perchannel_hook),
     "fp16(bf16(fp16))": hooks.fp16_compress_wrapper(hooks.bf16_compress_wrapper(hooks.fp16_compress_hook)),
@@ -99,14 +114,28 @@ def test_hooks_pickle(name: str) -> None:
 
 
 def test_a_pickled_wrapper_runs_the_same_hook(ranks: RankPool) -> None:
-    again = pickle.loads(pickle.dumps(HOOKS["bf16(perchannel)"]))
-    assert (again.hook, again.dtype) == (hooks.quantization_perchannel_hook, torch.bfloat16)
-    assert pickle.loads(pickle.dumps(HOOKS["perchannel 64"])).bucket_size == 64
+    """Through a process that has to find everything by name."""
+    xs = [given(700, rank) for rank in range(2)]
+    made = {name: pickle.dumps(HOOKS[name]) for name in ("bf16(perchannel)", "perchannel 64", "fp16(bf16(fp16))")}
+    for name, (again, _) in zip(made, ranks(2).run(run_pickled, list(made.values()), xs)[0], strict=True):
+        assert again == ranks(2).run(run_hooks, [name], [xs])[0][0][0], name
 
 
-@pytest.mark.parametrize("size", [0, 7, 100, 1 << 32, 12.5])
-def test_a_bucket_size_that_no_wire_has_is_refused(size: Any) -> None:
-    with pytest.raises(CodecError, match=r"bucket_size .*multiple of 8"):
+def run_pickled(group: Group, pickled: Sequence[bytes], xs: list[Tensor]) -> list[tuple[str, Tensor]]:
+    outputs = [run_hook(pickle.loads(hook), xs[group.rank()]) for hook in pickled]
+    return [(digest(y), y) for y in outputs]
+
+
+def test_hooks_are_found_by_their_names() -> None:
+    from thinwire.hooks import fp16_compress_hook
+
+    assert thinwire.hooks.fp16_compress_hook is fp16_compress_hook
+    assert sorted(hooks.__all__) == hooks.__all__ == [name for name in vars(hooks) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("size", [0, -8, 12.5, True, "64", None])
+def test_a_bucket_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(CodecError, match="bucket_size must be a positive number of elements, got"):
         hooks.perchannel_hook(size)
 
 
@@ -240,12 +269,10 @@ def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, conte
 
 
 def nan_block(name: str, n: int, at: int, world: int) -> range:
-    """Which elements share a scale with element `at`."""
-    shard = n if world == 2 and name != "pertensor" else -(-n // world)
-    block = {"pertensor": n, "perchannel": 512, "perchannel 64": 64}[name]
-    first = at // shard * shard
-    begin = first + (at - first) // block * block
-    return range(begin, min(begin + block, first + shard, n))
+    """Which elements share a scale with element `at`: its shard, or its channel, counted from the bucket's start."""
+    block = {"pertensor": -(-n // world), "perchannel": 512, "perchannel 64": 64}[name]
+    begin = at // block * block
+    return range(begin, min(begin + block, n))
 
 
 @each_device
@@ -287,13 +314,13 @@ def test_several_buckets_in_flight(ranks: RankPool, world: int, device: Device) 
 def bytes_and_messages(group: Group, name: str, n: int) -> tuple[int, int]:
     x, phases = given(n, group.rank()), []
     run_hook(HOOKS[name], x)
-    before, send = traffic().sent, primitives.PairTransport._exchange
+    before, send = traffic().sent, transport.PairTransport.exchange
 
     def count(*args: Any) -> Any:
         phases.append(args)
         return send(*args)
 
-    with patch.object(primitives.PairTransport, "_exchange", count):
+    with patch.object(transport.PairTransport, "exchange", count):
         run_hook(HOOKS[name], x)
     return traffic().sent - before, len(phases)
 
@@ -318,6 +345,51 @@ def time_rows(group: Group) -> float:
 def test_no_loop_over_rows(ranks: RankPool) -> None:
     """131,072 of them: some 10 ms, and several seconds in Python."""
     assert max(ranks(2).run(time_rows)) < 1.0
+
+
+def scales_of(n: int, size: int) -> Tensor:
+    """A size for every element, by channel: neighbours differ by orders of magnitude."""
+    return torch.tensor([1.0, 1e-4, 1e3, 1e-7])[torch.arange(n) // size % 4]
+
+
+def run_channels(group: Group, cases: Sequence[tuple[int, int]]) -> list[tuple[str, float]]:
+    """(digest, largest error as a share of its channel's size) of every (length, bucket_size)."""
+    found = []
+    for n, size in cases:
+        scale = scales_of(n, size)
+        xs = [torch.rand(n, generator=seeded(n, rank)).mul_(2).sub_(1) * scale for rank in range(group.size())]
+        mean = torch.stack(xs).double().mean(0)
+        hook = hooks.perchannel_hook(size)
+        y = run_hook(hook, xs[group.rank()])
+        grad = xs[group.rank()].clone()
+        hook(None, (grad, nn.Parameter(torch.zeros(n))))  # type: ignore[arg-type]
+        assert_same(grad, y, f"{n} {size}")
+        found.append((digest(y), float(((y - mean).abs() / scale).max())))
+    return found
+
+
+CHANNELS = [(1, 1), (13, 5), (99, 100), (100, 100), (513, 512), (1000, 100), (1037, 7), (2050, 513), (300, 1 << 40)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_channels_of_any_size_are_counted_from_the_start(ranks: RankPool, world: int) -> None:
+    """One that shared a scale with its neighbour would lose all of its digits; torch's hook does not run on gloo."""
+    for case, *told in zip(CHANNELS, *ranks(world).run(run_channels, CHANNELS), strict=True):
+        assert len({digest for digest, _ in told}) == 1, case
+        assert told[0][1] <= (2 * AFFINE + 4 * half_ulp(torch.bfloat16)) * (world > 1) + half_ulp(torch.float32), case
+
+
+def run_channels_in_chunks(group: Group, cases: Sequence[tuple[int, int]]) -> list[tuple[str, float]]:
+    with small_chunks():
+        return run_channels(group, cases)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_chunks_are_cut_between_channels(ranks: RankPool, world: int) -> None:
+    cases = [(4000, 100), (4001, 512)]
+    for case, *told in zip(cases, *ranks(world).run(run_channels_in_chunks, cases), strict=True):
+        assert len({digest for digest, _ in told}) == 1, case
+        assert told[0][1] <= 2 * AFFINE + 4 * half_ulp(torch.bfloat16), case
 
 
 def reach_bucket_size(group: Group) -> tuple[list[str], list[str]]:
@@ -378,7 +450,60 @@ def test_wrappers_run_any_hook_in_sixteen_bits(ranks: RankPool, world: int) -> N
     assert ranks(world).run(wrap_others) == [[]] * world
 
 
-@pytest.mark.skipif(not hasattr(thinwire, "ddp_hook"), reason="needs thinwire.ddp_hook")
+def dividing_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A user's hook that adds first and divides then."""
+    done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return done.then(lambda future: future.value()[0] / dist.get_world_size())  # type: ignore[no-any-return]
+
+
+WRAPPED = {
+    "ours": hooks.allreduce_hook,
+    "torch's": default_hooks.allreduce_hook,
+    "a user's": dividing_hook,
+    "perchannel": hooks.quantization_perchannel_hook,
+}
+
+
+def wrap_large(group: Group, xs: list[Tensor]) -> list[Tensor]:
+    return [run_hook(hooks.fp16_compress_wrapper(hook), xs[group.rank()]) for hook in WRAPPED.values()]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_mean_that_fits_float16_is_kept_although_the_sum_does_not(
+    ranks: RankPool, world: int, everywhere: bool
+) -> None:
+    """5e4 on every rank, or all of it on one: torch's wrapper makes the sum, or the one, infinite."""
+    peak = torch.tensor([5e4, -5e4, 60.0, 0.0])
+    xs = [peak if everywhere else peak * world * (rank == world - 1) for rank in range(world)]
+    for name, y in zip(WRAPPED, ranks(world).run(wrap_large, xs)[0], strict=True):
+        error = (y - peak).abs()
+        assert error.max() <= 5e4 * ((world + 2) * F16 + 2 * AFFINE * (name == "perchannel")), name
+
+
+def round_ties(group: Group) -> dict[str, Tensor]:
+    """Numbers between two bfloat16, cast by whatever casts: halves of a last place and what lies beside them."""
+    tie = 1 + torch.arange(9) * 2.0**-9
+    x = torch.cat([tie, -tie, tie * 2.0**120, -tie * 2.0**-100])
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    auto_quantize(dist.all_gather, DQuantType.BFP16)(gathered, x)
+    return {
+        "x": x,
+        "auto_quantize": gathered[-1],
+        "hook": run_hook(hooks.bf16_compress_hook, x),
+        "wrapper": run_hook(hooks.bf16_compress_wrapper(hooks.allreduce_hook), x),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bfloat16_rounds_halves_to_even(ranks: RankPool, world: int) -> None:
+    """As torch's cast does; the mean over 1, 2 or 4 ranks rounds nothing else, and one rank alone sends nothing."""
+    for found in ranks(world).run(round_ties):
+        x = found.pop("x")
+        for name, y in found.items():
+            assert_same(y, x if world == 1 and name != "wrapper" else x.bfloat16().float(), name)
+
+
 def test_the_stateful_hook_runs_in_sixteen_bits(ranks: RankPool) -> None:
     answers = ranks(3).run(train_stateful)
     assert identical(answers)
@@ -495,6 +620,7 @@ def lost(name: str, world: int) -> float:
         "pertensor": 2 * AFFINE,
         "perchannel": 2 * AFFINE,
         "perchannel 64": 2 * AFFINE,
+        "perchannel 100": 2 * AFFINE,
         "fp16(allreduce)": (world + 1) * F16,
         "bf16(perchannel)": 2 * B16 + 2 * AFFINE,
         "fp16(bf16(fp16))": 2 * B16 + 4 * F16,
@@ -676,29 +802,55 @@ def test_groups_side_by_side(ranks: RankPool) -> None:
             assert_means(name, answer[i][1], [gradients_of(FLOATS, r, 1) for r in range(4)], 4)
 
 
+DENSE = [name for name in HOOKS if name != "allreduce"]
+
+
 def send_sparse(group: Group) -> list[str]:
+    """What hooks say to sparse gradients, in buckets and in pairs."""
     said = []
-    for hook in HOOKS.values():
+    for name in DENSE:
         model = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
-        model.register_comm_hook(None, hook)
-        try:
+        model.register_comm_hook(None, HOOKS[name])
+        with pytest.raises((CollectiveError, RuntimeError)) as raised:
             model(torch.tensor([1, 2])).sum().backward()
-            said.append("")
-        except (CollectiveError, RuntimeError) as error:
-            said.append(str(error))
-        try:
+        said.append(str(raised.value))
+        run_hook(HOOKS[name], torch.ones(9))  # the group is as it was
+    for hook in HOOKS.values():
+        with pytest.raises(CollectiveError) as told:
             hook(None, (torch.eye(3).to_sparse(), torch.eye(3)))
-            said.append("")
-        except CollectiveError as error:
-            said.append(str(error))
-        run_hook(hook, torch.ones(9))  # the group is as it was
+        said.append(str(told.value))
     return said
 
 
-def test_sparse_gradients_are_refused(ranks: RankPool) -> None:
+def test_compressed_hooks_refuse_sparse_gradients(ranks: RankPool) -> None:
     for said in ranks(2).run(send_sparse):
-        assert len(said) == 2 * len(HOOKS)
         assert all("dense gradients, got torch.sparse_coo" in text for text in said), said
+
+
+def train_sparse(group: Group) -> list[list[Tensor]]:
+    """Gradients of two steps without a hook, with ours and with torch's; some rows several ranks look at."""
+    found = []
+    for hook in (None, hooks.allreduce_hook, default_hooks.allreduce_hook):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.EmbeddingBag(31, 5, sparse=True, mode="sum"))
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        grads = []
+        for step in range(2):
+            model.zero_grad()
+            rows = torch.randint(31, (7, 3), generator=seeded(1, group.rank(), step))
+            (model(rows) * torch.randn(7, 5, generator=seeded(2, group.rank(), step))).sum().backward()
+            assert model.module.weight.grad.is_sparse
+            grads.append(model.module.weight.grad.to_dense())
+        found.append(grads)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_allreduce_takes_sparse_gradients_as_ddp_does(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(train_sparse)
+    assert len({digest(*grads) for answer in answers for grads in answer}) == 1
+    assert all(g.abs().sum() > 0 for g in answers[0][1])
 
 
 def refuse_states(group: Group) -> list[str]:

@@ -33,25 +33,33 @@ class Identity(Codec):
 class Cast(Codec):
     """A shorter float. fp16 and the 8-bit formats carry a power-of-two scale per block: nothing over- or underflows.
 
-    bf16 has the range of fp32, needs no scale and keeps every NaN and Inf where it is.
+    bf16 has the range of fp32, needs no scale and keeps every NaN and Inf where it is. So does fp16 with block=0, a
+    plain cast, in which numbers beyond 65504 become infinite.
     """
 
     format: FloatFormat = "bf16"
-    block: int = 128  # larger => fewer scale bytes, more of a block under its smallest number
+    block: int = 128  # larger => fewer scale bytes, more of a block under its smallest number; fp16 alone: 0, no scales
 
     inputs = IDENTITY_DTYPES
 
     def __post_init__(self) -> None:
         if self.format not in get_args(FloatFormat):
             raise CodecError(f"format must be one of {', '.join(get_args(FloatFormat))}, got {self.format!r}")
-        check_block(self.block)
+        if not self._plain_half:
+            check_block(self.block)
         if self.format == "bf16" and self.block != 128:
             raise CodecError("bf16 has no blocks: it keeps the range of fp32 and needs no scale")
 
     def encoding(self, dtype: torch.dtype) -> Encoding:
         """Numbers of self.format, whatever the input's dtype."""
+        if self._plain_half:
+            return Identity().encoding(torch.float16)
         block = 0 if self.format == "bf16" else self.block
         return Encoding(Format(Kind.CAST, _BITS[self.format], CastVariant[self.format.upper()], block))
+
+    @property
+    def _plain_half(self) -> bool:
+        return self.format == "fp16" and self.block == 0
 
     def __str__(self) -> str:
         return self._spell(self.format, "block")

@@ -40,6 +40,10 @@ class DQuantType(Enum):
         return str(self.value)
 
 
+# Plain casts: NaN and Inf stay where they are. The codec "fp16" has scales, so that nothing overflows.
+_CASTS: dict[object, str] = {DQuantType.FP16: "fp16:block=0", DQuantType.BFP16: "bf16", "bfp16": "bf16"}
+
+
 def auto_quantize(
     func: Callable[..., Any], qtype: DQuantType | str | Codec, quant_loss: float | None = None
 ) -> Callable[..., Work | None]:
@@ -49,16 +53,17 @@ def auto_quantize(
     async_op is true. It always goes through the codec, also where sending plain would be faster. all_to_all_single
     takes out_splits and in_splits as other names of output_split_sizes and input_split_sizes.
 
+    qtype: DQuantType.FP16 and DQuantType.BFP16 are casts, which keep NaN and Inf; in float16 what exceeds 65504 becomes
+        infinite. The codec "fp16" has scales instead: nothing overflows, and a block with NaN or Inf becomes NaN.
     quant_loss: a number by which every value that arrives is divided.
     """
-    return _Quantised(func, _codec_of(qtype), quant_loss)
+    return _AutoQuantized(func, _codec_of(qtype), quant_loss)
 
 
 def _codec_of(qtype: DQuantType | str | Codec) -> Codec:
-    names = {str(DQuantType.FP16): "fp16", str(DQuantType.BFP16): "bf16"}
-    name = str(qtype) if isinstance(qtype, DQuantType) else qtype
+    named = _CASTS.get(qtype, qtype) if isinstance(qtype, DQuantType | str) else qtype
     try:
-        return codec(names.get(name, name) if isinstance(name, str) else name)
+        return codec(named)  # type: ignore[arg-type]
     except CodecError as error:
         raise CodecError(f"qtype must be DQuantType.FP16, DQuantType.BFP16 or a codec: {error}") from None
 
@@ -94,7 +99,8 @@ _REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
 
 
 def _gather(arguments: Arguments) -> _Call:
-    tensor, listed = arguments["tensor"], arguments.get("gather_list")
+    tensor = arguments["tensor"]
+    listed = arguments.get("gather_list")
     group = transport.resolve(arguments.get("group"))
     root = _root(group, arguments.get("dst"), arguments.get("group_dst"))
     outputs = _list_of_root(group, root, listed, "gather_list")
@@ -104,7 +110,8 @@ def _gather(arguments: Arguments) -> _Call:
 
 
 def _scatter(arguments: Arguments) -> _Call:
-    tensor, listed = arguments["tensor"], arguments.get("scatter_list")
+    tensor = arguments["tensor"]
+    listed = arguments.get("scatter_list")
     group = transport.resolve(arguments.get("group"))
     root = _root(group, arguments.get("src"), arguments.get("group_src"))
     receives = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
@@ -127,7 +134,8 @@ def _reduce(arguments: Arguments) -> _Call:
 
 
 def _reduce_scatter(arguments: Arguments) -> _Call:
-    output, listed = arguments["output"], list(arguments["input_list"])
+    output = arguments["output"]
+    listed = list(arguments["input_list"])
     if any(tensor.numel() != output.numel() for tensor in listed):
         lengths = [tensor.numel() for tensor in listed]
         raise CollectiveError(f"reduce_scatter: expected {output.numel()} elements, the output's, got {lengths}")
@@ -146,7 +154,7 @@ def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) ->
 
 
 def _list_of_root(group: dist.ProcessGroup, root: int, tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
-    """The list that the root alone brings, one tensor a rank; empty elsewhere."""
+    """The list that the root alone brings, one tensor per rank; empty elsewhere."""
     expected = group.size() if group.rank() == root else 0
     if len(tensors or ()) != expected:
         got = "none" if tensors is None else f"{len(tensors)} tensors"
@@ -181,14 +189,16 @@ def _name_of(func: Callable[..., Any]) -> str:
 # The wrapper.
 
 
-class _Quantised:
+class _AutoQuantized:
     """The callable that auto_quantize returns."""
 
     def __init__(self, func: Callable[..., Any], codec: Codec, quant_loss: float | None) -> None:
         if quant_loss is not None and not (math.isfinite(quant_loss) and quant_loss != 0):
             raise CollectiveError(f"quant_loss must be a finite number other than 0, got {quant_loss!r}")
-        self._name, self._signature = _name_of(func), inspect.signature(func)
-        self._codec, self._quant_loss = codec, quant_loss
+        self._name = _name_of(func)
+        self._signature = inspect.signature(func)
+        self._codec = codec
+        self._quant_loss = quant_loss
         update_wrapper(self, func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:

@@ -5,6 +5,7 @@ The slow link between nodes carries 1/B of a sum of B ranks. Without feedback; a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from thinwire.kernels import reference
 _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, it would be infinite
 
 
-def fewest_roundings(world: int) -> str:
+def fewest_roundings(world: int) -> Literal["one_shot", "two_phase"]:
     """Two ranks that exchange everything send as many bytes as in two phases, and round once."""
     return "one_shot" if world <= 2 else "two_phase"
 

@@ -65,7 +65,9 @@ class Race:
 def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
     """The fastest candidate inside the budget, and a line that says why."""
     count = len(CANDIDATES)
-    seconds, errors, lost = result[:count], result[count : 2 * count], result[2 * count :]
+    seconds = result[:count]
+    errors = result[count : 2 * count]
+    lost = result[2 * count :]
     best = 0
     for i in range(1, count):
         allowed = errors[i] <= error_budget and lost[i] <= MAY_LOSE
@@ -111,7 +113,7 @@ class Layer:
 
 
 def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits: float) -> Mapping[str, Codec]:
-    """The codec of every layer: least squared error in all, at most `bits` an element on average.
+    """The codec of every layer: least squared error in all, at most `bits` per element on average.
 
     `fixed_bytes` are those of parameters that have no choice (exemptions, rules). From the smallest width up, the bytes
     go where each buys the largest drop of error: widths lose less and less, so this is the best, up to one upgrade.
@@ -122,7 +124,7 @@ def deal_bits(layers: Sequence[Layer], fixed_bytes: int, fixed_numel: int, bits:
     spent = sum(_bytes(layer, 0) for layer in layers)
     if spent > budget:
         least = 8 * (spent + fixed_bytes) / max(numel, 1)
-        raise CodecError(f"a budget of {bits:g} bits an element is not enough: this model needs {least:.3g}")
+        raise CodecError(f"a budget of {bits:g} bits per element is not enough: this model needs {least:.3g}")
     heap = [_upgrade(layer, i, 0) for i, layer in enumerate(layers)]
     heapq.heapify(heap)
     while heap:
@@ -141,7 +143,7 @@ def _bytes(layer: Layer, width: int) -> int:
 
 
 def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
-    """(minus the drop of error a byte, index, bytes) of the next width."""
+    """(minus the drop of error per byte, index, bytes) of the next width."""
     cost = max(1, _bytes(layer, width + 1) - _bytes(layer, width))
     whole = layer.lost / _LOSS[layer.codec]
     return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost

@@ -7,91 +7,50 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, registry
-from thinwire.codecs.checks import is_int
-from thinwire.errors import CodecError
+from thinwire.collectives.lane import LaneSpec
 from thinwire.integrations import auto, policy
-from thinwire.integrations.layout import Slot
-from thinwire.integrations.policy import Budget, CodecLike, Exempt, Trial
-from thinwire.optim import OneBitAdam
+from thinwire.integrations.names import ParameterNames, ParameterSize
+from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.policy import Budget, Trial
 
-CodecChoice = CodecLike | Mapping[int, CodecLike]
-Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
-class Size(NamedTuple):
-    """Of a parameter's gradient: complex numbers count twice."""
-
-    shape: torch.Size
-    numel: int
-    dtype: torch.dtype
-
-
 class Decisions:
-    """The codec and feedback of every parameter at the present step."""
+    """The codec and feedback of every parameter at the present step.
 
-    def __init__(
-        self,
-        codec: CodecChoice,
-        *,
-        feedback: str,
-        exempt: Exempt,
-        policy_rules: Mapping[str, CodecLike] | None,
-        warmup_steps: int,
-        residual_dtype: torch.dtype,
-        error_budget: float,
-        replan_every: int,
-        measure_every: int,
-    ) -> None:
-        policy.check_feedback(feedback, residual_dtype)
-        _check_counts(replan_every=replan_every, measure_every=measure_every)
-        if not isinstance(error_budget, float | int) or not error_budget > 0:
-            raise CodecError(f"error_budget must be a number above 0, got {error_budget!r}")
-        self.schedule = policy.Schedule(codec, warmup_steps)
-        self.rules = policy.Rules(exempt, policy_rules)
-        self._feedback, self._error_budget = feedback, error_budget
-        self._replan_every, self._measure_every = replan_every, measure_every
-        self.sizes: dict[str, Size] = {}
-        self.family: str | None = None  # of the optimiser, once all ranks know it
-        self._seen: dict[str, str] = {}  # what this one saw of it, by parameter
-        self.onebit: OneBitAdam | None = None
-        self._scout: _Scout | None = None
+    Where no optimiser was passed and feedback depends on it, it looks out for those that step named parameters.
+    """
+
+    def __init__(self, options: DDPOptions, names: ParameterNames) -> None:
+        self._options = options
+        self._feedback = options.feedback if options.mesh is None else "none"
+        self.schedule = options.schedule
+        self.rules = options.rules
+        self.onebit = options.onebit
+        self.family = options.family  # of the optimiser, once all ranks know it
+        self.sizes = names.sizes
+        self._seen: dict[str, str] = {}  # families of optimisers that this rank saw, by parameter
+        self._scout = _look_out(self, names) if self.needs_family else None
         self._base: Codec = Identity()
         self._choice: policy.Choice = Identity()
         self._widths: Mapping[str, Codec] = {}
         self._dealt = False  # whether the widths come from measured errors
-        self._race: auto.Race | None = None
+        self.race: auto.Race | None = None  # while steps are timed
         self._chosen: Codec | None = None
         self.why = ""  # of what "auto" chose
         self.step = 0
 
     # --- the optimiser ------------------------------------------------------------------------------------------------
-
-    def set_optimizer(self, optimizer: Optimizers, name_of: Callable[[Tensor], str | None]) -> None:
-        """Take the optimisers, or look out for those that step parameters which have a name."""
-        if optimizer is None:
-            if self.needs_family:
-                self._scout = _Scout(self, name_of)
-            return
-        given = [optimizer] if isinstance(optimizer, str | Optimizer) else optimizer
-        if not isinstance(given, Sequence) or not all(_is_optimizer(one) for one in given) or not given:
-            kinds = [type(one).__name__ for one in given] if isinstance(given, Sequence) else type(given).__name__
-            raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
-        if isinstance(given[0], OneBitAdam):
-            self.family, self.onebit = "linear", given[0]  # momentum travels, and is linear in the gradients
-            return
-        self.family = policy.most_careful([one if isinstance(one, str) else policy.family(one) for one in given])
 
     @property
     def needs_family(self) -> bool:
@@ -105,9 +64,8 @@ class Decisions:
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
 
     def end_scout(self) -> None:
-        """Look no more."""
         if self._scout is not None:
-            self._scout.remove()
+            self._scout()
             self._scout = None
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -117,24 +75,23 @@ class Decisions:
 
         If it was measured, `errors` are squared ones by parameter, and `error` is the relative one of all.
         """
-        if self._race is not None:
-            self._race.ended(seconds, error)
-        due = not self._dealt or (step - 1) % self._replan_every == 0
+        if self.race is not None:
+            self.race.ended(seconds, error)
+        due = not self._dealt or (step - 1) % self._options.replan_every == 0
         if errors and isinstance(self._choice, Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
-        self._change_choice(self.schedule.at(step))
+        choice = self.schedule.at(step)
+        if choice != self._choice:  # what was found out under another entry of the schedule does not count
+            self.race = None
+            self._widths = {}
+            self._dealt = False
+        self._choice = choice
         self.step = step
         news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
         self._base = self._present_base()
         return news
-
-    def _change_choice(self, choice: policy.Choice) -> None:
-        """What was found out under another entry of the schedule does not count."""
-        if choice != self._choice:
-            self._race, self._widths, self._dealt = None, {}, False
-        self._choice = choice
 
     def _share_family(self, step: int, agree: Agree) -> None:
         """What any rank saw of the optimisers holds for all; nobody waits for ever.
@@ -154,22 +111,19 @@ class Decisions:
 
     def _present_base(self) -> Codec:
         """What most parameters travel in."""
-        choice = self._choice
         if self._warming_up:
             return Identity()
-        if isinstance(choice, Trial):
-            return self._chosen if self._race is None else auto.CANDIDATES[self._race.turn]  # type: ignore[return-value]
-        if isinstance(choice, Budget):
-            return auto.start_width(choice.bits)
-        return choice
+        if isinstance(self._choice, Trial):
+            return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
+        return _base_of(self._choice)
 
     def _settle_race(self, agree: Agree) -> str:
-        if self._chosen is None and self._race is None:
-            self._race = auto.Race()
-        if self._race is None or not self._race.over:
+        if self._chosen is None and self.race is None:
+            self.race = auto.Race()
+        if self.race is None or not self.race.over:
             return ""
-        self._chosen, self.why = auto.decide(agree(self._race.result(), dist.ReduceOp.MAX), self._error_budget)
-        self._race = None
+        self._chosen, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._options.error_budget)
+        self.race = None
         return f"codec='auto' chose {self.why}"
 
     @property
@@ -178,18 +132,14 @@ class Decisions:
         return self._base, tuple(self._widths.items()), self.family, self.onebit is not None and self.onebit.frozen
 
     @property
-    def racing(self) -> bool:
-        """Whether steps are being timed."""
-        return self._race is not None
-
-    @property
     def measuring(self) -> bool:
         """Whether the errors of this step are looked at."""
-        if self._race is not None:
-            return self._race.measures_error
-        if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._replan_every == 0):
+        if self.race is not None:
+            return self.race.measures_error
+        if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
             return True
-        return self._measure_every > 0 and self.step % self._measure_every == 0
+        every = self._options.measure_every
+        return every > 0 and self.step % every == 0
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Give every layer its width anew, by the errors of all ranks."""
@@ -197,7 +147,9 @@ class Decisions:
         agreed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
         if not all(math.isfinite(value) for value in agreed):
             return  # a step with NaN or Inf says nothing about errors
-        layers, fixed_bytes, fixed_numel = [], 0, 0
+        layers = []
+        fixed_bytes = 0
+        fixed_numel = 0
         for name, lost in zip(names, agreed, strict=True):
             shape, numel, dtype = self.sizes[name]
             rule = self.rules.fixed(name, shape, dtype)
@@ -212,11 +164,11 @@ class Decisions:
 
     # --- what a parameter gets ----------------------------------------------------------------------------------------
 
-    def slot(self, name: str, size: Size) -> Slot:
-        """How one parameter travels."""
+    def spec(self, name: str, size: ParameterSize) -> LaneSpec:
+        """How one parameter travels, as a lane of its own would."""
         self.sizes[name] = size
         chosen, feedback = self._travels(name)
-        return Slot(name, size.numel, chosen, policy.first_phase(chosen, feedback), feedback)
+        return LaneSpec(size.numel, chosen, policy.first_phase(chosen, feedback), feedback)
 
     def _travels(self, name: str) -> tuple[Codec, str]:
         shape, _, dtype = self.sizes[name]
@@ -232,20 +184,15 @@ class Decisions:
             return "classic" if bits < 4 else ""
         if isinstance(choice, Budget) and bits < 16:
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
-            return (
-                policy.feedback_of("auto", auto.start_width(min(choice.bits, 2.2)), self.family)
-                if choice.bits < 4
-                else ""
-            )
+            start = auto.start_width(min(choice.bits, 2.2))
+            return policy.feedback_of("auto", start, self.family) if choice.bits < 4 else ""
         return policy.feedback_of("auto", chosen, self.family)
 
     def remembered(self) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
         for choice in self.schedule.choices:
-            base = choice if isinstance(choice, Codec) else auto.CANDIDATES[-1]
-            if isinstance(choice, Budget):
-                base = auto.start_width(choice.bits)
+            base = auto.CANDIDATES[-1] if isinstance(choice, Trial) else _base_of(choice)
             for name, (shape, numel, dtype) in self.sizes.items():
                 kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
                 if kind:
@@ -268,7 +215,7 @@ class Decisions:
         if state["optimizer"]:
             self.family = state["optimizer"]
             self.end_scout()
-        self._race = None
+        self.race = None
         self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         self.why = state["why"]
         self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}
@@ -276,17 +223,19 @@ class Decisions:
         self._dealt = bool(self._widths)
 
 
-class _Scout:
-    """Sees which optimiser steps certain parameters; removed later, as torch goes through its hooks meanwhile."""
+def _base_of(choice: Codec | Budget) -> Codec:
+    return auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
 
-    def __init__(self, decisions: Decisions, name_of: Callable[[Tensor], str | None]) -> None:
-        handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), name_of))
-        self.remove = weakref.finalize(decisions, handle.remove)
+
+def _look_out(decisions: Decisions, names: ParameterNames) -> "weakref.finalize[Any, Decisions]":
+    """See which optimisers step certain parameters. Call the result to stop: later, as torch is going through hooks."""
+    handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), names))
+    return weakref.finalize(decisions, handle.remove)
 
 
 def _saw(
     found: "weakref.ref[Decisions]",
-    name_of: Callable[[Tensor], str | None],
+    names: ParameterNames,
     optimizer: Optimizer,
     args: object,
     kwargs: object,
@@ -296,16 +245,6 @@ def _saw(
         return
     family = policy.family(optimizer)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        name = name_of(p)
+        name = names.get(p)
         if name is not None:
             decisions._seen[name] = policy.most_careful([family, decisions._seen.get(name, family)])
-
-
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(thing, Optimizer) or thing in policy.FAMILIES
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not is_int(count) or count < (name == "replan_every"):
-            raise CodecError(f"{name} must be a number of steps, got {count!r}")

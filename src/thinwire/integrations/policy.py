@@ -1,5 +1,6 @@
 """Which codec every parameter's gradient travels in, and with which feedback. Pure decisions: nothing is sent here."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,7 +17,6 @@ FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; a tensor with fewer travels in 16 bits: its blocks would hardly fill a scale
 Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
 CodecLike = str | Codec
-_PLAIN = Identity()
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Budget:
-    """codec="auto:2.5": as many bits an element on average, dealt out by measured error."""
+    """codec="auto:2.5": as many bits per element on average, dealt out by measured error."""
 
     bits: float
 
@@ -42,21 +42,15 @@ Choice = Codec | Trial | Budget
 
 def parse(spec: object) -> Choice:
     """The codec, or the way of finding one, that a user's `codec` names."""
-    if isinstance(spec, str) and spec.strip() == "auto":
+    text = spec.strip() if isinstance(spec, str) else ""
+    if text == "auto":
         return Trial()
-    if isinstance(spec, str) and spec.strip().startswith("auto:"):
-        return Budget(_bits(spec.strip()))
-    return codec(spec)  # type: ignore[arg-type]
-
-
-def _bits(spec: str) -> float:
-    try:
-        bits = float(spec.removeprefix("auto:"))
-    except ValueError:
-        bits = 0.0
-    if not 1.1 <= bits <= 8.2:
-        raise CodecError(f"{spec!r}: expected bits an element from 1.1 to 8.2, such as 'auto:2.5'")
-    return bits
+    if not text.startswith("auto:"):
+        return codec(spec)  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError):
+        if 1.1 <= (bits := float(text.removeprefix("auto:"))) <= 8.2:
+            return Budget(bits)
+    raise CodecError(f"{text!r}: expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
 
 
 class Schedule:
@@ -74,19 +68,12 @@ class Schedule:
                 f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
             )
         self._from = {step: parse(spec[step]) for step in sorted(spec)}
+        self.choices = list(self._from.values())  # all that hold at some step
 
     def at(self, step: int) -> Choice:
         """What holds at `step`; nothing is compressed before the first entry."""
-        found: Choice = _PLAIN
-        for start, choice in self._from.items():
-            if step >= start:
-                found = choice
-        return found
-
-    @property
-    def choices(self) -> list[Choice]:
-        """All that hold at some step."""
-        return list(self._from.values())
+        begun = [choice for start, choice in self._from.items() if step >= start]
+        return begun[-1] if begun else Identity()
 
     def __str__(self) -> str:
         if list(self._from) == [0]:
@@ -101,21 +88,13 @@ class Rules:
     """
 
     def __init__(self, exempt: Exempt, policy: Mapping[str, CodecLike] | None) -> None:
-        self._exempt = _exemption(exempt)
+        self._is_exempt = _exemption(exempt)
         self._named = [] if policy is None else _named(policy)
-
-    @property
-    def codecs(self) -> list[Codec]:
-        """Those that rules name."""
-        return [chosen for _, chosen in self._named]
-
-    @property
-    def by_name(self) -> bool:
-        """Whether any rule looks at names."""
-        return any(pattern != "*" for pattern, _ in self._named) or bool(getattr(self._exempt, "patterns", ()))
+        self.codecs = [chosen for _, chosen in self._named]
+        patterns = [] if isinstance(exempt, str) or callable(exempt) else exempt
+        self.by_name = bool(patterns) or any(pattern != "*" for pattern, _ in self._named)
 
     def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
-        """The codec of one parameter."""
         if isinstance(base, Identity):
             return base
         return (self.fixed(name, shape, dtype) or base).pick(name, shape)
@@ -125,14 +104,9 @@ class Rules:
         for pattern, chosen in self._named:
             if pattern != "*" and fnmatchcase(name, pattern):
                 return chosen
-        if self._exempt(name, shape):
-            return sixteen_bits(dtype)
+        if self._is_exempt(name, shape):
+            return Cast("fp16") if dtype == torch.float16 else Cast("bf16")  # fp16 keeps its digits, others their range
         return self._named[-1][1] if self._named and self._named[-1][0] == "*" else None
-
-
-def sixteen_bits(dtype: torch.dtype) -> Codec:
-    """The codec of what is exempt: fp16 keeps its digits, everything else its range."""
-    return Cast("fp16") if dtype == torch.float16 else Cast("bf16")
 
 
 def _named(policy: Mapping[str, CodecLike]) -> list[tuple[str, Codec]]:
@@ -142,35 +116,18 @@ def _named(policy: Mapping[str, CodecLike]) -> list[tuple[str, Codec]]:
     return list(rules) if "*" in policy else list(rules[:-1])
 
 
-@dataclass(frozen=True)
-class _Patterns:
-    patterns: tuple[str, ...]
-
-    def __call__(self, name: str, shape: torch.Size) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
-
-
-def _is_small(name: str, shape: torch.Size) -> bool:
-    """Norms, biases and whatever is tiny: few bytes, and their error costs most."""
-    return len(shape) <= 1 or shape.numel() < TINY
-
-
-def _is_none(name: str, shape: torch.Size) -> bool:
-    return False
-
-
 def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
-    if isinstance(exempt, str):
-        known = {"auto": _is_small, "none": _is_none}
-        if exempt not in known:
-            raise CodecError(f"exempt must be 'auto', 'none', a list of name patterns or a function, got {exempt!r}")
-        return known[exempt]
     if callable(exempt):
         return exempt
-    patterns = tuple(exempt) if isinstance(exempt, Sequence) else (exempt,)
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    if exempt == "auto":  # norms, biases and whatever is tiny: few bytes, and their error costs most
+        return lambda _, shape: len(shape) <= 1 or shape.numel() < TINY
+    if exempt == "none":
+        return lambda *_: False
+    listed = isinstance(exempt, Sequence) and not isinstance(exempt, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in exempt):
         raise CodecError(f"exempt must be 'auto', 'none', a list of name patterns or a function, got {exempt!r}")
-    return _Patterns(patterns)
+    patterns = tuple(exempt)
+    return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # --- feedback ---------------------------------------------------------------------------------------------------------

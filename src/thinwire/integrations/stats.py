@@ -1,7 +1,8 @@
 """What compression did so far: bytes, errors, times."""
 
-import time
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ class Stats:
     relative_error: float | None  # RMS of what one rounding loses, over RMS of what is sent, at the last measured step
     clipped: float | None  # share of codes at a Lloyd codec's outermost levels (2 bits and more), at that step
     nonfinite: int  # chunks of buckets in which some rank had NaN or Inf
-    encode_s: float | None  # work before messages; None on a GPU, where the host does not wait to know
+    encode_s: float | None  # work before messages; None on a GPU
     decode_s: float | None  # work after the last message
     reduce_s: float | None  # work between the two phases
     wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
@@ -42,6 +43,25 @@ class Stats:
         """Bytes that did not travel."""
         return self.bytes_plain - self.bytes_sent
 
+    def __str__(self) -> str:
+        seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
+        clipped = _shown(", {:.1%} of codes clipped", self.clipped)
+        lines = {
+            "codec": f"{self.codec}, feedback {self.feedback}",
+            "chosen": self.chosen,
+            "steps": f"{self.steps}" + (f", {self.nonfinite} chunks not finite" if self.nonfinite else ""),
+            "bytes": f"{self.bytes_sent:,} sent, {self.bytes_plain:,} uncompressed: {self.ratio:.2f} times fewer",
+            "bits": _shown("{:.3f} per element", self.bits_per_element),
+            "error": _shown("{:.2e} relative", self.relative_error) + clipped,
+            "seconds": ", ".join(f"{name} {took:.3f}" for name, took in seconds.items() if took is not None),
+            "memory": f"{self.residual_bytes:,} bytes of residuals, {self.scratch_bytes:,} of scratch",
+        }
+        return "\n".join(f"{name:8} {text}" for name, text in lines.items() if text)
+
+
+def _shown(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
+
 
 @dataclass
 class Tally:
@@ -53,6 +73,7 @@ class Tally:
     reduce_s: float = 0.0
     decode_s: float = 0.0
     wire_s: float = 0.0
+    timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
 
     def checked(self, fine: bool | Tensor) -> None:
@@ -82,7 +103,8 @@ class BucketMeter:
         """The bucket is done: the wire had the time from its first message to its last, less the work meanwhile."""
         if not self._stages:
             return
-        sent, last = self._stages[0][2], max(began for _, began, _ in self._stages)
+        sent = self._stages[0][2]
+        last = max(began for _, began, _ in self._stages)
         work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
         self._tally.wire_s += max(0.0, last - sent - work)
 
@@ -92,47 +114,67 @@ class ErrorWatch:
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self.names = [piece.name for piece in pieces]
-        edges = [0]
-        for piece in pieces:
-            edges.append(edges[-1] + piece.numel)
-        self._edges = edges
+        self._edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
         self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
         self.sent_P = torch.zeros_like(self.lost_P)
         self.outermost = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = 0
         self.looked = False  # whether anything was seen
 
-    @property
-    def total_lost(self) -> float:
-        """The sum over parameters of the squares of what was lost."""
-        return float(self.lost_P.sum())
-
-    @property
-    def total_sent(self) -> float:
-        """The same of what was sent."""
-        return float(self.sent_P.sum())
-
-    def lost_by_name(self) -> dict[str, float]:
-        """The sum of the squares of what was lost, by parameter."""
-        pairs = zip(self.names, self.lost_P.tolist(), strict=True)
-        return {name: lost for name, lost in pairs if name is not None}
-
     def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
         """`message` was encoded as `wire`, which says `decoded`."""
         begin, end = span
         self.looked = True
-        for i, (low, high) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
-            low, high = max(low, begin) - begin, min(high, end) - begin
-            if low < high:
-                sent = message[low:high].double()
+        for i, (low, high) in enumerate(itertools.pairwise(self._edges)):
+            part = slice(max(low, begin) - begin, min(high, end) - begin)
+            if part.start < part.stop:
+                sent = message[part].double()
                 self.sent_P[i] += sent.square().sum()
-                self.lost_P[i] += (sent - decoded[low:high]).square().sum()
+                self.lost_P[i] += (sent - decoded[part]).square().sum()
         found = codec.outermost(wire, message.numel())
         if found is not None:
             self.outermost += found[0]
             self.codes += found[1]
 
 
-def now() -> float:
-    """Seconds, for the length of steps."""
-    return time.perf_counter()
+class StepErrors:
+    """What the roundings of a step lost, where it is measured, and of the last measured step in all."""
+
+    def __init__(self) -> None:
+        self.relative: float | None = None
+        self.clipped: float | None = None
+        self._watches: list[ErrorWatch] = []
+        self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
+
+    def watch(self, lanes: Sequence[Sequence[Piece]], device: torch.device) -> list[ErrorWatch]:
+        """Measure this step: one watch for each of these lanes."""
+        found = [ErrorWatch(pieces, device) for pieces in lanes]
+        self._watches += found
+        return found
+
+    def by_name(self) -> dict[str, float]:
+        """Squared errors by parameter that the next step decides from, if this one was measured."""
+        summed = dict(self._loaded)
+        for watch in self._watches:
+            for name, lost in zip(watch.names, watch.lost_P.tolist(), strict=True):
+                if name is not None:
+                    summed[name] = summed.get(name, 0.0) + lost
+        return summed
+
+    def end_step(self) -> float | None:
+        """The relative error of the step; None if it was not measured, or not finite, or nothing was rounded."""
+        watches = self._watches
+        self.load({})
+        lost = sum(float(watch.lost_P.sum()) for watch in watches)
+        sent = sum(float(watch.sent_P.sum()) for watch in watches)
+        if not math.isfinite(lost + sent) or not any(watch.looked for watch in watches):
+            return None
+        codes = sum(watch.codes for watch in watches)
+        self.relative = (lost / sent) ** 0.5 if sent > 0 else 0.0
+        self.clipped = sum(int(watch.outermost) for watch in watches) / codes if codes else None
+        return self.relative
+
+    def load(self, errors: Mapping[str, float]) -> None:
+        """Forget this step, and go on with the errors by parameter of a checkpoint."""
+        self._watches = []
+        self._loaded = dict(errors)

@@ -112,7 +112,7 @@ def _unrolled(world: int) -> int:
 
 
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    if residual is None and layout.format.kind == Kind.IDENTITY:
+    if residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype:
         whole = (x.data_ptr() | wire.data_ptr()) % 16 == 0
         launch = _plain("encode_raw", layout, x.device, x.nbytes if whole else 16 * x.nbytes, WHOLE=whole)
         launch(x=x, wire=wire)

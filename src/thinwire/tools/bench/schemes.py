@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.integrations import auto, compress_ddp, policy
+from thinwire.integrations.options import Feedback
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
@@ -101,7 +102,11 @@ class Replica:
         self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
-                self.model, scheme.codec, feedback=scheme.feedback, exempt=scheme.exempt, optimizer=optimizer
+                self.model,
+                scheme.codec,
+                feedback=cast(Feedback, scheme.feedback),
+                exempt=scheme.exempt,
+                optimizer=optimizer,
             )
         elif scheme.label in RANKS:
             self._power = powersgd.PowerSGDState(None, RANKS[scheme.label], start_powerSGD_iter=_POWERSGD_START)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cases import assert_same
 from thinwire import BlockInt, Cast, Codec, Lloyd
-from thinwire.integrations.layout import Arrangement, Slot
+from thinwire.collectives.lane import LaneSpec
+from thinwire.integrations.lanes import BucketLane, lanes_of, load
 from thinwire.integrations.policy import first_phase
 
 KINDS: list[tuple[Codec, str]] = [
@@ -29,13 +30,13 @@ def generated(count: int) -> settings:
     )
 
 
-def slots_of(rows: Sequence[tuple[int, int]]) -> list[Slot]:
-    """Slots of (numel, kind)."""
-    made = []
-    for i, (numel, kind) in enumerate(rows):
-        codec, feedback = KINDS[kind]
-        made.append(Slot(f"p{i}", numel, codec, first_phase(codec, feedback), feedback))
-    return made
+def specs_of(rows: Sequence[tuple[int, int]]) -> list[LaneSpec]:
+    """How parameters of (numel, kind) travel."""
+    return [LaneSpec(numel, KINDS[k][0], first_phase(*KINDS[k]), KINDS[k][1]) for numel, k in rows]
+
+
+def lanes_from(specs: Sequence[LaneSpec]) -> list[BucketLane]:
+    return lanes_of([f"p{i}" for i in range(len(specs))], specs)
 
 
 # Mostly one kind with small ones between, as buckets are; sometimes anything.
@@ -53,10 +54,10 @@ buckets = st.one_of(
 )
 
 
-def gradients_of(slots: Sequence[Slot], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+def gradients_of(specs: Sequence[LaneSpec], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
     """A buffer of different numbers, and its parts."""
-    buffer = torch.arange(1, 1 + sum(slot.numel for slot in slots)).to(dtype)
-    return buffer, list(buffer.split([slot.numel for slot in slots]))
+    buffer = torch.arange(1, 1 + sum(spec.numel for spec in specs)).to(dtype)
+    return buffer, list(buffer.split([spec.numel for spec in specs]))
 
 
 def put_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -71,26 +72,24 @@ def whole(lane: Sequence[Tensor]) -> Tensor:
 @generated(70)
 @given(buckets, st.booleans())
 def test_every_number_goes_into_its_lane_and_back_to_its_place(rows: list[tuple[int, int]], scattered: bool) -> None:
-    slots = slots_of(rows)
-    arrangement = Arrangement(slots)
-    buffer, views = gradients_of(slots)
+    specs = specs_of(rows)
+    arranged = lanes_from(specs)
+    buffer, views = gradients_of(specs)
     given_numbers = [view.clone() for view in views]
     if scattered:
         views = [view.clone() for view in views]
-    lanes, copies = arrangement.load(views, None if scattered else buffer)
-    assert len(lanes) == len(arrangement.kinds)
+    lanes, copies = load(arranged, views, None if scattered else buffer)
     results: dict[str, Tensor] = {}
-    for i, (kind, lane) in enumerate(zip(arrangement.kinds, lanes, strict=True)):
-        pieces = arrangement.pieces(i)
+    for i, (shape, lane) in enumerate(zip(arranged, lanes, strict=True)):
+        spec, pieces = shape.spec, shape.pieces
         numbers = whole(lane)
-        assert numbers.numel() == kind.numel == sum(piece.numel for piece in pieces)
+        assert numbers.numel() == spec.numel == sum(piece.numel for piece in pieces)
         assert all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in lane)
         for piece, part in zip(pieces, numbers.split([piece.numel for piece in pieces]), strict=True):
             if piece.name is None:
                 assert not part.any(), "a bridge is zeros"
                 continue
-            slot = slots[int(piece.name[1:])]
-            assert (slot.codec, slot.first, slot.feedback) == (kind.codec, kind.first, kind.feedback)
+            assert specs[int(piece.name[1:])][1:] == spec[1:]
             assert_same(part, given_numbers[int(piece.name[1:])], "what is sent")
         result = -1000.0 * (i + 1) - torch.arange(numbers.numel())
         for tensor, part in zip(lane, result.split([tensor.numel() for tensor in lane]), strict=True):
@@ -100,58 +99,53 @@ def test_every_number_goes_into_its_lane_and_back_to_its_place(rows: list[tuple[
                 assert piece.name not in results, "in one lane only"
                 results[piece.name] = part
     put_back(copies)
-    assert set(results) == {slot.name for slot in slots}
-    for slot, view in zip(slots, views, strict=True):
-        assert_same(view, results[slot.name], slot.name)
+    assert len(results) == len(specs)
+    for i, view in enumerate(views):
+        assert_same(view, results[f"p{i}"], f"p{i}")
 
 
 @generated(50)
 @given(buckets)
 def test_scattered_gradients_fill_the_same_lanes(rows: list[tuple[int, int]]) -> None:
     """A resumed run gathers the buckets of the run it goes on with: its lanes must be the same numbers."""
-    slots = slots_of(rows)
-    buffer, views = gradients_of(slots)
+    specs = specs_of(rows)
+    buffer, views = gradients_of(specs)
     apart = [view.clone() for view in views]
-    scattered, _ = Arrangement(slots).load(apart, None)
-    together, _ = Arrangement(slots).load(views, buffer)
+    scattered, _ = load(lanes_from(specs), apart, None)
+    together, _ = load(lanes_from(specs), views, buffer)
     for one, other in zip(scattered, together, strict=True):
         assert_same(whole(one), whole(other))
 
 
 @generated(50)
 @given(buckets)
-def test_lanes_are_one_a_kind_the_largest_first(rows: list[tuple[int, int]]) -> None:
-    arrangement = Arrangement(slots_of(rows))
-    kinds = [(kind.codec, kind.feedback) for kind in arrangement.kinds]
+def test_there_is_one_lane_per_kind_the_largest_first(rows: list[tuple[int, int]]) -> None:
+    lanes = lanes_from(specs_of(rows))
+    kinds = [(lane.spec.codec, lane.spec.feedback) for lane in lanes]
     assert sorted(kinds, key=str) == sorted({KINDS[kind] for _, kind in rows}, key=str)
-    named = [sum(p.numel for p in arrangement.pieces(i) if p.name is not None) for i in range(len(kinds))]
+    named = [sum(p.numel for p in lane.pieces if p.name is not None) for lane in lanes]
     assert named == sorted(named, reverse=True)
-    assert all(p.name is not None for i in range(1, len(kinds)) for p in arrangement.pieces(i)), "one lane bridges"
+    assert not any(lane.bridged for lane in lanes[1:]), "one lane bridges"
 
 
 @generated(50)
 @given(buckets)
 def test_only_much_smaller_lanes_are_bridged(rows: list[tuple[int, int]]) -> None:
-    slots = slots_of(rows)
-    arrangement = Arrangement(slots)
-    main = arrangement.pieces(0)
-    own = [slots.index(slot) for slot in slots if slot.name in {piece.name for piece in main}]
-    sizes = {
-        (kind.codec, kind.feedback): sum(s.numel for s in slots if (s.codec, s.feedback) == (kind.codec, kind.feedback))
-        for kind in arrangement.kinds
-    }
-    largest = sum(slots[i].numel for i in own)
-    small = {kind for kind, numel in sizes.items() if BRIDGE * numel <= largest}
-    between = [i for i in range(own[0], own[-1]) if i not in own and (slots[i].codec, slots[i].feedback) in small]
-    want = [slots[i].numel if i in between else slots[i].name for i in sorted([*own, *between])]
-    assert [piece.numel if piece.name is None else piece.name for piece in main] == want
+    main = lanes_from(specs_of(rows))[0]
+    own = [i for i in main.members if i not in main.bridged]
+    kinds = [KINDS[kind] for _, kind in rows]
+    sizes = {kind: sum(numel for (numel, _), other in zip(rows, kinds, strict=True) if other == kind) for kind in kinds}
+    small = {kind for kind, numel in sizes.items() if BRIDGE * numel <= sizes[kinds[own[0]]]}
+    between = [i for i in range(own[0], own[-1]) if i not in own and kinds[i] in small]
+    assert main.members == tuple(sorted([*own, *between]))
+    assert [piece.name for piece in main.pieces] == [None if i in between else f"p{i}" for i in main.members]
 
 
 def test_biases_between_weights_are_bridged_in_place() -> None:
     """The weights travel as one stretch of the bucket itself; the biases are set aside, zeroed, and put back."""
-    slots = slots_of([(3, 2), (700, 0), (2, 2), (700, 0), (1, 2)])
-    buffer, views = gradients_of(slots)
-    lanes, copies = Arrangement(slots).load(views, buffer)
+    specs = specs_of([(3, 2), (700, 0), (2, 2), (700, 0), (1, 2)])
+    buffer, views = gradients_of(specs)
+    lanes, copies = load(lanes_from(specs), views, buffer)
     (stretch,), (biases,) = lanes
     assert stretch.data_ptr() == views[1].data_ptr()
     assert stretch.numel() == 1402
@@ -162,9 +156,9 @@ def test_biases_between_weights_are_bridged_in_place() -> None:
 
 
 def test_lanes_of_like_sizes_share_the_bucket_without_copies() -> None:
-    slots = slots_of([(100, 0), (50, 2), (100, 0), (60, 2), (70, 2)])
-    buffer, views = gradients_of(slots)
-    lanes, copies = Arrangement(slots).load(views, buffer)
+    specs = specs_of([(100, 0), (50, 2), (100, 0), (60, 2), (70, 2)])
+    buffer, views = gradients_of(specs)
+    lanes, copies = load(lanes_from(specs), views, buffer)
     assert not copies
     assert [[tensor.numel() for tensor in lane] for lane in lanes] == [[100, 100], [50, 130]]
     assert all(
@@ -174,22 +168,22 @@ def test_lanes_of_like_sizes_share_the_bucket_without_copies() -> None:
 
 
 def test_one_kind_is_the_whole_bucket() -> None:
-    slots = slots_of([(5, 0), (0, 0), (7, 0)])
-    buffer, views = gradients_of(slots)
-    (lane,), copies = Arrangement(slots).load(views, buffer)
+    specs = specs_of([(5, 0), (0, 0), (7, 0)])
+    buffer, views = gradients_of(specs)
+    (lane,), copies = load(lanes_from(specs), views, buffer)
     assert not copies
     assert [tensor.numel() for tensor in lane] == [12]
     assert lane[0].data_ptr() == buffer.data_ptr()
 
 
 def test_loading_again_is_loading_anew() -> None:
-    """An arrangement is kept for all steps: nothing of one step is left in it for the next."""
-    slots = slots_of([(700, 0), (2, 2), (700, 0)])
-    arrangement = Arrangement(slots)
+    """Lanes are kept for all steps: nothing of one step is left in them for the next."""
+    specs = specs_of([(700, 0), (2, 2), (700, 0)])
+    arranged = lanes_from(specs)
     for factor in (1.0, -3.0):
-        buffer, views = gradients_of(slots)
+        buffer, views = gradients_of(specs)
         buffer.mul_(factor)
-        lanes, copies = arrangement.load(views, buffer)
+        lanes, copies = load(arranged, views, buffer)
         assert whole(lanes[1]).tolist() == [factor * 701, factor * 702]
         put_back(copies)
         assert_same(buffer, factor * torch.arange(1.0, 1403))
@@ -197,17 +191,17 @@ def test_loading_again_is_loading_anew() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_lanes_have_the_dtype_of_the_bucket(dtype: torch.dtype) -> None:
-    slots = slots_of([(70, 0), (1, 2), (70, 0), (2, 3)])
+    specs = specs_of([(70, 0), (1, 2), (70, 0), (2, 3)])
     for scattered in (False, True):
-        buffer, views = gradients_of(slots, dtype)
-        lanes, copies = Arrangement(slots).load(views, None if scattered else buffer)
+        buffer, views = gradients_of(specs, dtype)
+        lanes, copies = load(lanes_from(specs), views, None if scattered else buffer)
         assert {tensor.dtype for lane in lanes for tensor in lane} == {dtype}
         put_back(copies)
         assert_same(torch.cat(views), torch.arange(1, 144).to(dtype))
 
 
-def test_the_first_phase_of_a_lane_is_that_of_its_slots() -> None:
-    slots = slots_of([(2000, 1), (10, 2), (2000, 1)])
-    kinds = Arrangement(slots).kinds
+def test_the_first_phase_of_a_lane_is_that_of_its_parameters() -> None:
+    specs = specs_of([(2000, 1), (10, 2), (2000, 1)])
+    kinds = [lane.spec for lane in lanes_from(specs)]
     assert [kind.first for kind in kinds] == [Lloyd(2, scale="unbiased"), Cast("bf16")]
     assert [kind.numel for kind in kinds] == [4010, 10]

@@ -1,0 +1,237 @@
+"""Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import feedback
+from thinwire.codecs import Identity
+from thinwire.collectives import torch_verbs
+from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.message import Message
+from thinwire.errors import CodecError
+from thinwire.integrations import lanes
+from thinwire.integrations.decisions import Decisions
+from thinwire.integrations.lanes import BucketLane
+from thinwire.integrations.names import Names, ParameterSize
+from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
+
+Future = torch.futures.Future
+ByName = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GradientSet:
+    """What one message averages: gradients, flat and real, with their parameters' names and shapes."""
+
+    names: Names
+    shapes: tuple[torch.Size, ...]
+    views: Sequence[Tensor]
+    buffer: Tensor | None  # what the views are the parts of, in order; None if they are scattered
+
+
+def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> GradientSet:
+    """The gradients that lie in a buffer, one parameter after the other; those without elements are left out."""
+    real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    factor = real.numel() // max(1, sum(shape.numel() for shape in shapes))  # 2 for complex parameters
+    views: Sequence[Tensor] = real.split([factor * shape.numel() for shape in shapes])
+    if not all(view.numel() for view in views):
+        filled = [i for i, view in enumerate(views) if view.numel()]
+        names = tuple(names[i] for i in filled)
+        shapes = [shapes[i] for i in filled]
+        views = [views[i] for i in filled]
+    return GradientSet(names, tuple(shapes), views, real)
+
+
+class Memories:
+    """What feedback remembers, by parameter, and which kind of feedback that comes from."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.residuals = feedback.Ledger(dtype)
+        self.means = feedback.Ledger(torch.float32)
+        self.kinds: dict[str, str] = {}
+
+    def load(self, residuals: ByName, means: ByName, kinds: Mapping[str, str]) -> None:
+        """Forget everything and remember these."""
+        self.residuals.load(residuals)
+        self.means.load(means)
+        self.kinds = dict(kinds)
+
+    def carry(self, lane: BucketLane, world: int, device: torch.device) -> Any:
+        """The feedback of a lane, with the memories of its parameters; None where it has none."""
+        kind = lane.spec.feedback
+        if not kind:
+            return None
+        self._forget_others(kind, [piece.name for piece in lane.pieces if piece.name is not None])
+        residual = self.residuals.lane(lane.pieces, device)
+        gaps = feedback.Gaps(lane.pieces)
+        if kind == "classic":
+            return feedback.Classic(residual, world, gaps)
+        if self.residuals.dtype != torch.float32:
+            raise CodecError(
+                "this optimiser asks for feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
+                f"float32, got {self.residuals.dtype}; or name another feedback"
+            )
+        return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
+
+    def _forget_others(self, kind: str, names: Sequence[str]) -> None:
+        """What another kind of feedback remembered says nothing to this one."""
+        stale = [name for name in names if self.kinds.get(name, kind) != kind]
+        self.residuals.drop(stale)
+        self.means.drop(stale)
+        self.kinds.update(dict.fromkeys(names, kind))
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Everything that is the same at every step about one set of gradients."""
+
+    lanes: list[BucketLane]
+    message: Message | None  # None if nothing of it is compressed
+    carries: list[Any]  # the feedback of each lane
+    numel: int
+    plain_bytes: int  # that a rank sends of it without compression
+
+
+class Averager:
+    """Averages what it is given, as `decisions` say."""
+
+    def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
+        self.decisions = decisions
+        self.memories = Memories(options.residual_dtype)
+        self.errors = StepErrors()
+        self.tally = Tally()
+        self.group: dist.ProcessGroup | None = None  # of the present step
+        self._algorithm = options.algorithm
+        self._nodes = options.nodes
+        self._step = 0
+        self._buckets: dict[object, _Bucket] = {}
+        self._messages: dict[object, Message] = {}
+        self._setting: object = None  # the decisions that `_buckets` were made with
+
+    def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
+        """Decide for `step`; all collectives of the last one are done. Gives what is to be told, if anything."""
+        if group is not self.group:
+            self.group = group
+            self._messages.clear()
+            self._buckets.clear()
+        self._step = step
+        self.tally.timed = device.type == "cpu"
+        by_name = self.errors.by_name()
+        agree = functools.partial(_agree, group, device)
+        news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
+        if news:  # what the losers of a race remember is owed to nobody
+            self.memories.load({}, {}, self.memories.kinds)
+        if news or self.decisions.setting != self._setting:
+            self._setting = self.decisions.setting
+            self._buckets.clear()
+        return news
+
+    def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
+        """Start to average gradients, in place; the future holds `output`."""
+        assert self.group is not None
+        bucket = self._bucket(gradients, self.group)
+        if bucket.message is None:
+            self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
+            return _plainly(gradients, output, self.group)
+        tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
+        watches: Sequence[Any] = [None] * len(tensors)
+        if self.decisions.measuring:
+            watches = self.errors.watch([lane.pieces for lane in bucket.lanes], output.device)
+        checks = [self.tally.checked, *[None] * (len(tensors) - 1)]
+        parts = zip(tensors, bucket.carries, watches, checks, strict=True)
+        loaded = [bucket.message.lane(i, *part) for i, part in enumerate(parts)]
+        meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
+        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
+        self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
+        return work.get_future().then(lambda done: _first(done, meter))
+
+    def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
+        """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""
+        self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
+        self.errors.load(errors)
+        self._buckets.clear()
+
+    def _bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> _Bucket:
+        like = gradients.views[0]
+        key = gradients.names, like.dtype, like.device, gradients.buffer is None
+        if key not in self._buckets:
+            self._buckets[key] = self._new_bucket(gradients, like, group)
+        return self._buckets[key]
+
+    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> _Bucket:
+        world = group.size()
+        numels = [view.numel() for view in gradients.views]
+        sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
+        specs = [self.decisions.spec(name, size) for name, size in zip(gradients.names, sizes, strict=True)]
+        found = lanes.lanes_of(gradients.names, specs)
+        exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
+        return _Bucket(
+            lanes=found,
+            message=None if exact else self._message(gradients, [lane.spec for lane in found], like),
+            carries=[self.memories.carry(lane, world, like.device) for lane in found],
+            numel=sum(numels),
+            plain_bytes=2 * (world - 1) * sum(numels) * like.itemsize // world,
+        )
+
+    def _message(self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor) -> Message:
+        """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
+        key = gradients.names, tuple(specs), like.dtype, like.device, gradients.buffer is None
+        if key not in self._messages:
+            self._messages[key] = Message(specs, like, group=self.group, algorithm=self._algorithm, nodes=self._nodes)
+        return self._messages[key]
+
+    # --- for statistics -----------------------------------------------------------------------------------------------
+
+    @property
+    def bits_per_element(self) -> float | None:
+        """Of the wires of all buckets; None before there are any."""
+        coded = [bucket for bucket in list(self._buckets.values()) if bucket.message is not None]
+        numel = sum(bucket.numel for bucket in coded)
+        return 8 * sum(bucket.message.wire_bytes for bucket in coded if bucket.message) / numel if numel else None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of wires under way."""
+        messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
+        channels = {id(message.channel): message.channel for message in messages}
+        return sum(channel.scratch.nbytes for channel in channels.values())
+
+    @property
+    def feedback(self) -> str:
+        """The kinds that are in use, or "none"."""
+        used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
+        return "+".join(sorted(used - {""})) or "none"
+
+
+def _agree(group: dist.ProcessGroup, device: torch.device, values: Sequence[float], op: Any) -> list[float]:
+    """The sum or maximum over ranks, the same everywhere."""
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op, group=group)
+    found: list[float] = tensor.tolist()
+    return found
+
+
+def _first(done: "Future[list[Tensor]]", meter: BucketMeter | None) -> Tensor:
+    if meter is not None:
+        meter.close()
+    return done.value()[0]
+
+
+def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
+    """As DDP does it without a hook."""
+    if gradients.buffer is not None:
+        return torch_verbs.average(gradients.buffer, group).then(lambda done: (done.value(), output)[1])
+    whole = torch.cat(list(gradients.views))
+    return torch_verbs.average(whole, group).then(lambda done: _spread(done.value(), gradients.views, output))
+
+
+def _spread(whole: Tensor, views: Sequence[Tensor], output: Tensor) -> Tensor:
+    torch._foreach_copy_(list(views), list(whole.split([view.numel() for view in views])))
+    return output

@@ -1,0 +1,95 @@
+"""The state of a compressed run as plain data, and back, on the same number of ranks or another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from thinwire import feedback
+from thinwire.errors import CollectiveError
+from thinwire.integrations.averager import Averager, ByName
+from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.restore import Restorer
+
+_VERSION = 1
+State = Mapping[str, Any]
+
+
+def export(
+    averager: Averager, restorer: Restorer, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+) -> dict[str, Any]:
+    """A state of `world` ranks that holds what these of them remember."""
+    memories = averager.memories
+    remembered = averager.decisions.remembered()
+    meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
+    dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
+    errors = sorted(averager.errors.by_name().items())
+    return {
+        "version": _VERSION,
+        "step": step,
+        "world": world,
+        "layout": [list(names) for names in restorer.layout],
+        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
+        "decisions": averager.decisions.state_dict(),
+        "errors": {str(k): list(errors) for k in ranks},
+        "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
+        "mean": _complete(means, meant, torch.float32),
+    }
+
+
+def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
+    zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
+    return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
+
+
+def load(
+    states: Sequence[State], rank: int, world: int, names: ParameterNames, averager: Averager, restorer: Restorer
+) -> int:
+    """Let `rank` of `world` ranks go on from these states: what rank k remembered goes to rank k % world.
+
+    Gives the step to go on with; raises before anything has changed.
+    """
+    head = _head(states)
+    parts = {int(k): part for state in states for k, part in state["ranks"].items()}
+    wanted = list(range(rank, head["world"], world))
+    if any(k not in parts for k in wanted):
+        raise CollectiveError(
+            f"rank {rank} of {world} needs the states that ranks {wanted} of {head['world']} saved, got "
+            f"{sorted(parts)}: load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
+        )
+    for k in wanted:
+        _check_sizes(parts[k], names)
+    same = head["world"] == world
+    errors = {k: found for state in states for k, found in state["errors"].items()}
+    residuals = feedback.deal(parts, head["world"], rank, world)
+    averager.go_on(residuals, head["mean"], dict(head["feedback"]), dict(errors[str(rank)]) if same else {})
+    restorer.restore([tuple(found) for found in head["layout"]] if same and head["layout"] else None)
+    averager.decisions.load_state_dict(head["decisions"], head["step"])
+    return int(head["step"])
+
+
+def _head(states: Sequence[State]) -> State:
+    """The first state, if all are of one step and world."""
+    if not states:
+        raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
+    for state in states:
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
+        if (state["step"], state["world"]) != (states[0]["step"], states[0]["world"]):
+            raise CollectiveError(
+                "load_state_dict: the states are of different steps or worlds: "
+                f"{[(state['step'], state['world']) for state in states]}"
+            )
+    return states[0]
+
+
+def _check_sizes(part: ByName, names: ParameterNames) -> None:
+    for name, values in part.items():
+        size = names.sizes.get(name)
+        if size is None and names.from_model:
+            raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
+        if size is not None and size.numel != values.numel():
+            raise CollectiveError(
+                f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
+            )

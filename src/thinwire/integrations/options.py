@@ -1,0 +1,149 @@
+"""The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypedDict, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from thinwire.codecs import Cast, registry
+from thinwire.codecs.checks import is_int
+from thinwire.collectives.message import ALGORITHMS, Nodes
+from thinwire.errors import CodecError, CollectiveError
+from thinwire.feedback import Ledger
+from thinwire.integrations import policy as policies
+from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
+from thinwire.optim import OneBitAdam
+
+CodecChoice = CodecLike | Mapping[int, CodecLike]
+Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
+Feedback = Literal["auto", "none", "classic", "ef21"]
+Algorithm = Literal["auto", "one_shot", "two_phase"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class DDPKeywords(TypedDict, total=False):
+    """The options besides the codec, for type checkers: the fields of DDPOptions."""
+
+    feedback: Feedback
+    exempt: Exempt
+    policy: Mapping[str, CodecLike] | None
+    warmup_steps: int
+    optimizer: Optimizers
+    residual_dtype: torch.dtype
+    error_budget: float
+    replan_every: int
+    measure_every: int
+    algorithm: Algorithm
+    mesh: DeviceMesh | None
+    inside: CodecLike
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """What `compress_ddp` was asked for; its docstring says what each option means."""
+
+    codec: CodecChoice = "int8"
+    _: KW_ONLY
+    feedback: Feedback = "auto"
+    exempt: Exempt = "auto"
+    policy: Mapping[str, CodecLike] | None = None
+    warmup_steps: int = 0
+    optimizer: Optimizers = None
+    residual_dtype: torch.dtype = torch.float32
+    error_budget: float = 0.15
+    replan_every: int = 100
+    measure_every: int = 100
+    algorithm: Algorithm = "auto"
+    mesh: DeviceMesh | None = None
+    inside: CodecLike = "bf16"
+
+    def __post_init__(self) -> None:
+        policies.check_feedback(self.feedback, self.residual_dtype)
+        Ledger(self.residual_dtype)  # says what is wrong with the dtype
+        if self.algorithm not in ALGORITHMS:
+            raise CollectiveError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        for name, least in (("replan_every", 1), ("measure_every", 0)):
+            if not is_int(count := getattr(self, name)) or count < least:
+                raise CodecError(f"{name} must be a number of steps, got {count!r}")
+        if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
+            raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
+        self._check_optimizers()
+        for parsed in ("schedule", "rules", "nodes"):
+            getattr(self, parsed)  # says what is wrong with it
+
+    def _check_optimizers(self) -> None:
+        given: Any = self.optimizers
+        if self.optimizer is None:
+            return
+        listed = isinstance(given, Sequence) and len(given) > 0
+        if not listed or not all(isinstance(one, Optimizer) or one in policies.FAMILIES for one in given):
+            kinds = [type(one).__name__ for one in given] if listed else type(given).__name__
+            raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which choice of codec holds from which step on."""
+        return Schedule(self.codec, self.warmup_steps)
+
+    @property
+    def rules(self) -> Rules:
+        """Which parameters travel in another codec."""
+        return Rules(self.exempt, self.policy)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer | str]:
+        """Those that were passed."""
+        return [self.optimizer] if isinstance(self.optimizer, str | Optimizer) else self.optimizer or []
+
+    @property
+    def onebit(self) -> OneBitAdam | None:
+        """The optimiser, where it sends its momentum."""
+        return next((one for one in self.optimizers[:1] if isinstance(one, OneBitAdam)), None)
+
+    @property
+    def family(self) -> str | None:
+        """The most careful family of the optimisers that were passed; momentum is linear in the gradients."""
+        families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
+        return "linear" if self.onebit is not None else policies.most_careful(families) if families else None
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """The mesh and what travels inside its nodes, or an error that says why they cannot be."""
+        mesh = self.mesh
+        chosen = registry.codec(self.inside)
+        if mesh is None:
+            if chosen == Cast("bf16"):
+                return None
+            raise CollectiveError(f"inside={str(chosen)!r} goes with a mesh of nodes and ranks inside them: pass mesh=")
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+            what = f"a mesh of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+            raise CollectiveError(
+                f"mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got {what}"
+            )
+        if self.algorithm != "auto":
+            raise CollectiveError(
+                f"with a mesh the algorithm is 'hierarchical': leave out algorithm={self.algorithm!r}"
+            )
+        if self.feedback not in ("auto", "none"):
+            raise CollectiveError(
+                "sums inside nodes and then across have no error feedback: "
+                f"leave out feedback={self.feedback!r}, or the mesh"
+            )
+        if self.onebit is not None:
+            raise CollectiveError(
+                "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
+            )
+        return Nodes(mesh, chosen)
+
+
+def spelled_out(function: Function) -> Function:
+    """`function` with its `**options` written out for help() and inspect, defaults included."""
+    own = inspect.signature(function)
+    first = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [p for p in inspect.signature(DDPOptions).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    return function

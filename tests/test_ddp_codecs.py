@@ -1,0 +1,352 @@
+"""Which codec a parameter of a DDP model travels in: rules, schedules, codec="auto" and codec="auto:2.5"."""
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import assert_same
+from ranks import RankPool
+from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
+from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
+from thinwire.collectives import handshake, torch_verbs, transport
+from thinwire.integrations import auto, ddp
+
+# --- which codec ------------------------------------------------------------------------------------------------------
+
+LAYERS: Shapes = {"a": (40, 50), "b": (2000,), "c": (33, 61), "d": (9,), "f": (30, 30), "e": (64, 32)}
+LEVELS = {"none": 1e-7, "bf16": 2.0**-8, "int8": 0.02, "lloyd4": 0.15, "lloyd2": 0.52, "lloyd1": 1.0}  # relative errors
+
+
+def is_b_or_large(name: str, shape: torch.Size) -> bool:
+    return name == "b" or shape.numel() > 2040
+
+
+def levels(group: Group, cases: Sequence[Mapping[str, Any]], shapes: Shapes = LAYERS) -> list[dict[str, str]]:
+    """The codec of every parameter, told by its error."""
+    found = []
+    edges = [math.prod(shape) for shape in shapes.values()]
+    true = mean_of(group.size(), 0, shapes).split(edges)
+    for options in cases:
+        model = wrap(Given(shapes), group, 1024.0)
+        compress_ddp(model, **{"codec": "lloyd1", "feedback": "none", **options})
+        got = flat(backward(model, draw(group.rank(), 0, shapes))).double().split(edges)
+        errors = {n: float((x - y).norm() / y.norm()) for n, x, y in zip(shapes, got, true, strict=True)}
+        found.append({n: next(k for k, most in LEVELS.items() if error <= most) for n, error in errors.items()})
+    return found
+
+
+def with_levels(coded: str, **others: str) -> dict[str, str]:
+    """The codecs of all layers where vectors and tiny ones are exempt."""
+    return {**dict.fromkeys(LAYERS, coded), "b": "bf16", "d": "bf16", "f": "bf16", **others}
+
+
+RULES: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, with_levels("lloyd1")),
+    ({"exempt": "none"}, dict.fromkeys(LAYERS, "lloyd1")),
+    ({"exempt": ["a", "[d-f]"]}, {**dict.fromkeys("bc", "lloyd1"), **dict.fromkeys("adfe", "bf16")}),
+    ({"exempt": is_b_or_large}, {**dict.fromkeys("acdf", "lloyd1"), **dict.fromkeys("be", "bf16")}),
+    ({"policy": {"a": "int8"}}, with_levels("lloyd1", a="int8")),
+    ({"policy": {"b": "int8", "c": "none"}}, with_levels("lloyd1", b="int8", c="none")),
+    ({"policy": {"[ab]": "int8", "a": "lloyd4"}}, with_levels("lloyd1", a="int8", b="int8")),
+    ({"policy": {"c": "lloyd2", "*": "lloyd4"}}, with_levels("lloyd4", c="lloyd2")),
+    ({"policy": {"c": "lloyd2", "*": "int8"}, "exempt": "none"}, {**dict.fromkeys(LAYERS, "int8"), "c": "lloyd2"}),
+    ({"codec": "byname(a=int8; *=lloyd2)"}, with_levels("lloyd2", a="int8")),
+    ({"codec": "bysize(small=int8; large=lloyd2; min_numel=2010)"}, with_levels("lloyd2", a="int8")),
+    ({"codec": "none", "policy": {"a": "lloyd1"}}, dict.fromkeys(LAYERS, "none")),
+    ({"codec": "bf16"}, dict.fromkeys(LAYERS, "bf16")),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rules_go_before_exemptions_and_these_before_the_codec(ranks: RankPool, world: int) -> None:
+    for found in ranks(world).run(levels, [options for options, _ in RULES]):
+        for (options, want), got in zip(RULES, found, strict=True):
+            assert got == want, options
+
+
+def exempt_values(group: Group) -> tuple[Tensor, Tensor]:
+    model = wrap(Given(), group, 1024.0)
+    compress_ddp(model, "lloyd1", algorithm="one_shot")
+    got = backward(model, draw(group.rank()))
+    want = sum(draw(r)[1].bfloat16().float() for r in range(group.size())) / group.size()
+    assert got[1] is not None
+    return got[1], torch.as_tensor(want)
+
+
+def test_exempt_parameters_are_bfloat16s(ranks: RankPool) -> None:
+    for got, want in ranks(2).run(exempt_values):
+        assert_same(got, want)
+
+
+@contextlib.contextmanager
+def counted(owner: Any, name: str) -> Iterator[list[Any]]:
+    """Calls of a function, as they come."""
+    calls, inner = [], getattr(owner, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    with patch.object(owner, name, count):
+        yield calls
+
+
+def count_messages(group: Group, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Messages and handshakes of every step; all parameters in one bucket."""
+    model = wrap(Given(LAYERS), group, 1024.0)
+    compress_ddp(model, **options)
+    messages, shakes = [], []
+    with counted(transport.PairTransport, "exchange") as sent, counted(handshake, "check") as shaken:
+        for step in range(4):
+            backward(model, draw(group.rank(), step, LAYERS))
+            messages.append(len(sent) - sum(messages))
+            shakes.append(len(shaken) - sum(shakes))
+    return messages, shakes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_lanes_travel_in_one_message(ranks: RankPool, world: int) -> None:
+    """And ranks shake hands once, not at every step."""
+    for options in ({"codec": "lloyd1"}, {"codec": "int8", "policy": {"a": "lloyd2", "e": "int4"}, "feedback": "none"}):
+        for messages, shakes in ranks(world).run(count_messages, {"optimizer": "linear", **options}):
+            assert messages == [world - 1] * 4
+            assert shakes[0] == 1
+            assert sum(shakes) <= 2  # DDP rebuilds its buckets
+
+
+def by_step(group: Group, options: Mapping[str, Any], steps: int) -> list[str]:
+    """The codec of every step, told by its error."""
+    model = wrap(Given(ready=READY), group)
+    compress_ddp(model, exempt="none", feedback="none", **options)
+    found = []
+    for step in range(steps):
+        true = mean_of(group.size(), step)
+        error = (flat(backward(model, draw(group.rank(), step))) - true).norm() / true.norm()
+        found.append(next(kind for kind, most in LEVELS.items() if error <= most))
+    return found
+
+
+def test_schedules_and_warm_ups(ranks: RankPool) -> None:
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"codec": {0: "none", 2: "int8", 3: "lloyd2"}}, ["none", "none", "int8", "lloyd2", "lloyd2"]),
+        ({"codec": {3: "int8", 1: "bf16"}}, ["none", "bf16", "bf16", "int8", "int8"]),
+        ({"codec": "lloyd1", "warmup_steps": 2}, ["none", "none", "lloyd1", "lloyd1", "lloyd1"]),
+        ({"codec": {0: Lloyd(2), 2: "none"}}, ["lloyd2", "lloyd2", "none", "none", "none"]),
+    ]
+    for options, want in cases:
+        assert ranks(2).run(by_step, options, 5) == [want] * 2
+
+
+# --- codec="auto" -----------------------------------------------------------------------------------------------------
+
+
+RACE = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES)  # steps; the next one knows
+Costs = dict[str, float]  # seconds of a step, by codec
+
+
+@contextlib.contextmanager
+def clocked(costs: Costs) -> Iterator[None]:
+    """A clock that goes on only when gradients are encoded, or averaged by torch."""
+    clock = [0.0]
+
+    def costing(inner: Any, seconds: float) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            clock[0] += seconds
+            return inner(*args, **kwargs)
+
+        return call
+
+    owners: dict[str, tuple[Any, str]] = {
+        "none": (torch_verbs, "average"),
+        "bf16": (Cast, "encode"),
+        "int8": (BlockInt, "encode"),
+        "lloyd4": (Lloyd, "encode"),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(ddp, "perf_counter", lambda: clock[0]))
+        for kind, (owner, name) in owners.items():
+            stack.enter_context(patch.object(owner, name, costing(getattr(owner, name), costs[kind])))
+        yield
+
+
+def race(group: Group, costs: Sequence[Costs], budget: float) -> tuple[str, str, bool, str]:
+    """What a rank prints, what stats tell, whether ranks stay alike, and the codec in the end, told by its error."""
+    shapes = {"w": (40, 50)}
+    model = wrap(Given(shapes), group)
+    handle = compress_ddp(model, "auto", exempt="none", error_budget=budget)
+    out, alike, true = io.StringIO(), True, mean_of(group.size(), 0, shapes)
+    with contextlib.redirect_stderr(out), clocked(costs[group.rank()]):
+        for _ in range(RACE + 3):
+            result = flat(backward(model, draw(group.rank(), 0, shapes)))
+            alike = alike and same_everywhere(group, result)
+    error = (result - true).norm() / true.norm()
+    return out.getvalue(), handle.stats().chosen, alike, next(kind for kind, most in LEVELS.items() if error <= most)
+
+
+def cost(none: float, bf16: float, int8: float, lloyd4: float) -> Costs:
+    return {"none": none, "bf16": bf16, "int8": int8, "lloyd4": lloyd4}
+
+
+@pytest.mark.parametrize(
+    ("costs", "budget", "want"),
+    [
+        ([cost(4, 3, 2, 1)] * 2, 0.15, "lloyd4"),
+        ([cost(4, 3, 2, 1)] * 2, 0.05, "int8"),
+        ([cost(4, 3, 2, 1)] * 2, 1e-9, "none"),
+        ([cost(4, 1, 2, 3)] * 2, 0.15, "bf16"),
+        ([cost(1, 2, 3, 4)] * 2, 0.15, "none"),
+        ([cost(1, 0.99, 0.98, 0.98)] * 2, 0.15, "none"),  # noise may pretend as much
+        ([cost(9, 8, 1, 3), cost(9, 8, 7, 3)], 0.15, "lloyd4"),  # int8 is fast on one rank only
+        ([cost(9, 8, 1, 3), cost(2, 8, 7, 3)], 0.15, "none"),  # nobody may be slower than without
+    ],
+)
+def test_auto_keeps_the_fastest_codec_inside_the_budget(
+    ranks: RankPool, costs: list[Costs], budget: float, want: str
+) -> None:
+    """Ranks choose alike, by the slowest of them, and one of them says so in one line."""
+    answers = ranks(2).run(race, costs, budget)
+    printed, chosen, _, _ = answers[0]
+    assert printed.count("\n") == 1
+    assert "thinwire" in printed
+    assert chosen in printed
+    assert answers[1][0] == ""
+    for _, told, alike, used in answers:
+        assert told == chosen
+        assert alike
+        assert used == want
+
+
+def race_with_feedback(group: Group, costs: Costs) -> tuple[int, float]:
+    """Bytes of residuals after the race, and the largest of them."""
+    shapes = {"w": (40, 50)}
+    model = wrap(Given(shapes), group)
+    handle = compress_ddp(model, "auto", exempt="none", feedback="classic")
+    with contextlib.redirect_stderr(io.StringIO()), clocked(costs):
+        for step in range(RACE + 2):
+            backward(model, draw(group.rank(), step, shapes))
+    return handle.stats().residual_bytes, float(residuals(handle, shapes).abs().max())
+
+
+def test_a_race_leaves_only_what_its_winner_remembers(ranks: RankPool) -> None:
+    for nbytes, largest in ranks(2).run(race_with_feedback, cost(4, 3, 2, 1)):
+        assert nbytes == 4 * 2000
+        assert largest > 0
+    assert ranks(2).run(race_with_feedback, cost(1, 2, 3, 4)) == [(0, 0.0)] * 2
+
+
+def race_handshakes(group: Group) -> list[int]:
+    """Handshakes of every step while codecs take turns."""
+    model = wrap(Given(), group)
+    compress_ddp(model, "auto")
+    counts: list[int] = []
+    with counted(handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
+        for step in range(RACE):
+            backward(model, draw(group.rank(), step))
+            counts.append(len(shaken) - sum(counts))
+    return counts
+
+
+def test_no_handshake_is_timed(ranks: RankPool) -> None:
+    """Codecs meet every bucket in their first turn, whose time does not count."""
+    for counts in ranks(2).run(race_handshakes):
+        untimed = auto.SETTLE_STEPS + len(auto.CANDIDATES)
+        assert sum(counts[:untimed]) > 0
+        assert sum(counts[untimed:]) == 0
+
+
+# --- codec="auto:2.5" -------------------------------------------------------------------------------------------------
+
+EQUAL: Shapes = {f"w{i}": (48, 64) for i in range(5)}
+
+
+def deal(group: Group, bits: float, sizes: Sequence[Sequence[float]]) -> list[tuple[float, str, dict[str, str]]]:
+    """(bits, what was chosen, codec by parameter) after every step; gradients of step s are sizes[s] as large."""
+    model = wrap(Given(EQUAL), group)
+    handle = compress_ddp(model, f"auto:{bits}", replan_every=3, optimizer="linear")
+    found = []
+    for step, factors in enumerate(sizes):
+        gradients = [f * g for f, g in zip(factors, draw(group.rank(), step, EQUAL), strict=True)]
+        assert same_everywhere(group, flat(backward(model, gradients)))
+        stats = handle.stats()
+        found.append((stats.bits_per_element or 0.0, stats.chosen, dict(handle.state_dict()["decisions"]["widths"])))
+    return found
+
+
+def width_of(spec: str) -> int:
+    coder = codec(spec)
+    assert isinstance(coder, BlockInt | Lloyd)
+    return coder.bits
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bits", [1.7, 2.5, 4.5])
+def test_bits_go_where_the_error_is(ranks: RankPool, world: int, bits: float) -> None:
+    """Never more than the budget on average; when gradients change, the next plan follows."""
+    up, down = (1.0, 2.0, 4.0, 8.0, 16.0), (16.0, 8.0, 4.0, 2.0, 1.0)
+    answers = ranks(world).run(deal, bits, [up] * 3 + [down] * 3)
+    assert answers == [answers[0]] * world
+    for used, chosen, widths in answers[0][1:]:
+        assert bits - 1 < used <= bits
+        assert chosen
+        assert widths.keys() == EQUAL.keys()
+    for step, grows in ((2, True), (5, False)):
+        dealt = [width_of(answers[0][step][2][name]) for name in EQUAL]
+        assert dealt == sorted(dealt, reverse=not grows)
+        assert dealt[0] != dealt[-1]
+
+
+def budgets(group: Group, cases: Sequence[tuple[Shapes, float]]) -> list[float | None]:
+    found = []
+    for shapes, bits in cases:
+        model = wrap(Given(shapes), group, 1024.0)
+        handle = compress_ddp(model, f"auto:{bits}", optimizer="linear")
+        for step in range(3):
+            backward(model, draw(group.rank(), step, shapes, spread=1.3))
+        found.append(handle.stats().bits_per_element)
+    return found
+
+
+def replans(group: Group) -> bool:
+    """Parameters of one size whose widths change places: the same lanes, of other stretches of the bucket."""
+    shapes: Shapes = dict.fromkeys("abcd", (64, 64))
+    model = wrap(Given(shapes), group, 1024.0)
+    compress_ddp(model, "auto:5", feedback="none", exempt="none", replan_every=2, measure_every=1)
+    for step in range(12):
+        sizes = (1, 1, 50, 50) if step < 6 else (1, 50, 1, 50)
+        means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])
+    return same_everywhere(group, flat(means))
+
+
+def test_widths_may_change_places(ranks: RankPool) -> None:
+    assert all(ranks(2).run(replans))
+
+
+def test_bits_on_the_wire_stay_inside_the_budget(ranks: RankPool) -> None:
+    """Exempt vectors that lie between the weights count, and so do the codes that bridge them."""
+    layers = [(f"w{i}", (60, 64), f"b{i}", (240,)) for i in range(8)]
+    between = {n: s for w, x, b, y in layers for n, s in ((w, x), (b, y))}
+    apart = {**{w: x for w, x, _, _ in layers}, **{b: y for _, _, b, y in layers}}
+    cases = [(shapes, bits) for shapes in (between, apart, EQUAL) for bits in (2.5, 3.0, 4.5, 6.0)]
+    for found in ranks(2).run(budgets, cases):
+        for (_, bits), used in zip(cases, found, strict=True):
+            assert used is not None
+            assert used <= bits
+
+
+def too_small(group: Group) -> None:
+    model = wrap(Given({"w": (33, 32), "b": (900,)}), group)
+    compress_ddp(model, "auto:2", optimizer="linear")
+    for step in range(2):
+        backward(model, draw(group.rank(), step, {"w": (33, 32), "b": (900,)}))
+
+
+def test_a_budget_that_exemptions_eat_up_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RuntimeError, match=r"CodecError: a budget of 2 bits per element is not enough: .* needs"):
+        ranks(2).run(too_small)

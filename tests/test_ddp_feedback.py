@@ -1,0 +1,455 @@
+"""Feedback in DDP: what is not sent is owed, EF21 comes closer, the optimiser decides, NaN spoils no memory."""
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import thinwire
+from cases import CPU, ROUND, assert_same, each_device, small_chunks
+from ranks import RankPool
+from replicas import (
+    CODED,
+    OPTIMIZERS,
+    PAIR,
+    READY,
+    SHAPES,
+    WHOLE,
+    WORLDS,
+    Device,
+    Given,
+    Group,
+    Shapes,
+    backward,
+    batch,
+    draw,
+    flat,
+    learn,
+    mean_of,
+    network,
+    residuals,
+    same_everywhere,
+    wrap,
+)
+from thinwire import Lloyd, compress_ddp
+from thinwire.collectives import chunks
+from thinwire.integrations import decisions
+
+# --- classic feedback -------------------------------------------------------------------------------------------------
+
+
+def conserve(
+    group: Group, options: Mapping[str, Any], steps: int, constant: bool = False, device: Device = CPU
+) -> tuple[Tensor, Tensor]:
+    """The sum of all results, and what this rank still remembers."""
+    model = wrap(Given(ready=READY), group, device=device)
+    handle = compress_ddp(model, feedback="classic", exempt="none", **options)
+    total = torch.zeros(sum(math.prod(shape) for shape in SHAPES.values()), dtype=torch.float64)
+    for step in range(steps):
+        mean = flat(backward(model, draw(group.rank(), 0 if constant else step)))
+        assert same_everywhere(group, mean)
+        total += mean
+    return total, residuals(handle)
+
+
+def check_conserved(answers: list[tuple[Tensor, Tensor]], steps: int, lost: Callable[[float], float]) -> None:
+    """Results and residuals of all ranks add up to the true means.
+
+    `lost(most)` is what a memory of numbers up to `most` loses at a step. Everything else rounds in fp32: message,
+    residual and factor once each, the rotations of a block of 64 six times, in numbers of the size of its norm.
+    """
+    world, (total, _) = len(answers), answers[0]
+    owed = torch.stack([kept for _, kept in answers]).sum(0)
+    true = torch.stack([mean_of(world, step) for step in range(steps)]).sum(0)
+    most = max(float(kept.abs().max()) for _, kept in answers)
+    message = 5.0 + world * most
+    slack = steps * (16 * ROUND * math.sqrt(64) * message + world * lost(most))
+    assert most > 0.05
+    assert (total + owed - true).abs().max() <= slack
+    assert slack < most / 4  # so a residual that is lost or taken twice would show
+
+
+@each_device
+@pytest.mark.parametrize("algorithm", CODED)
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
+    for name in ("lloyd2:block=64", "lloyd1:block=64", "int3:block=64", "byname(a=lloyd1:block=64; *=int2:block=64)"):
+        answers = ranks(world).run(conserve, {"codec": name, "algorithm": algorithm}, 5, False, device)
+        check_conserved(answers, 5, lambda most: 0.0)
+
+
+@each_device
+@pytest.mark.parametrize("algorithm", CODED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_shorter_residuals_lose_their_own_rounding_only(
+    ranks: RankPool, dtype: torch.dtype, algorithm: str, device: Device
+) -> None:
+    """Half a step of the memory's own grid."""
+    share = 2.0**-9 if dtype == torch.bfloat16 else 0.5 / 127 * (1 + 2.0**-7)
+    options = {"codec": "lloyd2:block=64", "algorithm": algorithm, "residual_dtype": dtype}
+    check_conserved(ranks(3).run(conserve, options, 4, False, device), 4, lambda most: share * most)
+
+
+def conserve_in_chunks(group: Group, options: Mapping[str, Any], steps: int) -> tuple[Tensor, Tensor]:
+    with small_chunks():
+        return conserve(group, options, steps)
+
+
+@pytest.mark.parametrize("algorithm", CODED)
+def test_chunks_owe_what_they_lose(ranks: RankPool, algorithm: str) -> None:
+    """Lanes of one message may differ in how many chunks they have."""
+    for name in ("lloyd2:block=64", "byname(a=lloyd1:block=64; b=int4:block=64; *=int2:block=64)"):
+        for world in (2, 3):
+            answers = ranks(world).run(conserve_in_chunks, {"codec": name, "algorithm": algorithm}, 4)
+            check_conserved(answers, 4, lambda most: 0.0)
+
+
+SCHEDULES: list[dict[int, str]] = [
+    {0: "lloyd2:block=64", 2: "byname(a=int3:block=64; *=lloyd2:block=64)", 4: "lloyd2:block=64"},
+    {0: "lloyd1:block=64", 3: "int4:block=64"},
+    {0: "none", 1: "lloyd2:block=64"},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_residuals_move_with_their_parameters(ranks: RankPool, schedule: dict[int, str]) -> None:
+    """Buckets are rebuilt after the first step, lanes change with the codecs."""
+    check_conserved(ranks(3).run(conserve, {"codec": schedule}, 7), 7, lambda most: 0.0)
+
+
+def leave_and_return(group: Group) -> tuple[Tensor, Tensor]:
+    """Parameter a has no feedback for two steps; c goes on. The sum of results, and residuals."""
+    model = wrap(Given(PAIR), group, 1024.0)
+    schedule = {0: "lloyd2:block=64", 2: "byname(a=bf16; *=lloyd2:block=64)", 4: "lloyd2:block=64"}
+    handle = compress_ddp(model, schedule, feedback="classic", exempt="none")
+    results = [flat(backward(model, draw(group.rank(), step, PAIR))).double() for step in range(7)]
+    return torch.stack(results).sum(0), residuals(handle, PAIR)
+
+
+def test_a_parameter_that_leaves_a_lane_and_returns_disturbs_no_other(ranks: RankPool) -> None:
+    (total, one), (_, other) = ranks(2).run(leave_and_return)
+    true = torch.stack([mean_of(2, step, PAIR) for step in range(7)]).sum(0)
+    missed = (total + one + other - true).abs()
+    assert missed[2000:].max() < 1e-4
+    assert missed[:2000].max() < 2 * 5 * 2.0**-8  # two steps in bfloat16
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_residuals_stay_bounded(ranks: RankPool, world: int) -> None:
+    """A code that loses the share w of its squares leaves at most sqrt(w) / (1 - sqrt(w)) of the gradient behind."""
+    share = math.sqrt(0.13)  # lloyd2: 0.1175
+    for total, kept in ranks(world).run(conserve, {"codec": "lloyd2"}, 12, True):
+        assert kept.norm() * world <= share / (1 - share) * math.sqrt(kept.numel()) * 1.1
+        owed = (total / 12 - mean_of(world)).norm() / mean_of(world).norm()
+        assert owed < 0.12  # once: 0.34; the mean over steps loses it as 1 / steps
+
+
+# --- EF21 -------------------------------------------------------------------------------------------------------------
+
+
+def track(
+    group: Group, options: Mapping[str, Any], steps: int, device: Device = CPU
+) -> tuple[list[float], bool, float, bool]:
+    """Distances to a constant mean; whether the result is the mean that is kept, by all ranks alike; its deviation
+    from the sum over ranks of what was sent."""
+    model = wrap(Given(ready=READY), group, device=device)
+    handle = compress_ddp(model, feedback="ef21", exempt="none", **options)
+    true, errors = mean_of(group.size()), []
+    for _ in range(steps):
+        result = flat(backward(model, draw(group.rank())))
+        errors.append(float((result - true).norm() / true.norm()))
+    state = handle.state_dict()
+    kept = flat([state["mean"][name] for name in SHAPES]).cpu()
+    sent = residuals(handle)
+    dist.all_reduce(sent, group=group)
+    return errors, torch.equal(kept, result), float((sent - kept).abs().max()), same_everywhere(group, result, kept)
+
+
+@each_device
+@pytest.mark.parametrize("algorithm", CODED)
+@pytest.mark.parametrize("world", WORLDS)
+def test_ef21_comes_closer_at_every_step(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
+    """A step leaves sqrt(0.1175) = 0.343 of a distance at 2 bits, 0.603 at 1 bit; two phases add another's rounding."""
+    for name, rate, steps in (("lloyd2:block=64", 0.36, 8), ("lloyd1:block=64", 0.63, 10)):
+        options = {"codec": name, "algorithm": algorithm}
+        for errors, is_mean, gap, alike in ranks(world).run(track, options, steps, device):
+            assert is_mean
+            assert alike
+            assert gap < steps * 16 * ROUND * math.sqrt(64) * 5
+            factor = rate if algorithm == "one_shot" else 1.35 * rate
+            assert errors[-1] <= factor ** (steps - 1) * errors[0] + 1e-6
+            assert errors[0] > 0.2
+
+
+def test_ef21_moves_with_its_parameters(ranks: RankPool) -> None:
+    schedule = {0: "lloyd2:block=64", 3: "byname(a=lloyd1:block=64; *=lloyd3:block=64)", 6: "lloyd2:block=64"}
+    for errors, is_mean, gap, alike in ranks(3).run(track, {"codec": schedule}, 9):
+        assert is_mean
+        assert alike
+        assert gap < 1e-4
+        assert errors[-1] < 0.01
+
+
+# --- which feedback ---------------------------------------------------------------------------------------------------
+
+
+def chosen_feedback(group: Group, cases: Sequence[tuple[str, str, bool]]) -> list[tuple[list[str], int, bool]]:
+    """For (codec, optimiser, whether it is passed): feedback after every step, hooks left, and replicas alike."""
+    found = []
+    for name, optimizer, passed in cases:
+        before = len(_global_optimizer_pre_hooks)
+        model = wrap(network(), group)
+        stepper = OPTIMIZERS[optimizer](model.parameters())
+        handle = compress_ddp(model, name, optimizer=stepper if passed else None)
+        seen = []
+        for step in range(3):
+            learn(model, stepper, group.rank(), range(step, step + 1))
+            seen.append(handle.stats().feedback)
+        found.append((seen, len(_global_optimizer_pre_hooks) - before, same_everywhere(group, *model.parameters())))
+    return found
+
+
+FEEDBACKS = {  # by codec: after SGD, after Adam
+    "lloyd1": ("classic", "ef21"),
+    "lloyd2": ("classic", "ef21"),
+    "int2": ("classic", "ef21"),
+    "lloyd3": ("classic", "none"),
+    "lloyd4": ("none", "none"),
+    "int8": ("none", "none"),
+    "bf16": ("none", "none"),
+    "auto:2.5": ("classic", "ef21"),
+}
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["passed", "seen"])
+def test_auto_chooses_feedback_by_codec_and_optimizer(ranks: RankPool, passed: bool) -> None:
+    """An optimiser that is not passed is seen at its first step; nobody looks out after that."""
+    cases = [(name, optimizer, passed) for name in FEEDBACKS for optimizer in ("sgd", "adam")]
+    for answers in ranks(2).run(chosen_feedback, cases):
+        for (name, optimizer, _), (seen, left, alike) in zip(cases, answers, strict=True):
+            want = FEEDBACKS[name][optimizer != "sgd"]
+            assert seen == [want if passed else "none", want, want], (name, optimizer)
+            assert left == 0
+            assert alike
+
+
+def scouts(group: Group) -> list[int]:
+    """Hooks on optimisers: with two models that wait, after the first one's step, after both, after a state died."""
+    before, counts = len(_global_optimizer_pre_hooks), []
+    models = [wrap(network(), group) for _ in range(2)]
+    steppers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    handles = [compress_ddp(model, "lloyd2") for model in models]
+    counts.append(len(_global_optimizer_pre_hooks) - before)
+    for model, stepper in zip(models, steppers, strict=True):
+        learn(model, stepper, group.rank(), range(2))
+    counts.append(len(_global_optimizer_pre_hooks) - before)
+    assert [handle.stats().feedback for handle in handles] == ["classic"] * 2
+    compress_ddp(wrap(network(), group), "lloyd2").close()
+    thinwire.DDPState(group, "lloyd2")
+    gc.collect()
+    learn(models[0], steppers[0], group.rank(), range(2))
+    counts.append(len(_global_optimizer_pre_hooks) - before)
+    return counts
+
+
+def test_looking_for_optimizers_leaves_nothing_behind(ranks: RankPool) -> None:
+    for waiting, seen, dead in ranks(2).run(scouts):
+        assert waiting >= 1
+        assert (seen, dead) == (0, 0)
+
+
+def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
+    """Steps by hand, which nobody sees: int8, then EF21, which no optimiser suffers from."""
+    model = wrap(Given(), group)
+    handle = compress_ddp(model, "lloyd2", exempt="none")
+    seen, errors = [], []
+    with patch.object(decisions, "_PATIENCE", 3):
+        for step in range(5):
+            result = flat(backward(model, draw(group.rank(), step)))
+            errors.append(float((result - mean_of(2, step)).norm() / mean_of(2, step).norm()))
+            seen.append(handle.stats().feedback)
+    return seen, errors
+
+
+def test_without_an_optimizer_eight_bits_travel_for_a_while(ranks: RankPool) -> None:
+    for seen, errors in ranks(2).run(no_optimizer):
+        assert seen == ["none"] * 3 + ["ef21"] * 2
+        assert max(errors[:3]) < 0.01
+        assert min(errors[3:]) > 0.1
+
+
+def join_with_nothing(group: Group) -> bool:
+    """A rank without any input sees no optimiser step."""
+    model = wrap(Given(), group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    compress_ddp(model, "lloyd2")
+    with Join([model]):
+        for step in range(0 if group.rank() == 1 else 4):
+            optimizer.zero_grad()
+            model(*draw(group.rank(), step)).backward()
+            optimizer.step()
+    return True
+
+
+def test_ranks_agree_on_the_optimizer(ranks: RankPool) -> None:
+    assert all(ranks(2).run(join_with_nothing))
+
+
+# --- NaN and infinities -----------------------------------------------------------------------------------------------
+
+
+class Broken(NamedTuple):
+    """What one bad number on rank 1 does."""
+
+    got: Tensor
+    want: Tensor  # from the same state, without it
+    unchanged: bool  # whether nothing remembered changed
+    counted: int
+    after: Tensor  # the next step
+
+
+def states_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pairs = [(one["mean"], other["mean"]), *((one["ranks"][k], other["ranks"][k]) for k in one["ranks"])]
+    return all(x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
+
+
+def break_one(
+    group: Group, options: Mapping[str, Any], at: int, bad: float, shapes: Shapes = WHOLE, device: Device = CPU
+) -> Broken:
+    model = wrap(Given(shapes), group, 1024.0, device=device)
+    handle = compress_ddp(model, **options)
+    for step in range(3):
+        backward(model, draw(group.rank(), step, shapes))
+    before, counted = copy.deepcopy(handle.state_dict()), handle.stats().nonfinite
+    gradients = draw(group.rank(), 3, shapes)
+    broken = [g.clone() for g in gradients]
+    if group.rank() == 1:
+        for g in broken:
+            if 0 <= at < g.numel():
+                g.view(-1)[at] = bad
+            at -= g.numel()
+    got = flat(backward(model, broken))
+    unchanged, counted = states_equal(before, handle.state_dict()), handle.stats().nonfinite - counted
+    assert same_everywhere(group, got.nan_to_num())
+    after = flat(backward(model, draw(group.rank(), 4, shapes)))
+    handle.load_state_dict(before)
+    return Broken(got, flat(backward(model, gradients)), unchanged, counted, after)
+
+
+@each_device
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+@pytest.mark.parametrize("algorithm", CODED)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
+    ranks: RankPool, world: int, algorithm: str, feedback: str, device: Device
+) -> None:
+    n, at, block = 2013, 1100, 64
+    shard = n if algorithm == "one_shot" else -(-n // world)
+    begin = at // shard * shard + at % shard // block * block
+    kinds = (math.nan, -math.inf) if (world == 2) == (algorithm == "one_shot") else (-math.inf, math.nan)
+    for name, bad in zip(("lloyd2:block=64", "int4:block=64"), kinds, strict=True):
+        options = {"codec": name, "feedback": feedback, "algorithm": algorithm, "exempt": "none"}
+        for found in ranks(world).run(break_one, options, at, bad, WHOLE, device):
+            want = found.want.clone()
+            want[begin : begin + block] = math.nan
+            assert_same(found.got, want, name)
+            assert found.unchanged
+            assert found.counted == 1
+            assert found.after.isfinite().all()
+
+
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str) -> None:
+    """It lies between weights and travels in their message; their residuals wait as well."""
+    for world in (2, 3):
+        options = {"codec": "lloyd2", "feedback": feedback}
+        for found in ranks(world).run(break_one, options, 2000 + 5, math.inf, SHAPES):
+            want = found.want.clone()
+            want[2005] = math.nan
+            assert_same(torch.where(found.got.isinf(), math.nan, found.got), want)
+            assert not found.got[2005].isfinite()
+            assert found.unchanged
+            assert found.counted == 1
+
+
+def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, Tensor, int]:
+    """The chunk that a bad number falls into; which residuals changed on any rank; which results are bad; the count."""
+    shapes, coder = {"w": (4000,)}, Lloyd(2, 32)
+    with small_chunks():
+        cut = chunks.cut(4000, coder.wire_bytes(4000), group.size(), group.size())
+        span = next(span for i in range(cut.num_chunks) if (span := cut.span(i)).begin <= 1234 < span.end)
+        model = wrap(Given(shapes), group, 1024.0)
+        handle = compress_ddp(model, coder, feedback=feedback, exempt="none")
+        for step in range(2):
+            backward(model, draw(group.rank(), step, shapes))
+        before = residuals(handle, shapes)
+        (gradient,) = draw(group.rank(), 2, shapes)
+        if group.rank() == 0:
+            gradient[1234] = math.nan
+        got = flat(backward(model, [gradient]))
+    changed = (residuals(handle, shapes) != before).double()
+    dist.all_reduce(changed, dist.ReduceOp.MAX, group=group)
+    return (span.begin, span.end), changed > 0, got.isnan(), handle.stats().nonfinite
+
+
+@pytest.mark.parametrize("feedback", ["classic", "ef21"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_chunks_remember_as_ever(ranks: RankPool, world: int, feedback: str) -> None:
+    for (begin, end), changed, bad, counted in ranks(world).run(break_chunk, feedback):
+        assert 0 < begin < end < 4000
+        assert bad[1234]
+        assert bad.sum() <= 32
+        assert counted == 1
+        assert not changed[begin:end].any()
+        assert changed[:begin].double().mean() > 0.99
+        assert changed[end:].double().mean() > 0.99
+
+
+def with_scaler(group: Group, options: Mapping[str, Any]) -> tuple[list[bool], list[float], bool]:
+    """Whether each of five steps moved the parameters, where the third has an Inf; the scales."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    compress_ddp(model, **options)
+    moved, scales = [], []
+    for step in range(5):
+        x, y = batch(group.rank(), step)
+        before = flat(list(model.parameters()))
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        if step == 2 and group.rank() == 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not torch.equal(before, flat(list(model.parameters()))))
+        scales.append(scaler.get_scale())
+    finite = all(p.isfinite().all() for p in model.parameters())
+    return moved, scales, finite and same_everywhere(group, *model.parameters())
+
+
+SCALED: list[dict[str, Any]] = [
+    {"codec": "none"},
+    {"codec": "int8", "exempt": "none"},
+    {"codec": "lloyd2", "feedback": "classic"},
+    {"codec": "lloyd1:block=64", "feedback": "ef21"},
+    {"codec": "lloyd2"},
+    {"codec": "auto:2.5"},
+]
+
+
+@pytest.mark.parametrize("options", SCALED, ids=str)
+def test_a_gradient_scaler_skips_the_step_on_every_rank(ranks: RankPool, options: Mapping[str, Any]) -> None:
+    for moved, scales, fine in ranks(2).run(with_scaler, options):
+        assert moved == [True, True, False, True, True]
+        assert scales == [8.0, 8.0, 4.0, 4.0, 4.0]
+        assert fine

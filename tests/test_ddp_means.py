@@ -1,0 +1,230 @@
+"""What compress_ddp makes of gradients: means within derived bounds, replicas alike, networks that learn."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cases import Range, assert_same, decoded, digest, each_device, given, wire_of
+from ranks import RankPool
+from replicas import (
+    CODED,
+    OPTIMIZERS,
+    READY,
+    WHOLE,
+    WORLDS,
+    Device,
+    Given,
+    Group,
+    backward,
+    batch,
+    draw,
+    flat,
+    learn,
+    mean_of,
+    network,
+    same_everywhere,
+    wrap,
+)
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec, compress_ddp
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """One average of one parameter, from the first step of a model."""
+
+    codec: Any
+    algorithm: str = "auto"
+    feedback: str = "none"
+    dtype: torch.dtype = torch.float32
+    numel: int = 700
+
+
+def first_means(group: Group, cases: Sequence[Mean], device: Device) -> list[tuple[str, Tensor]]:
+    found = []
+    for case in cases:
+        model = wrap(Given({"w": (case.numel,)}, case.dtype), group, device=device)
+        compress_ddp(model, case.codec, algorithm=case.algorithm, feedback=case.feedback, exempt="none")
+        (mean,) = backward(model, [given(case.numel, group.rank(), case.dtype)])
+        assert mean is not None
+        assert mean.dtype == case.dtype
+        found.append((digest(mean), mean if group.rank() == 0 else torch.empty(0)))
+    return found
+
+
+def mean_range(case: Mean, world: int) -> Range:
+    """A rounding a rank, and one of the sum unless two ranks tell all; without feedback the first is unbiased."""
+    coder = codec(case.codec).pick("w", (case.numel,))
+    inputs = [given(case.numel, rank, case.dtype) for rank in range(world)]
+    if world == 1:
+        return Range.of(inputs[0])
+    if case.dtype == torch.float64 and not isinstance(coder, Identity):
+        inputs = [x.float() for x in inputs]
+    one_shot = case.algorithm == "one_shot" or (case.algorithm == "auto" and world == 2)
+    first = coder
+    if isinstance(coder, Lloyd) and coder.bits < 4 and not one_shot and case.feedback == "none":
+        first = Lloyd(coder.bits, coder.block, scale="unbiased")
+    total = Range.total([Range.of(x).coded(first) for x in inputs], 1 / world)
+    by_torch = isinstance(coder, Identity)  # whose sum rounds to the dtype at every addition
+    if by_torch:
+        total = Range.total([Range.of(x * (1 / world)).written(case.dtype) for x in inputs], 1.0, case.dtype)
+    return (total if one_shot or by_torch else total.coded(coder)).written(case.dtype)
+
+
+def check_means(ranks: RankPool, world: int, cases: Sequence[Mean], device: Device) -> None:
+    for case, *answers in zip(cases, *ranks(world).run(first_means, cases, device), strict=True):
+        assert len({told for told, _ in answers}) == 1, f"ranks differ: {case}"
+        mean_range(case, world).assert_holds(answers[0][1], str(case))
+
+
+CODECS: dict[str, Any] = {
+    **{name: name for name in ("none", "bf16", "fp16", "e4m3", "int8", "int4:block=32", "int3:block=40,mode=affine")},
+    **{name: f"{name}:block=64" for name in ("lloyd4", "lloyd3", "lloyd2", "lloyd1")},
+    "int5, stochastic": BlockInt(5, 64, rounding="stochastic"),
+    "an object": Lloyd(4, 32),
+    "bysize": "bysize(small=lloyd1; large=int8; min_numel=50)",
+    "byname": ByName({"w": BySize(Cast("bf16"), Lloyd(4, 64), min_numel=50), "*": Identity()}),
+}
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((w, n) for w in (2, 3) for n in CODECS), *((4, n) for n in ("none", "bf16", "int8", "lloyd2"))],
+)
+def test_the_first_mean_is_within_its_error_and_the_same_on_all_ranks(
+    ranks: RankPool, world: int, name: str, device: Device
+) -> None:
+    kinds = ("none", "classic", "ef21") if "lloyd" in name or name == "int8" else ("none",)
+    cases = [Mean(CODECS[name], algorithm, kind) for algorithm in CODED for kind in kinds]
+    check_means(ranks, world, [*cases, *(Mean(CODECS[name], numel=n) for n in (1, 60, 700))], device)
+
+
+@each_device
+def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
+    cases = [Mean(name, feedback=kind) for name in CODECS.values() for kind in ("none", "classic", "ef21")]
+    check_means(ranks, 1, cases, device)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("world", [2, 3])
+def test_means_come_back_in_their_dtype(ranks: RankPool, world: int, dtype: torch.dtype, device: Device) -> None:
+    names = ("none", "bf16", "int8", "lloyd4:block=64", "lloyd2:block=64")
+    cases = [Mean(name, a, f, dtype) for name in names for a in CODED for f in ("none", "classic")]
+    check_means(ranks, world, cases, device)
+
+
+def nmse_of(group: Group, names: Sequence[str], numel: int) -> list[list[float]]:
+    """Squared errors of the first mean over its squares, by codec and algorithm."""
+    shapes, found = {"w": (numel,)}, []
+    true = mean_of(group.size(), 0, shapes)
+    for name in names:
+        found.append([])
+        for algorithm in CODED:
+            model = wrap(Given(shapes), group)
+            compress_ddp(model, name, algorithm=algorithm, feedback="none", exempt="none")
+            error = flat(backward(model, draw(group.rank(), 0, shapes))).double() - true
+            found[-1].append(float(error.square().sum() / true.square().sum()))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_errors_are_those_of_one_or_two_roundings(ranks: RankPool, world: int) -> None:
+    """Errors of independent Gaussian ranks are orthogonal. One tensor's own share varies: 4 sigma of 2**14 numbers."""
+    names, x = ("int8", "int4", "lloyd4", "lloyd2", "lloyd1"), draw(7, 0, {"w": (1 << 14,)})[0]
+    slack = 1 + 8 * math.sqrt(2 / x.numel())
+
+    def loses(coder: Codec) -> float:
+        return float((x - decoded(coder, wire_of(coder, x), x.numel())).square().sum() / x.square().sum())
+
+    for name, (one_shot, two_phase) in zip(names, ranks(world).run(nmse_of, names, x.numel())[0], strict=True):
+        coder = codec(name)
+        low = isinstance(coder, Lloyd) and coder.bits < 4
+        last, first = loses(coder), loses(codec(f"{name}:scale=unbiased") if low else coder)
+        assert last / slack <= one_shot <= last * slack
+        assert last / slack <= two_phase <= (first + (1 + first) * last) * slack
+
+
+def repeated(group: Group, given_codec: str) -> list[str]:
+    model = wrap(Given(WHOLE), group)
+    compress_ddp(model, given_codec, feedback="none")
+    return [digest(flat(backward(model, draw(group.rank(), 0, WHOLE)))) for _ in range(4)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_step_rotates_and_rounds_anew(ranks: RankPool, world: int) -> None:
+    """Errors of constant gradients average out over steps, except where nothing is drawn."""
+    for name, different in (("lloyd2", 4), ("int4:rounding=stochastic", 4), ("int8", 1)):
+        for found in ranks(world).run(repeated, name):
+            assert len(set(found)) == different, name
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(
+    group: Group, optimizer: str, options: Mapping[str, Any], steps: int, device: Device
+) -> tuple[bool, float, float]:
+    """Whether replicas ended alike, and the first and last losses, means over ranks. DDP sends buffers around too."""
+    model = wrap(network(norm=True), group, device=device)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    compress_ddp(model, **options)
+    losses = torch.tensor(learn(model, stepper, group.rank(), range(steps)))
+    dist.all_reduce(losses, group=group)
+    alike = same_everywhere(group, *model.parameters())
+    return alike, float(losses[:3].mean()), float(losses[-3:].mean())
+
+
+TRAINED = [*CODECS.values(), "auto:4", {0: "none", 3: "int8", 6: "lloyd2"}]
+
+
+@each_device
+@pytest.mark.parametrize("given_codec", TRAINED, ids=str)
+def test_every_codec_trains_and_keeps_replicas_alike(ranks: RankPool, given_codec: Any, device: Device) -> None:
+    at = TRAINED.index(given_codec) % 3
+    for alike, first, last in ranks(WORLDS[at]).run(train, list(OPTIMIZERS)[at], {"codec": given_codec}, 10, device):
+        assert alike
+        assert last < first
+
+
+def skip_steps(group: Group, options: Mapping[str, Any]) -> bool:
+    """Gradients that are thrown away now and then, by all ranks."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    compress_ddp(model, **options)
+    for step in range(8):
+        x, y = batch(group.rank(), step)
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        if step % 3:
+            optimizer.step()
+    return same_everywhere(group, *model.parameters())
+
+
+@pytest.mark.parametrize("given_codec", ["int8", "lloyd2"])
+def test_optimizer_steps_may_be_skipped(ranks: RankPool, given_codec: str) -> None:
+    assert all(ranks(3).run(skip_steps, {"codec": given_codec}))
+
+
+def start_late(group: Group) -> tuple[Tensor, Tensor]:
+    """Compression that begins in the middle of a run."""
+    model, whole = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
+    for step in range(3):
+        backward(model, draw(group.rank(), step))
+    compress_ddp(whole, {0: "none", 3: "int8"}, exempt="none", feedback="none")
+    for step in range(3):
+        backward(whole, draw(group.rank(), step))
+    compress_ddp(model, "int8", exempt="none", feedback="none")
+    gradients = draw(group.rank(), 3)
+    return flat(backward(model, gradients)), flat(backward(whole, gradients))
+
+
+def test_compression_may_begin_under_way(ranks: RankPool) -> None:
+    for late, scheduled in ranks(2).run(start_late):
+        assert_same(late, scheduled)

@@ -1,0 +1,578 @@
+"""compress_ddp in every way of using DDP: plain DDP bit by bit uncompressed, bounds compressed, groups, overlap."""
+
+import contextlib
+import gc
+import math
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from cases import CPU, CUDA, assert_same, digest, each_device, half_ulp, needs_cuda, small_chunks
+from ranks import RankPool
+from replicas import (
+    CAP,
+    OPTIMIZERS,
+    READY,
+    SHAPES,
+    Device,
+    Dtypes,
+    Given,
+    Group,
+    Shapes,
+    backward,
+    draw,
+    flat,
+    grads_of,
+    learn,
+    message_of,
+    network,
+    same_everywhere,
+    wrap,
+)
+from thinwire import compress_ddp
+from thinwire.collectives import transport
+from thinwire.collectives.pipeline import Line
+
+# --- everything DDP does ----------------------------------------------------------------------------------------------
+
+Model = DistributedDataParallel
+Result = list[Tensor | None]
+
+
+class Way(NamedTuple):
+    """A way of using DDP: what happens to the model, and how often a gradient is added up before it travels."""
+
+    run: Callable[[Model, Callable[[int], Result], int], Result]
+    options: Mapping[str, Any] = {}
+    shapes: Shapes = SHAPES
+    dtypes: Dtypes = torch.float32
+    added: int = 1
+    cap: float = CAP
+    alike: bool = True  # whether all ranks get the same
+    divides: bool = False  # DDP divides a gradient that is a view already, and multiplies one that it copies
+
+
+def three_steps(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    return [g for step in range(3) for g in backward(model, drawn(step))]
+
+
+def kept_gradients(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    found: Result = []
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        model(*drawn(step)).backward()
+        found += grads_of(model)
+    return found
+
+
+def left_out(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    """A parameter that no rank uses, then one that only the others use."""
+    found = backward(model, [None if i == 1 else g for i, g in enumerate(drawn(0))])
+    found += backward(model, [None if i == 2 and rank == 0 else g for i, g in enumerate(drawn(1))])
+    return found + backward(model, drawn(2))
+
+
+def accumulated(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    found: Result = []
+    for step in (0, 2, 4):
+        model.zero_grad()
+        with model.no_sync():
+            model(*drawn(step)).backward()
+        model(*drawn(step + 1)).backward()
+        found += grads_of(model)
+    return found
+
+
+def added_twice(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    """Two synchronised passes into the same gradients."""
+    model.zero_grad()
+    for step in range(2):
+        model(*drawn(step)).backward()
+    return grads_of(model)
+
+
+def back_twice(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    """DDP synchronises the first pass through a graph only."""
+    loss = model(*drawn(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return grads_of(model) + backward(model, drawn(1)) + backward(model, drawn(2))
+
+
+def looked_at(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    found: Result = []
+    for step, mode in enumerate((torch.no_grad, torch.inference_mode, torch.no_grad)):
+        found += backward(model, drawn(step))
+        model.eval()
+        with mode():
+            model(*drawn(step))
+        model.train()
+    return found
+
+
+def joined(model: Model, drawn: Callable[[int], Result], rank: int) -> Result:
+    found: Result = []
+    with Join([model]):
+        for step in range(2 + rank):
+            found = backward(model, drawn(step))
+    return found
+
+
+ODD: Shapes = {"z": (0, 3), "w": (37,), "one": (1,), "y": (0,), "v": (5, 7, 3), "x": ()}
+MIXED = {"a": torch.bfloat16, "c": torch.float64, "d": torch.float16, "e": torch.complex64}
+WAYS: dict[str, Way] = {
+    "several buckets": Way(three_steps),
+    "one bucket": Way(three_steps, cap=1024.0),
+    "gradients are views of buckets": Way(three_steps, {"gradient_as_bucket_view": True}),
+    "gradients are kept": Way(kept_gradients),
+    "kept views": Way(kept_gradients, {"gradient_as_bucket_view": True}, divides=True),
+    "a static graph": Way(three_steps, {"static_graph": True}),
+    "a static graph with views": Way(three_steps, {"static_graph": True, "gradient_as_bucket_view": True}),
+    "parameters left out": Way(left_out, {"find_unused_parameters": True}),
+    "no_sync": Way(accumulated, added=2),
+    "two passes": Way(added_twice, added=2),
+    "one graph twice": Way(back_twice, added=2, alike=False),
+    "evaluation in between": Way(looked_at),
+    "Join": Way(joined, alike=False),
+    "odd lengths": Way(three_steps, shapes=ODD, cap=0.05),
+    "lanes of one element": Way(three_steps, shapes={"w": (40, 50), "x": (), "v": (30, 50), "y": (2,)}),
+    "bfloat16": Way(three_steps, dtypes=torch.bfloat16),
+    "float16": Way(three_steps, dtypes=torch.float16),
+    "float64": Way(three_steps, dtypes=torch.float64),
+    "complex64": Way(three_steps, dtypes=torch.complex64),
+    "complex128": Way(three_steps, dtypes=torch.complex128),
+    "mixed dtypes": Way(three_steps, dtypes=MIXED),
+    "mixed dtypes in views": Way(kept_gradients, {"gradient_as_bucket_view": True}, dtypes=MIXED, divides=True),
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "none": {"codec": "none"},
+    "int8": {"codec": "int8", "exempt": "none"},
+    "lloyd2 classic": {"codec": "lloyd2", "feedback": "classic", "exempt": "none"},
+    "lloyd1 ef21": {"codec": "lloyd1:block=64", "feedback": "ef21"},
+    "closed": {"codec": "lloyd2", "feedback": "classic"},
+}
+
+
+def use(group: Group, name: str, device: Device) -> tuple[float, dict[str, tuple[bool, Result]]]:
+    """The largest number that any rank brings, and of every run: whether ranks ended alike, and its results."""
+    way, rank, found = WAYS[name], group.rank(), {}
+
+    def drawn(step: int) -> Result:
+        return draw(rank, step, way.shapes, way.dtypes)
+
+    for kind, options in RUNS.items():
+        ready = READY if way.shapes is SHAPES else ()
+        model = wrap(Given(way.shapes, way.dtypes, ready), group, way.cap, device=device, **way.options)
+        handle = compress_ddp(model, **options) if options else None
+        if handle is not None and kind == "closed":
+            handle.close()
+        got = way.run(model, drawn, rank)
+        found[kind] = same_everywhere(group, *(g for g in got if g is not None)), got
+    peak = torch.tensor(max(float(torch.view_as_real(g).abs().max() if g.is_complex() else g.abs().max())
+                            for step in range(6) for g in drawn(step) if g is not None and g.numel()))  # fmt: skip
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    return float(peak), found
+
+
+SOME = ("several buckets", "parameters left out", "Join", "lanes of one element", "mixed dtypes")
+THREE = (*SOME, "gradients are views of buckets", "kept views", "odd lengths", "no_sync", "bfloat16", "complex64")
+MOST = ("several buckets", "mixed dtypes")
+WORLD_WAYS = [*((2, name) for name in WAYS), *((3, name) for name in THREE), *((4, name) for name in MOST)]
+ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in SOME)]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "device"),
+    [
+        *(pytest.param(*way, CPU, id="-".join(map(str, way))) for way in WORLD_WAYS),
+        *(pytest.param(*way, CUDA, id="-".join(map(str, (*way, "cuda"))), marks=needs_cuda) for way in ON_CUDA),
+    ],
+)
+def test_every_way_of_using_ddp(ranks: RankPool, world: int, name: str, device: Device) -> None:
+    """Uncompressed and closed: bit for bit plain DDP. int8: two roundings of half a step, and those of the dtype."""
+    for peak, found in ranks(world).run(use, name, device):
+        want = found["plain"][1]
+        for kind, (alike, got) in found.items():
+            assert alike or not WAYS[name].alike, f"{kind}: ranks differ"
+            assert [g is None for g in got] == [w is None for w in want], kind
+        for exact in ("none", "closed"):
+            gap, bound = largest_gap(found[exact][1], want), world * peak * half_ulp(torch.bfloat16)
+            assert gap == 0 or (WAYS[name].divides and world == 3 and gap <= bound), exact
+        for g, w in zip(found["int8"][1], want, strict=True):
+            if g is not None and w is not None and g.numel():
+                bound = WAYS[name].added * peak * (1.02 / 127 + (world + 2) * half_ulp(g.real.dtype))
+                assert largest_gap([g], [w]) <= bound
+                assert g.abs().sum() > 0
+
+
+def largest_gap(some: Result, others: Result) -> float:
+    """The largest difference; a NaN is one."""
+    pairs = [(x, y) for x, y in zip(some, others, strict=True) if x is not None and y is not None and x.numel()]
+    gaps = [(torch.view_as_real(x - y) if x.is_complex() else x - y).abs().max() for x, y in pairs]
+    return max((float(gap.nan_to_num(math.inf)) for gap in gaps), default=0.0)
+
+
+def accumulate(group: Group, options: Mapping[str, Any], device: Device) -> tuple[Tensor, Tensor]:
+    results = []
+    for at_once in (False, True):
+        model = wrap(Given(ready=READY), group, device=device)
+        compress_ddp(model, **options)
+        for step in (0, 2):
+            model.zero_grad()
+            first, second = draw(group.rank(), step), draw(group.rank(), step + 1)
+            if at_once:
+                model(*(x + y for x, y in zip(first, second, strict=True))).backward()
+            else:
+                with model.no_sync():
+                    model(*first).backward()
+                model(*second).backward()
+        results.append(flat(grads_of(model)))
+    return results[0], results[1]
+
+
+@each_device
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"], RUNS["lloyd1 ef21"]], ids=str)
+def test_accumulated_gradients_travel_once(ranks: RankPool, options: Mapping[str, Any], device: Device) -> None:
+    for apart, together in ranks(2).run(accumulate, options, device):
+        assert_same(apart, together)
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def in_subgroup(group: Group, options: Mapping[str, Any]) -> Tensor | None:
+    """A DDP of ranks 1 and 2 of three."""
+    pair = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return None
+    model = wrap(Given(ready=READY), pair)
+    handle = compress_ddp(model, **options)
+    found = flat([g for step in range(3) for g in backward(model, draw(group.rank() - 1, step))])
+    assert handle.state_dict()["world"] == 2
+    dist.barrier(pair)
+    return found
+
+
+def in_world(group: Group, options: Mapping[str, Any]) -> Tensor:
+    model = wrap(Given(ready=READY))
+    compress_ddp(model, **options)
+    return flat([g for step in range(3) for g in backward(model, draw(group.rank(), step))])
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "lloyd2 classic", "lloyd1 ef21"])
+def test_a_subgroup_averages_among_itself(ranks: RankPool, name: str) -> None:
+    want = ranks(2).run(in_world, RUNS[name])
+    _, *got = ranks(3).run(in_subgroup, RUNS[name])
+    for one, other in zip(got, want, strict=True):
+        assert_same(one, other)
+
+
+def side_by_side(group: Group) -> list[bool]:
+    """Models on a group of their own and two in one group, step by step in turn, against each alone."""
+    other = dist.new_group()
+    kinds = [(group, RUNS["int8"]), (other, RUNS["lloyd2 classic"]), (group, RUNS["lloyd1 ef21"])]
+
+    def make(where: Group, options: Mapping[str, Any]) -> Model:
+        model = wrap(Given(ready=READY), where)
+        compress_ddp(model, **options)
+        return model
+
+    models = [make(*kind) for kind in kinds]
+    turns = [flat(backward(model, draw(group.rank(), step))) for step in range(3) for model in models]
+    alone = []
+    for i, kind in enumerate(kinds):
+        model = make(*kind)
+        alone.append([torch.equal(turns[3 * s + i], flat(backward(model, draw(group.rank(), s)))) for s in range(3)])
+    dist.barrier(other)
+    return [same for found in alone for same in found]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_models_side_by_side_do_not_disturb_each_other(ranks: RankPool, world: int) -> None:
+    assert all(all(found) for found in ranks(world).run(side_by_side))
+
+
+def in_threads(group: Group) -> list[bool]:
+    """Two models on two groups, each trained by a thread of its own."""
+    groups, found = [dist.new_group(), dist.new_group()], {}
+
+    def work(i: int) -> None:
+        model = wrap(Given(ready=READY), groups[i])
+        compress_ddp(model, "lloyd2", feedback="classic")
+        found[i] = flat([g for step in range(3) for g in backward(model, draw(group.rank(), step))])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [torch.equal(found[0], found[1])]
+
+
+def test_threads_train_models_at_the_same_time(ranks: RankPool) -> None:
+    assert all(all(found) for found in ranks(2).run(in_threads))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(group: Group, options: Mapping[str, Any]) -> list[Tensor]:
+    """compress_ddp, a state with names, one without, and one of the world by default."""
+    results = []
+    for how in ("compress_ddp", "named", "unnamed", "the world"):
+        model = wrap(Given(ready=READY), group)
+        if how == "compress_ddp":
+            compress_ddp(model, **options)
+        else:
+            named = {"model": model.module} if how == "named" else {}
+            where = [] if how == "the world" else [group]
+            model.register_comm_hook(thinwire.DDPState(*where, **options, **named), thinwire.ddp_hook)
+        results.append(flat([g for step in range(4) for g in backward(model, draw(group.rank(), step))]))
+    return results
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "lloyd2 classic", "lloyd1 ef21"])
+def test_a_state_by_hand_does_the_same(ranks: RankPool, name: str) -> None:
+    for found in ranks(3).run(by_hand, RUNS[name]):
+        for other in found[1:]:
+            assert_same(other, found[0])
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------------
+
+
+class Hurdle(torch.autograd.Function):
+    """In backward, waits until a message is being sent, which waits until backward has come here."""
+
+    sending, reached = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        if not Hurdle.sending.wait(10.0):
+            raise RuntimeError("no bucket travels before backward ends")
+        Hurdle.reached.set()
+        return grad
+
+    @staticmethod
+    def jump(*events: threading.Event) -> None:
+        """Set these events and no others."""
+        for event in (Hurdle.sending, Hurdle.reached):
+            event.set() if event in events else event.clear()
+
+
+class Late(nn.Module):
+    """Its first layer's gradient is ready when another bucket is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 60), nn.Linear(60, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both layers."""
+        y: Tensor = self.second(Hurdle.apply(self.first(x)))
+        return y.square().mean()
+
+
+def overlap(group: Group, options: Mapping[str, Any]) -> bool:
+    model = wrap(Late(), group)
+    compress_ddp(model, **options)
+    x, send = torch.randn(8, 40), transport.PairTransport.exchange
+    Hurdle.jump(Hurdle.sending, Hurdle.reached)
+    for _ in range(2):
+        model(x).backward()  # one bucket; rebuilt after it
+
+    def wait_and_send(*args: Any) -> Any:
+        Hurdle.sending.set()
+        if not Hurdle.reached.wait(10.0):
+            raise RuntimeError("backward waits for its buckets")
+        return send(*args)
+
+    with patch.object(transport.PairTransport, "exchange", wait_and_send):
+        for _ in range(2):
+            Hurdle.jump()
+            model(x).backward()
+    return same_everywhere(group, flat(grads_of(model)))
+
+
+@pytest.mark.parametrize("options", [RUNS["int8"], RUNS["lloyd2 classic"]], ids=str)
+def test_buckets_travel_while_backward_runs(ranks: RankPool, options: Mapping[str, Any]) -> None:
+    assert all(ranks(2).run(overlap, options))
+
+
+@contextlib.contextmanager
+def delays(seed: int) -> Iterator[None]:
+    """Every third step of every line, or so, waits up to a millisecond first."""
+    advance, dice = Line.advance, random.Random(seed)
+
+    def late(line: Line) -> None:
+        if dice.random() < 1 / 3:
+            time.sleep(dice.random() * 1e-3)
+        advance(line)
+
+    with patch.object(Line, "advance", late):
+        yield
+
+
+def under_delays(group: Group, options: Mapping[str, Any]) -> list[str]:
+    """Digests of three steps of many buckets, of several chunks: at ease, and under delays of each rank's own."""
+    found = []
+    for late in (False, True):
+        model = wrap(Given(ready=READY), group, 2.0)
+        compress_ddp(model, **options)
+        with small_chunks(2000), delays(group.rank()) if late else contextlib.nullcontext():
+            found.append(digest(*(flat(backward(model, draw(group.rank(), step))) for step in range(3))))
+    return found
+
+
+@pytest.mark.parametrize("name", ["int8", "lloyd2 classic", "lloyd1 ef21"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_delays_change_no_result(ranks: RankPool, world: int, name: str) -> None:
+    answers = ranks(world).run(under_delays, RUNS[name])
+    assert {told for answer in answers for told in answer} == {answers[0][0]}
+
+
+# --- beginning and end ------------------------------------------------------------------------------------------------
+
+
+def close_and_reopen(group: Group) -> dict[str, bool]:
+    model, bare = wrap(Given(ready=READY), group), wrap(Given(ready=READY), group)
+    handle = compress_ddp(model, "lloyd2", feedback="classic")
+    found = {}
+    for step in range(2):
+        gradients = draw(group.rank(), step)
+        found["compressed"] = not torch.equal(flat(backward(model, gradients)), flat(backward(bare, gradients)))
+    found["remembers"] = handle.stats().residual_bytes > 0
+    handle.close()
+    handle.close()
+    found["forgets"] = handle.stats().residual_bytes == 0
+    gradients = draw(group.rank(), 2)
+    found["closed is plain"] = torch.equal(flat(backward(model, gradients)), flat(backward(bare, gradients)))
+    again = compress_ddp(model, "int8", feedback="none", exempt="none")
+    fresh = wrap(Given(ready=READY), group)
+    for step in range(3):
+        backward(fresh, draw(group.rank(), step))
+    compress_ddp(fresh, "int8", feedback="none", exempt="none")
+    gradients = draw(group.rank(), 3)
+    found["opened again"] = torch.equal(flat(backward(model, gradients)), flat(backward(fresh, gradients)))
+    found["counts anew"] = again.stats().steps == 1
+    handle.close()  # the old one has nothing to say any more
+    found["still open"] = not torch.equal(flat(backward(model, gradients)), flat(backward(bare, gradients)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_closed_model_is_plain_and_may_be_opened_again(ranks: RankPool, world: int) -> None:
+    for found in ranks(world).run(close_and_reopen):
+        assert all(found.values()), found
+
+
+def let_go(group: Group) -> bool:
+    model = wrap(Given(), group)
+    handle = compress_ddp(model, "lloyd2", feedback="classic")
+    backward(model, draw(group.rank()))
+    seen = weakref.ref(model.module)
+    del model, handle
+    gc.collect()
+    return seen() is None
+
+
+def test_a_compressed_model_is_let_go(ranks: RankPool) -> None:
+    assert all(ranks(2).run(let_go))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "algorithm": ({"algorithm": "ring"}, "one_shot"),
+    "codec": ({"codec": "int9"}, "int8"),
+    "no codec": ({"codec": None}, "codec"),
+    "bits": ({"codec": "auto:0.5"}, "auto:2.5"),
+    "bits that are none": ({"codec": "auto:many"}, "auto:2.5"),
+    "empty schedule": ({"codec": {}}, "steps"),
+    "negative step": ({"codec": {-1: "int8"}}, "steps"),
+    "step is a word": ({"codec": {"0": "int8"}}, "steps"),
+    "warm-up": ({"warmup_steps": -1}, "warmup_steps"),
+    "warm-up and schedule": ({"codec": {0: "int8"}, "warmup_steps": 3}, "schedule"),
+    "feedback": ({"feedback": "momentum"}, "classic"),
+    "exempt a word": ({"exempt": "*.bias"}, "list"),
+    "exempt a number": ({"exempt": 5}, "exempt"),
+    "exempt numbers": ({"exempt": [3]}, "patterns"),
+    "policy": ({"policy": ["a"]}, "patterns"),
+    "policy in a muddle": ({"policy": {"*": "int8", "a": "bf16"}}, "last"),
+    "policy of auto": ({"policy": {"a": "auto"}}, "known"),
+    "optimizer": ({"optimizer": 42}, "optimi"),
+    "optimizer a word": ({"optimizer": "adam"}, "adaptive"),
+    "residual dtype": ({"residual_dtype": torch.float16}, "bfloat16"),
+    "residual dtype of ef21": ({"feedback": "ef21", "residual_dtype": torch.int8}, "float32"),
+    "budget": ({"error_budget": 0.0}, "error_budget"),
+    "budget of nothing": ({"error_budget": math.nan}, "error_budget"),
+    "budget a word": ({"error_budget": "small"}, "error_budget"),
+    "replan": ({"replan_every": 0}, "replan_every"),
+    "measure": ({"measure_every": -1}, "measure_every"),
+}
+
+
+def refuse(group: Group) -> dict[str, str]:
+    model = wrap(Given(), group)
+    found = {}
+    for name, (options, _) in REFUSED.items():
+        found[name] = message_of(lambda options=options: compress_ddp(model, **options).close())
+    found["no DDP"] = message_of(lambda: compress_ddp(model.module))  # type: ignore[arg-type]
+    found["no names"] = message_of(lambda: thinwire.DDPState(group, policy={"a": "int8"}))
+    handle = compress_ddp(model, "int8")  # what was refused left nothing behind
+    found["twice"] = message_of(lambda: compress_ddp(model, "int8"))
+    backward(model, draw(group.rank()))
+    handle.close()
+    sparse = wrap(nn.Embedding(10, 3, sparse=True), group)
+    compress_ddp(sparse, "int8")
+    found["sparse"] = message_of(lambda: sparse(torch.tensor([1, 2])).sum().backward())
+    hooked = wrap(Given(), group)
+    hooked.register_comm_hook(thinwire.DDPState(group, "int8"), thinwire.ddp_hook)
+    found["hooked"], found["hooked still"] = (message_of(lambda: compress_ddp(hooked, "int8")) for _ in range(2))
+    return found
+
+
+def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
+    told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
+    told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "hooked": "hook", "hooked still": "hook"}
+    for found in ranks(2).run(refuse):
+        missed = {
+            name: found[name] for name, word in told.items() if word not in found[name] or "!" in found[name][:20]
+        }
+        missed.pop("hooked", None), missed.pop("hooked still", None)  # torch's own error will do
+        assert not missed
+        assert "once" in found["hooked"]
+        assert "once" in found["hooked still"]
+
+
+def late_adam(group: Group) -> str:
+    """The optimiser asks for EF21, the user for residuals in bf16: known when it steps."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    return message_of(
+        lambda: (
+            compress_ddp(model, "lloyd2", residual_dtype=torch.bfloat16),
+            learn(model, optimizer, group.rank(), range(2)),
+        )
+    )
+
+
+def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(ranks: RankPool) -> None:
+    for told in ranks(2).run(late_adam):
+        assert "residual_dtype" in told
+        assert "float32" in told
