@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire import collectives
 from thinwire.codecs import Codec, codec
@@ -28,6 +29,7 @@ from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.tools.bench import launch, link as links, timing, turns
 from thinwire.tools.bench.codec import nmse
+from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Call, Effort
@@ -76,11 +78,6 @@ class CollectiveCase:
     numel: int
     entries: tuple[Entry, ...]
     nodes: int | None = None  # None => every rank has a link of its own
-
-    @property
-    def setting(self) -> tuple[int, ShapedLink | None, int | None]:
-        """What the ranks are started with."""
-        return self.world, self.link, self.nodes
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes else ""
@@ -200,16 +197,14 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
 
 
 def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
-    """Ranks stay for the cases that follow each other on the same world and link."""
-    world = None
-    setting = None
+    """Ranks stay for all cases of a world, which follow each other; their link and nodes are the same."""
+    started: dict[int, World] = {}
     with ExitStack() as stack:
         for case in progress(cases):
-            if world is None or case.setting != setting:
+            if case.world not in started:
                 stack.close()
-                world = stack.enter_context(launch.ranks(*case.setting))
-                setting = case.setting
-            yield from rows_of(case, world.run(measure, case, effort))
+                started = {case.world: stack.enter_context(launch.ranks(case.world, case.link, case.nodes))}
+            yield from rows_of(case, started[case.world].run(measure, case, effort))
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
@@ -311,7 +306,8 @@ class _RankBench:
         self.source = inputs(rank, case)
         self.out = torch.empty(output_numel(case))
         self.exact = exact(rank, case)
-        self.mesh = _mesh(case)
+        # Nodes, and the ranks inside them.
+        self.mesh = init_device_mesh("cpu", (case.nodes, case.world // case.nodes)) if case.nodes else None
         self.calls: dict[str, Call] = {FP32: self._in_fp32, BF16: self._in_bf16()}
         self.calls |= {entry.name: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
@@ -367,15 +363,6 @@ class _RankBench:
     def _call(self, name: str) -> None:
         self.restore()
         self.calls[name]()
-
-
-def _mesh(case: CollectiveCase) -> Any:
-    """Nodes, and the ranks inside them; None where there are none."""
-    if case.nodes is None:
-        return None
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (case.nodes, case.world // case.nodes))
 
 
 TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
