@@ -34,7 +34,7 @@ from thinwire.tools.bench import (
     record,
     selftest,
 )
-from thinwire.tools.cli import advise, doctor
+from thinwire.tools.cli import advise, checkup
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import split_codecs
 
@@ -56,10 +56,10 @@ def test_version() -> None:
     assert call("--version").output == f"thinwire {thinwire.__version__}\n"
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_questions_about_the_command_itself_are_answered_without_torch(flag: str) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["doctor", "--help"]], ids=" ".join)
+def test_questions_about_the_command_itself_are_answered_without_torch(words: list[str]) -> None:
     """It takes seconds to import."""
-    asked = f"import sys; sys.argv = ['thinwire', '{flag}']; import thinwire.__main__ as command; command.main()"
+    asked = f"import sys; sys.argv = {['thinwire', *words]}; import thinwire.__main__ as command; command.main()"
     watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {asked}"
     run = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True, timeout=50)
     assert (run.returncode, run.stderr) == (0, "")
@@ -408,7 +408,7 @@ def test_doctor_fails_on_an_interface_that_is_not_there(
     variable: str, value: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL takes the beginning of a name, gloo the whole of it."""
-    monkeypatch.setattr(doctor, "_shaping", lambda: doctor.Finding("shaped links", None, "not here", "not now"))
+    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "somewhere0"), (3, "nowhere12")])
     monkeypatch.setenv(variable, value)
     result = call("doctor")
@@ -422,7 +422,7 @@ def test_doctor_fails_on_an_interface_that_is_not_there(
 def test_doctor_says_that_a_short_list_of_interfaces_is_overlooked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
-    assert [finding.works for finding in doctor._chosen_interfaces()] == [None, None]
+    assert [finding.works for finding in checkup._chosen_interfaces()] == [None, None]
 
 
 @pytest.mark.usefixtures("few_codecs")

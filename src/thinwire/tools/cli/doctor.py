@@ -1,43 +1,21 @@
 """`thinwire doctor`: what works on this machine, and what to do about the rest."""
 
-import contextlib
-import importlib
 import json
-import os
-import platform
-import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.text import Text
 
-from thinwire.errors import ThinwireError
-from thinwire.kernels import BACKENDS, Backend, cpu
-from thinwire.tools.bench import link as links, selftest
 from thinwire.tools.cli import screen
+
+if TYPE_CHECKING:
+    from thinwire.tools.cli.checkup import Finding
 
 MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
-PYTHON = (3, 11)  # the oldest that serves
-TORCH = (2, 11)
-SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: works is False where something needed is broken, None where something optional is missing."""
-
-    name: str
-    works: bool | None
-    detail: str
-    todo: str = ""
 
 
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -55,7 +33,9 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print the find
       thinwire doctor
       thinwire doctor --json
     """
-    findings = list(examine())
+    from thinwire.tools.cli import checkup  # with torch, which --help does without
+
+    findings = list(checkup.examine())
     works = all(finding.works is not False for finding in findings)
     if as_json:
         typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
@@ -64,28 +44,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print the find
     raise typer.Exit(int(not works))
 
 
-def examine() -> Iterator[Finding]:
-    """Look at everything thinwire can use here."""
-    yield _recent("python", platform.python_version(), PYTHON)
-    yield _recent("torch", torch.__version__, TORCH)
-    yield _reference()
-    yield from _native()
-    yield from _other_backends()
-    yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
-    yield _cuda()
-    yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
-    yield _transport("nccl", "collectives on GPU tensors need it: install a CUDA build of torch")
-    yield _interfaces()
-    yield from _chosen_interfaces()
-    yield _host_name()
-    yield _shaping()
-    yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
-    yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
-    yield _installed("lightning", "lightning", "pytorch-lightning")
-    yield _installed("accelerate", "accelerate")
-
-
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: "list[Finding]") -> None:
     """One line each, in marks the stream can show, coloured on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
     console = screen.console()
@@ -94,143 +53,3 @@ def _show(findings: Sequence[Finding]) -> None:
         todo = f"; {finding.todo}" if finding.todo else ""
         line = f" {finding.name:<20} {finding.detail}{todo}"
         console.print(Text.assemble((mark, STYLES[finding.works]), line), soft_wrap=True)
-
-
-def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
-    works = tuple(int(part) for part in version.split(".")[:2]) >= oldest
-    return Finding(name, works, version, "" if works else f"thinwire needs {oldest[0]}.{oldest[1]} or newer")
-
-
-def _reference() -> Finding:
-    broken = selftest.broken_reference()
-    if broken:
-        return Finding("reference", False, f"loses its input in {', '.join(broken)}", "reinstall torch and thinwire")
-    return Finding("reference", True, f"{len(selftest.codecs())} codecs give their input back")
-
-
-def _native() -> Iterator[Finding]:
-    why = cpu.unavailable()
-    if why is None:
-        yield Finding("C kernels", True, f"loaded, {cpu.variant()}")
-        yield _same_bytes("C kernels", cpu, torch.device("cpu"))
-    else:
-        yield Finding("C kernels", False if cpu.LIBRARY.exists() else None, why)
-
-
-def _other_backends() -> Iterator[Finding]:
-    """Backends beside the reference and the C kernels, where they can run."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, backend in BACKENDS.items():
-        if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
-            yield _same_bytes(name, backend, device)
-
-
-def _same_bytes(name: str, backend: Backend, device: torch.device) -> Finding:
-    name = f"{name} self-test"
-    try:
-        compared, wrong = selftest.differences(backend, device)
-    except Exception as error:  # whatever a broken library throws is the finding
-        return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
-    if wrong:
-        detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
-        return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    return Finding(name, True, f"{compared} results have the bytes of the reference")
-
-
-def _package(name: str, module: str, todo: str) -> Finding:
-    try:
-        version = getattr(importlib.import_module(module), "__version__", "importable")
-    except ImportError:
-        return Finding(name, None, "not installed", todo)
-    except Exception as error:  # a broken install may throw anything, and is the finding
-        return Finding(name, None, f"does not import ({type(error).__name__}: {error})", todo)
-    return Finding(name, True, str(version))
-
-
-def _cuda() -> Finding:
-    if torch.cuda.is_available():
-        return Finding("CUDA", True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-    return Finding("CUDA", None, "torch sees no device", "on a machine with a GPU, install a CUDA build of torch")
-
-
-def _transport(name: str, todo: str) -> Finding:
-    there = torch.distributed.is_available() and getattr(torch.distributed, f"is_{name}_available")()
-    return Finding(name, True, "available") if there else Finding(name, None, "not in this torch", todo)
-
-
-def _interfaces() -> Finding:
-    """Network interfaces other than loopback that are not down, with the rate each reports."""
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and _told(name, "operstate") != "down"]
-    if not names:
-        todo = "ranks on this machine can talk to each other alone; for several machines, bring an interface up"
-        return Finding("interfaces", None, "loopback only", todo)
-    speeds = {name: _told(name, "speed") for name in names}  # of a virtual interface there is none, or it is -1
-    told = (f"{name} ({speed} Mbit/s)" if speed.isdecimal() else name for name, speed in speeds.items())
-    return Finding("interfaces", True, ", ".join(told))
-
-
-def _told(interface: str, what: str) -> str:
-    try:
-        return Path("/sys/class/net", interface, what).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _chosen_interfaces() -> Iterator[Finding]:
-    """The interfaces that the environment names, where it does."""
-    there = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable)
-        if wanted is None:
-            continue
-        if len(wanted) < SHORTEST:
-            detail = f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters"
-            yield Finding(variable, None, detail, "unset it")
-            continue
-        absent = ", ".join(name or "''" for name in _absent(wanted, there, nccl=variable.startswith("NCCL")))
-        todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
-        yield Finding(variable, not absent, wanted, todo)
-
-
-def _absent(wanted: str, there: Sequence[str], *, nccl: bool) -> list[str]:
-    """Of "eth0,eth1" every name has to be there.
-
-    For NCCL "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there.
-    """
-    if nccl and wanted.startswith("^"):
-        return []
-    if nccl and not wanted.startswith("="):
-        return [start for start in wanted.split(",") if not start or not any(name.startswith(start) for name in there)]
-    return [name for name in wanted.removeprefix("=" if nccl else "").split(",") if name not in there]
-
-
-def _host_name() -> Finding:
-    """gloo binds to the address that the host's name stands for, unless it is told an interface."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        todo = "gloo looks it up to choose an interface: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        return Finding("host name", None, f"{name} has no address ({error})", todo)
-    if address.startswith("127."):
-        todo = "fine on one machine; for several, map it to an outside address, or set GLOO_SOCKET_IFNAME"
-        return Finding("host name", None, f"{name} is {address}, loopback", todo)
-    return Finding("host name", True, f"{name} is {address}")
-
-
-def _shaping() -> Finding:
-    """Whether `bench --link` can hold ranks to a rate: made and removed for real."""
-    try:
-        with links.hosts(1, links.parse("1gbit")):
-            return Finding("shaped links", True, "network namespaces and tbf work")
-    except ThinwireError as error:
-        return Finding("shaped links", None, "not here", str(error))
-
-
-def _installed(name: str, *distributions: str) -> Finding:
-    """A version by its metadata: importing these takes seconds."""
-    for distribution in distributions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            told = "has no hook of its own: give compress_ddp the DDP module it makes"
-            return Finding(name, True, f"{metadata.version(distribution)}, {told}")
-    return Finding(name, None, "not installed", "nothing here needs it")

@@ -58,24 +58,24 @@ def check_device(device: Device | None) -> None:
 
 def words(given: Sequence[str] | None, allowed: Collection[str], flag: str) -> list[str] | None:
     """The words of a flag that may be repeated, each one of `allowed`; None where the flag was not given."""
-    if not given:
-        return None
-    found = list(dict.fromkeys(word.strip() for text in given for word in text.split(",")))
+    found = _pieces(given)
     for word in found:
         if word not in allowed:
             raise typer.BadParameter(f"{word!r} is not one of {', '.join(allowed)}", param_hint=flag)
-    return found
+    return found or None
 
 
 def counts(given: Sequence[str] | None, flag: str) -> list[int] | None:
     """The positive integers of a flag that may be repeated; None where it was not given."""
-    if not given:
-        return None
-    found = [word.strip() for text in given for word in text.split(",")]
+    found = _pieces(given)
     for word in found:
         if not re.fullmatch(r"[1-9]\d*", word):
             raise typer.BadParameter(f"expected integers from 1 on such as 1,2, got {word!r}", param_hint=flag)
-    return list(dict.fromkeys(int(word) for word in found))
+    return list(map(int, found)) or None
+
+
+def _pieces(given: Sequence[str] | None) -> list[str]:
+    return list(dict.fromkeys(word.strip() for text in given or () for word in text.split(",")))
 
 
 def writable(path: str | None, flag: str) -> None:

@@ -173,5 +173,5 @@ def _side(column: int, grid: TextGrid) -> str | None:
 
 def _style() -> str:
     rules = resources.files(__package__).joinpath("page.css").read_text()
-    light, dark = ("".join(f"{name}:{colour};" for name, colour in look.names().items()) for look in (LIGHT, DARK))
+    light, dark = ("".join(f"{name}:{color};" for name, color in look.names().items()) for look in (LIGHT, DARK))
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"

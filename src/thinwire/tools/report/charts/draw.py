@@ -70,8 +70,8 @@ def svg(chart: Chart, prefix: str) -> str:
     for size in ("width", "height"):  # the page decides; the viewBox keeps the proportions
         root.attrib.pop(size, None)
     text = ElementTree.tostring(root, encoding="unicode")
-    for name, colour in LIGHT.names().items():  # the page's names for its colours
-        text = re.sub(rf"(?<=: ){colour}\b", f"var({name})", text)
+    for name, color in LIGHT.names().items():  # the page's names for its colours
+        text = re.sub(rf"(?<=: ){color}\b", f"var({name})", text)
     return text
 
 
@@ -200,7 +200,7 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
         ys,
         xerr=widths if values.errors else None,
         fmt=MARKERS[number % len(MARKERS)],
-        color=_colour(number),
+        color=_color(number),
         label=_short(values.name, LETTERS),
         markersize=None if len(chart.series) == 1 else 4.5,
         elinewidth=1.2,
@@ -227,7 +227,7 @@ def _cut(axes: "Axes", chart: Bars) -> None:
         for place, value in zip(_places(chart, number), values.values, strict=True):
             if value is not None and _is_beyond(chart, value):
                 text = f"{significant(value)} →"
-                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=_colour(number))
+                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=_color(number))
 
 
 def _width_of(error: float | None) -> float:
@@ -239,7 +239,7 @@ def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
     thick = 0.9 * THICK / len(chart.series)
     lengths = [value or 0.0 for value in values.values]
     label = _short(values.name, LETTERS)
-    drawn = axes.barh(_places(chart, number), lengths, thick, color=_colour(number), label=label)
+    drawn = axes.barh(_places(chart, number), lengths, thick, color=_color(number), label=label)
     if len(chart.series) * len(chart.labels) <= MANY:
         axes.bar_label(drawn, [significant(value) for value in values.values], padding=3, fontsize=8)
         axes.margins(x=0.12)
@@ -271,7 +271,7 @@ def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
         yerr=errors,
         marker=MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else "",
         linestyle=dash if curve.joined else "none",
-        color=LIGHT.ink if curve.known else _colour(number),
+        color=LIGHT.ink if curve.known else _color(number),
         label=_short(curve.name, LETTERS),
         linewidth=1.1 if curve.known else 6.0 if curve.under else None,
         alpha=0.35 if curve.under else None,
@@ -307,7 +307,7 @@ def _tick(axes: "Axes", axis: Axis, which: Literal["x", "y"]) -> None:
     axes.tick_params(axis=which, which="both", length=3, pad=3.5)  # all numbers at one height
 
 
-def _colour(number: int) -> str:
+def _color(number: int) -> str:
     return LIGHT.series[number % len(LIGHT.series)]
 
 

@@ -19,7 +19,7 @@ class Palette:
 
     def names(self) -> dict[str, str]:
         """CSS names of the colours: --page, --ink, --grid, --s0 and so on."""
-        numbered = {f"--s{number}": colour for number, colour in enumerate(self.series)}
+        numbered = {f"--s{number}": color for number, color in enumerate(self.series)}
         return {"--page": self.page, "--ink": self.ink, "--grid": self.grid, **numbered}
 
 
