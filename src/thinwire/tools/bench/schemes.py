@@ -6,6 +6,7 @@ To add one of torch's: its name in `PEERS`, and how it is registered in `Replica
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
