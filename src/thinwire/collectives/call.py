@@ -10,10 +10,8 @@ from thinwire.collectives.checks import check_step
 from thinwire.collectives.handshake import BrokenError
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import TAGS, Setting
-from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
 from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work
 
 
 class Traffic(NamedTuple):
@@ -53,12 +51,6 @@ class Call:
         number = channel.next_step() if step is None else check_step(step)
         chunk_bytes, scratch_bytes = scratch or (plan.chunk_bytes, plan.scratch_bytes)
         return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
-
-    def run(self, operation: Operation) -> Work:
-        """Enter the operation into the channel's line; a caller that waits long looks for disagreement."""
-        work = self.channel.run(operation)
-        work.look = self.look
-        return work
 
     def look(self) -> None:
         """Raise if another rank is held up in a different call."""

@@ -4,6 +4,7 @@ import atexit
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -15,7 +16,7 @@ from thinwire import kernels
 from thinwire.collectives import transport as transports
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
-from thinwire.collectives.pipeline import Entry, Line, Operation, Scratch, broken, serve
+from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, broken, serve
 from thinwire.collectives.plan import CallPlan, PlanKey, QuickKey
 from thinwire.collectives.transport import Group, Tags, Transport
 from thinwire.collectives.work import Work
@@ -45,7 +46,7 @@ class Channel:
         self.scratch = Scratch(device, exact=self.transport.on_stream)
         self._steps = 0
         self._line = Line(self.scratch)
-        self._inbox: SimpleQueue[Entry | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -71,10 +72,13 @@ class Channel:
             self.quick.clear()
         self.plans[key] = plan
 
-    def run(self, operation: Operation) -> Work:
-        """Enter an operation into the line. Every tensor it holds lives until it is done."""
-        work = Work(operation.outputs)
-        entry = Entry(operation, work, tuple(link.group for link in self.transports))
+    def run(self, operation: Operation, look: Callable[[], None] | None = None) -> Work:
+        """Enter an operation into the line. Every tensor it holds lives until it is done.
+
+        A caller that waits long for it looks whether the ranks disagree.
+        """
+        work = Work(operation.outputs, look)
+        entry = Queued(operation, work, tuple(link.group for link in self.transports))
         if self.stream is not None:
             with self.lock:
                 self._run_on_stream(entry, self.stream)
@@ -91,7 +95,7 @@ class Channel:
         """End the thread once it has nothing more to do."""
         self._inbox.put(None)
 
-    def _run_on_stream(self, entry: Entry, stream: torch.cuda.Stream) -> None:
+    def _run_on_stream(self, entry: Queued, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._line.enter(entry)
@@ -126,7 +130,7 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Entry | None]]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Queued | None]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 

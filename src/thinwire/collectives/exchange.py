@@ -171,7 +171,7 @@ def _run(
     setting = call.setting(plan, step, exchange_scratch(plan, lengths, inputs[0].dtype))
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cut.chunk)
     operation.copies_back(results, copies)
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 def _trial(

@@ -54,7 +54,7 @@ def all_gather_into_tensor(
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
     operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 all_gather_single = all_gather_into_tensor
@@ -89,7 +89,7 @@ def all_gather(
         call.setting(plan, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
     )
     operation.outputs = list(tensor_list)
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 def broadcast(
@@ -122,7 +122,7 @@ def broadcast(
         return torch_verbs.broadcast(call, part, source, [tensor], async_op)
     operation = operations.Broadcast(call.setting(plan, step), Flat([part]), source, plan.cut)
     operation.outputs = [tensor]
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:

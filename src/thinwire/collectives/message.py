@@ -123,7 +123,7 @@ class Message:
         scale = 1.0 / self.channel.world
         operation = operations.all_reduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
-        return call.run(operation)
+        return self.channel.run(operation, call.look)
 
     @functools.cached_property
     def sent_bytes(self) -> int:

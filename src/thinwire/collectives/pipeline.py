@@ -108,7 +108,7 @@ def _aligned(nbytes: int) -> int:
 
 
 @dataclass
-class Entry:
+class Queued:
     """An operation in the line."""
 
     operation: Operation
@@ -141,7 +141,7 @@ class Entry:
 class _Running:
     """A chunk under way."""
 
-    entry: Entry
+    entry: Queued
     scratch: Tensor
     stages: Stages
     awaited: Sequence[Waitable] = ()
@@ -154,7 +154,7 @@ class Line:
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
         self._under_way: deque[_Running] = deque()
-        self._entry: Entry | None = None  # the one whose chunks are being started
+        self._entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
 
@@ -168,7 +168,7 @@ class Line:
         """Whether another operation can be entered."""
         return self._entry is None
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Queued) -> None:
         """Make `entry` the next whose chunks are started."""
         if self.failure is not None:
             entry.work.failed(broken(self.failure))
@@ -240,7 +240,7 @@ def broken(cause: str) -> CollectiveError:
     return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
 
 
-def serve(inbox: "SimpleQueue[Entry | None]", line: Line) -> None:
+def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
     """The thread of a line, until None comes. It holds no group while it sleeps, so that a group can end."""
     if line.scratch.device.type == "cuda":
         torch.cuda.set_device(line.scratch.device)

@@ -84,7 +84,7 @@ def _all_reduce(
     scale = reduction.scale(channel.world)
     operation = operations.all_reduce(call.setting(plan, step), [lane], plan.reducer, scale)
     operation.outputs = list(tensors)
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 def _plan(channel: Channel, key: PlanKey, flat: Flat, group: Group) -> CallPlan:
@@ -147,7 +147,7 @@ def reduce_scatter_tensor(
     flats = Flat([target]), Flat([source])
     operation = operations.ReduceScatter(call.setting(plan, step), *flats, plan.cut, reduction.scale(world))
     operation.outputs = [output]
-    return settle(call.run(operation), async_op)
+    return settle(call.channel.run(operation, call.look), async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor

@@ -18,7 +18,7 @@ _LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
 class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 
-    def __init__(self, outputs: list[Tensor]) -> None:
+    def __init__(self, outputs: list[Tensor], look: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._outputs = outputs
         self._done = threading.Event()
@@ -27,7 +27,7 @@ class Work(dist.Work):
         self._future: Futures[list[Tensor]] = Futures(devices=devices)
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
-        self.look: Callable[[], None] | None = None  # raises when the ranks turn out to disagree
+        self.look = look  # raises when the ranks turn out to disagree
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
