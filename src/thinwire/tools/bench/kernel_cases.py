@@ -25,7 +25,6 @@ from thinwire.tools.bench.timing import Call, Effort
 COLUMNS = (*TIMES, "copy_ms", "times_copy", "copy_share", "copy_same_ms", "minimal_bytes", "cold", "rounds")
 FOOTPRINT = 1 << 28  # bytes that a call goes round on a GPU
 MOST_SETS = 256  # of buffers
-
 EAGER, COMPILE = "times_eager", "times_compile"  # columns, and the rivals they tell of
 CHANNEL = 512  # elements: the default of torch's per-channel hook
 REPLAYS = 50  # of a graph in a row
@@ -49,11 +48,6 @@ class KernelCase(ABC):
     def __str__(self) -> str:
         size = f"{self.threads} threads" if self.device.type == "cpu" else f"{self.numel} elements"
         return f"{self.op} {self.name} {timing.dtype_name(self.dtype)}, {size}"
-
-    @property
-    @abstractmethod
-    def minimal_bytes(self) -> int:
-        """Each input byte read once, each output byte written once."""
 
     @abstractmethod
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
@@ -138,6 +132,7 @@ class OpCase(KernelCase):
 
     @property
     def minimal_bytes(self) -> int:
+        """Each input byte read once, each output byte written once."""
         wire = self.encoding.format.layout(self.numel).nbytes
         plain = self.numel * self.dtype.itemsize
         return {

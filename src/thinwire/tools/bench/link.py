@@ -105,10 +105,6 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
                     _run("ip", "netns", "del", name, check=False)
 
 
-def address(number: int) -> str:
-    return f"10.77.0.{number + 1}"
-
-
 def enter(host: str) -> None:
     """Move this thread, and the threads it will start, to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -166,7 +162,7 @@ def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
     _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-    _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
+    _run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
     _run("ip", "-n", name, "link", "set", INTERFACE, "up")
     _run("ip", "-n", name, "link", "set", "lo", "up")
     for namespace, device in ((name, INTERFACE), (switch, port)):

@@ -27,7 +27,6 @@ ONEBIT = "onebit"
 RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
 PEERS = (NONE, BF16, *RANKS)
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
-OPTIMIZERS = ("adam", "sgd")
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
