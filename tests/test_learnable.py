@@ -1139,7 +1139,7 @@ def test_devices_agree_and_the_host_never_waits(observer: Any, dtype: torch.dtyp
     host, card = (LearnableFakeQuantize(observer, 0, 7, use_grad_scaling=True) for _ in range(2))
     card.to(CUDA)
     x = torch.linspace(-1, 2, 3 * 700).view(3, 700).to(dtype)
-    host(x), card(x.to(CUDA)).sum().backward()  # kernels are compiled here
+    host(x), card(x.to(CUDA).requires_grad_()).sum().backward()  # kernels are compiled here
     card.zero_grad()
     for name in ("enable_static_estimate", "enable_param_learning"):
         a, b = x.clone().requires_grad_(), x.to(CUDA).requires_grad_()
