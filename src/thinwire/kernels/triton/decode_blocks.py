@@ -60,7 +60,7 @@ def _decode(out, wires, keys, norm, first, end, length, span, T: tl.constexpr, W
     if T.loose and not T.lloyd:
         span = wide(span)
         for start in range(0, span, T.columns):
-            _decode_tile(out, wires, keys, norm, piece(first, length, span, start, T), T, WORLD, CALM)
+            _decode_tile(out, wires, keys, norm, piece(first, length, span, start, T, end), T, WORLD, CALM)
     else:
         _decode_tile(out, wires, keys, norm, position(first, end, length, span, T), T, WORLD, CALM)
 
