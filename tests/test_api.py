@@ -109,11 +109,14 @@ class Heard(logging.Handler):
 def measure_then_explain(group: Group, numel: int) -> tuple[str, str, int, list[str]]:
     fresh = dist.new_group()
     heard = Heard()
-    logging.getLogger("thinwire").addHandler(heard)
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
     try:
         measured = thinwire.measure(torch.zeros(numel), fresh, codec="int8")
     finally:
-        logging.getLogger("thinwire").removeHandler(heard)
+        logger.removeHandler(heard)
+        logger.setLevel(logging.NOTSET)
     channel = channel_of(fresh, torch.device("cpu"))
     sizes = [size for curves in channel.measured.curves.values() for points in curves.values() for size, _ in points]
     told = thinwire.explain(torch.zeros(numel), fresh, codec="int8")
