@@ -134,15 +134,19 @@ class TorchWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
+        if self._error is not None:
+            raise self._error
+        if self._waited:  # known from its future, whose callbacks may wait again
+            return True
         if timeout is not None:
             _poll(lambda: self.is_ended, timeout)
         assert self.look is not None
         try:
             wait_looking(self._work, self.look)
+            self._end()
         except BaseException as error:
             self._error = error
             raise
-        self._end()
         return True
 
     @property
@@ -177,8 +181,12 @@ class TorchWork(Work):
             future.set_result(None)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
-        future.value()  # raises what went wrong
-        self._end()
+        try:
+            future.value()  # raises what went wrong
+            self._end()
+        except BaseException as error:
+            self._error = error
+            raise
         return self._outputs
 
     def _end(self) -> None:
