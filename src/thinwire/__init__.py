@@ -25,7 +25,19 @@ if typing.TYPE_CHECKING:
         reduce_scatter_single,
         reduce_scatter_tensor,
     )
-    from thinwire.errors import BackendError, CodecError, CollectiveError, DisagreementError, ThinwireError, WireError
+    from thinwire.errors import (
+        BackendError,
+        CodecError,
+        CollectiveError,
+        DisagreementError,
+        MissingPackageError,
+        OptimizerError,
+        QatError,
+        QatStateError,
+        QatTypeError,
+        ThinwireError,
+        WireError,
+    )
     from thinwire.integrations import DDPHandle, DDPState, Stats, compress_ddp, ddp_hook
     from thinwire.kernels import use_backend
 
@@ -43,6 +55,11 @@ __all__ = [
     "DisagreementError",
     "Identity",
     "Lloyd",
+    "MissingPackageError",
+    "OptimizerError",
+    "QatError",
+    "QatStateError",
+    "QatTypeError",
     "Stats",
     "ThinwireError",
     "WireError",
@@ -74,7 +91,8 @@ _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
-    "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError ThinwireError WireError",
+    "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
+    "QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.integrations": "DDPHandle DDPState Stats compress_ddp ddp_hook",
     "thinwire.kernels": "use_backend",
 }
