@@ -61,7 +61,7 @@ HOOKS: dict[str, Any] = {
     "fp16(bf16(fp16))": hooks.fp16_compress_wrapper(hooks.bf16_compress_wrapper(hooks.fp16_compress_hook)),
 }
 CODECS = {"fp16": "fp16", "bf16": "bf16", "pertensor": PER_TENSOR, "perchannel": PER_CHANNEL, "perchannel 64": PER_64}
-QUANTISED = ("pertensor", "perchannel", "perchannel 64")
+QUANTIZED = ("pertensor", "perchannel", "perchannel 64")
 
 
 class Bucket:
@@ -264,8 +264,8 @@ HARD = {
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_quantisation_is_as_fine_as_the_range(ranks: RankPool, world: int, content: str, device: Device) -> None:
     xs = [HARD[content](333) for _ in range(world)]
-    check_hooks(ranks, QUANTISED, [xs], device)
-    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, QUANTISED, [xs], device)[0])
+    check_hooks(ranks, QUANTIZED, [xs], device)
+    assert all(y.isfinite().all() for _, y in ranks(world).run(run_hooks, QUANTIZED, [xs], device)[0])
 
 
 def nan_block(name: str, n: int, at: int, world: int) -> range:
@@ -284,8 +284,8 @@ def test_one_nan_stays_in_its_block(ranks: RankPool, world: int, bad: float, dev
     clean = [given(n, rank) for rank in range(world)]
     broken = [x.clone() for x in clean]
     broken[1][at] = bad
-    answers = [y for _, y in ranks(world).run(run_hooks, QUANTISED, [clean, broken], device)[0]]
-    for name, good, got in zip(QUANTISED, answers[::2], answers[1::2], strict=True):
+    answers = [y for _, y in ranks(world).run(run_hooks, QUANTIZED, [clean, broken], device)[0]]
+    for name, good, got in zip(QUANTIZED, answers[::2], answers[1::2], strict=True):
         block = list(nan_block(name, n, at, world))
         want = good.clone()
         want[block] = math.nan
@@ -325,7 +325,7 @@ def bytes_and_messages(group: Group, name: str, n: int) -> tuple[int, int]:
     return traffic().sent - before, len(phases)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_two_phases_of_one_message_each(ranks: RankPool, name: str) -> None:
     """torch's: an all-gather of scales and another of everything, (W - 1) * N bytes."""
     world, n = 4, 4 * 512 * 8

@@ -100,10 +100,10 @@ def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str,
         slowest = max(row[-1][1] for row in points.values())
         if slowest > _ENOUGH_S and size > _SIZES[0]:
             break
-    return {name: _levelled(row) for name, row in points.items()}
+    return {name: _leveled(row) for name, row in points.items()}
 
 
-def _levelled(row: Sequence[tuple[int, float]]) -> Points:
+def _leveled(row: Sequence[tuple[int, float]]) -> Points:
     """Noise only adds time, so a message takes no longer than a larger one did."""
     level = float("inf")
     found = []
