@@ -3,8 +3,9 @@
     python tests/golden.py        # writes tests/golden.json anew, when bytes are meant to change
 
 Inputs are exact in float32 (products of small integers), so that they are the same on every machine. What is computed
-with factors that are no powers of two (worlds of 3) may round differently where a processor fuses multiply and add, so
-those runs are compared on the kind of machine that wrote the file.
+with factors that are no powers of two (DDP in worlds of 3) may round differently where a processor fuses multiply and
+add, and so may sums of squared errors, from which "auto:2.5" deals its bits: those are compared on the kind of machine
+that wrote the file.
 """
 
 import functools
