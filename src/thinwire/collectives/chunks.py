@@ -171,17 +171,16 @@ class Flat:
             return self._parts[0][span.begin : span.end]
         pieces = self._pieces(span)
         if len(pieces) == 1:
-            return pieces[0][0]
+            return pieces[0]
         room = desk.numbers(span.numel, self.dtype)
         if pieces:
-            torch.cat([piece for piece, _ in pieces], out=room)
+            torch.cat(pieces, out=room)
         return room
 
     def write(self, span: Span, values: Tensor) -> None:
         """Put back what `read` gave."""
         if self.scattered and len(pieces := self._pieces(span)) > 1:
-            targets = [piece for piece, _ in pieces]
-            torch._foreach_copy_(targets, values.split([piece.numel() for piece in targets]))
+            torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def finish(self) -> None:
         """Bring the numbers to tensors that could not be viewed as a row."""
@@ -189,22 +188,22 @@ class Flat:
             if not tensor.is_contiguous():
                 tensor.copy_(part.view(tensor.shape))
 
-    def _pieces(self, span: Span) -> list[tuple[Tensor, int]]:
-        """The parts of tensors inside a span, each with its place in the span."""
+    def _pieces(self, span: Span) -> list[Tensor]:
+        """The parts of tensors inside a span."""
         found = []
         start = 0
         for part in self._parts:
             begin = max(span.begin - start, 0)
             end = min(span.end - start, part.numel())
             if begin < end:
-                found.append((part[begin:end], start + begin - span.begin))
+                found.append(part[begin:end])
             start += part.numel()
         return found
 
 
-def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
-    """Bytes of the wires of several spans; an empty span has none."""
-    return sum(codec.wire_bytes(part.numel, dtype) for part in parts if part.numel)
+def wire_sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[int]:
+    """Bytes of the wire of every span; an empty span has none."""
+    return [codec.wire_bytes(part.numel, dtype) if part.numel else 0 for part in parts]
 
 
 def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:

@@ -32,7 +32,7 @@ class Handshake:
         self.rank = group.rank()
         self.world = group.size()
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
-        self._store = transport.store(group)
+        self._store = group.get_group_store()
         self._name = f"thinwire/{name}"
         self._patience_s = transport.timeout_s(group)
 

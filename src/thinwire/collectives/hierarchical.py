@@ -120,6 +120,9 @@ class Hierarchical:
         return LaneChunk(lane, total, total, key, chunk.begin + chunk.shards[rank].begin)
 
 
+Reducer = OneShot | TwoPhase | Hierarchical
+
+
 def _fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
     """A decoded sum as numbers of `dtype`: what the codec's error took past the largest of them becomes that."""
     if dtype.itemsize >= total.itemsize:

@@ -25,6 +25,7 @@ from thinwire.kernels import hashing
 _SHARD = 4  # stream of the hash
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
+Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor], None]  # is told (span, message, decoded, codec, wire)
 
 
 class Key(NamedTuple):
@@ -64,13 +65,6 @@ class Carry(Protocol):
 
     def result(self, span: Span, x: Tensor, fine: Fine) -> None:
         """x, the mean of what was sent, becomes the mean of what was meant."""
-
-
-class Watch(Protocol):
-    """Looks at what the wires of a lane lose."""
-
-    def lost(self, span: Span, message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
-        """`message` was encoded as `wire`, which says `decoded`."""
 
 
 def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
@@ -192,7 +186,7 @@ class LaneChunk:
             return
         read = decoded(codec, wire, x.numel(), step, x.dtype)
         if watch is not None:
-            watch.lost(self.span(part), x, read, codec, wire)
+            watch(self.span(part), x, read, codec, wire)
         if carry is not None:
             carry.sent(x, read)
 

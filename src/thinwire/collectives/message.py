@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import channel_of, mesh_channel
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.checks import check_algorithm, codec_for
 from thinwire.collectives.chunks import Cut, Flat
-from thinwire.collectives.hierarchical import Hierarchical, check_order, fewest_roundings, flat_reducer
+from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
-from thinwire.collectives.plan import CallPlan, Reducer, lanes_scratch
+from thinwire.collectives.plan import CallPlan, lanes_scratch
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 
@@ -52,13 +52,12 @@ class Message:
         self._dtype = like.dtype
         self._nodes = nodes
         self._reducer: Reducer
+        self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
         if nodes is None:
-            self.channel = channel_of(group, like.device)
             self.algorithm = fewest_roundings(self.channel.world) if algorithm == "auto" else algorithm
             self._reducer = flat_reducer(self.channel.transport, self.algorithm)
         else:
             check_order(nodes.mesh)
-            self.channel = mesh_channel(nodes.mesh, like.device)
             self.algorithm = "hierarchical"
             self._reducer = Hierarchical(*self.channel.transports)
         self._codecs = [self._first_codec(spec) for spec in self.specs]
@@ -121,7 +120,7 @@ class Message:
             plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, chunk_bytes, scratch_bytes, self._reducer)
             self._plans[scattered] = plan
         scale = 1.0 / self.channel.world
-        operation = operations.all_reduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
+        operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
         return self.channel.run(operation, call.look)
 

@@ -1,7 +1,7 @@
 """Sums over ranks: all_reduce, all_reduce_coalesced, reduce_scatter_tensor; what `auto` does with them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice, CurveKey, Measured
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane
-from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
+from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
 from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work, settle
+from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
 
@@ -78,35 +78,24 @@ def _all_reduce(
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     if plan.reducer is None or plan.codec is None:
         if verb == "all_reduce" and reduction.name == "sum":
-            torch_verbs.remember(call, plan, verb, tensors, codec, algorithm)
+            torch_verbs.remember(call, verb, tensors, codec, algorithm)
         return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
     lane = Lane(flat, plan.cut, plan.codec, plan.codec, across=plan.across)
     scale = reduction.scale(channel.world)
-    operation = operations.all_reduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    operation.outputs = list(tensors)
-    return settle(call.channel.run(operation, call.look), async_op)
+    operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
+    return call.run(operation, tensors, async_op)
 
 
 def _plan(channel: Channel, key: PlanKey, flat: Flat, group: Group) -> CallPlan:
     mesh = transport.mesh_of_nodes(group)
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
-    trial = functools.partial(_sum_trial, channel, group, flat.dtype)
-    choose = measuring.fastest(channel, "all_reduce", flat.dtype, flat.numel, trial)
-    return plan_sum(key, flat, channel.transports, choose)
+    return plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
 
 
-def _sum_trial(
-    channel: Channel,
-    group: Group,
-    dtype: torch.dtype,
-    codecs: tuple[Codec, ...],
-    algorithm: SumAlgorithm,
-    numel: int,
-) -> Callable[[], object]:
-    tensor = torch.linspace(-1, 1, numel, device=channel.device).to(dtype)
-    codec: Codecs = codecs[0] if len(codecs) == 1 else (codecs[0], codecs[1])
-    return lambda: all_reduce(tensor, group=group, codec=codec, algorithm=algorithm, step=0)
+def _fastest(channel: Channel, group: Group, dtype: torch.dtype, numel: int) -> Choose:
+    trial = functools.partial(all_reduce, group=group)
+    return measuring.fastest(channel, "all_reduce", dtype, numel, trial, (channel.world,))
 
 
 def reduce_scatter_tensor(
@@ -138,28 +127,19 @@ def reduce_scatter_tensor(
         )
     codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
-    trial = functools.partial(_scatter_trial, channel, source.dtype)
-    call, plan = planned_verb(channel, key, "reduce_scatter", target.numel(), source.numel(), trial)
+    call, plan = planned_verb(
+        channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)
+    )
     if plan.codec is None:
         if reduction.name == "sum":
-            torch_verbs.remember(call, plan, "reduce_scatter", (output, input), codec, algorithm)
+            torch_verbs.remember(call, "reduce_scatter", (output, input), codec, algorithm)
         return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
     flats = Flat([target]), Flat([source])
     operation = operations.ReduceScatter(call.setting(plan, step), *flats, plan.cut, reduction.scale(world))
-    operation.outputs = [output]
-    return settle(call.channel.run(operation, call.look), async_op)
+    return call.run(operation, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
-
-
-def _scatter_trial(
-    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
-) -> Callable[[], object]:
-    link = channel.transport
-    part = -(-numel // link.world)
-    output, input = (torch.linspace(-1, 1, size, device=channel.device).to(dtype) for size in (part, part * link.world))
-    return lambda: reduce_scatter_tensor(output, input, group=link.group, codec=codecs[0], algorithm=algorithm, step=0)
 
 
 def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
@@ -172,7 +152,8 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     members = transport.resolve(group)
     channel = known_channel(members, part.device)
     measured = Measured() if channel is None else channel.measured
-    return cost.choice(measured, _curve(part, codec), part.numel(), members.size())
+    curve = CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
+    return cost.choice(measured, curve, part.numel(), members.size())
 
 
 def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
@@ -185,11 +166,6 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     members = transport.resolve(group)
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
-        curve = _curve(part, codec)
-        trial = functools.partial(_sum_trial, channel, members, part.dtype)
-        measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial)(curve.codecs, PLAIN_OR_SUM)
+        codecs = (checks.codec_for(codec, part.shape),)
+        _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
     return explain(tensor, members, codec=codec)
-
-
-def _curve(part: Tensor, codec: str | Codec) -> CurveKey:
-    return CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))

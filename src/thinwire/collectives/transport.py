@@ -150,8 +150,7 @@ class StreamTransport(Transport):
         self.sent += nbytes * (self.world - 1)
         self.received += nbytes * (self.world - 1)
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
-        work = all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)
-        return [work]
+        return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
 
     def synchronize(self) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
@@ -224,20 +223,6 @@ def backend(group: dist.ProcessGroup, device: torch.device) -> str:
             f"this group has no backend for {device.type} tensors; initialise it with one, e.g. backend='gloo'"
         ) from None
     return name
-
-
-def store(group: dist.ProcessGroup) -> Any:
-    """The group's own key-value store."""
-    return group.get_group_store()
-
-
-_SUM: Any = dist.AllreduceOptions()
-_SUM.asyncOp = True
-
-
-def start_sum(group: Any, tensor: Tensor) -> Any:
-    """torch's sum over ranks without the checks of its Python side."""
-    return group.allreduce([tensor], _SUM)
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> None:

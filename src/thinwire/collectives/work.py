@@ -93,14 +93,6 @@ class Work(dist.Work):
         return self
 
 
-def settle(work: Work, async_op: bool) -> Work | None:
-    """What a verb returns: the work itself, or None once it is done."""
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
 # --- works of torch's own verbs ---------------------------------------------------------------------------------------
 
 
@@ -135,7 +127,11 @@ class TorchWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read, or raise."""
         if timeout is not None:
-            _poll(lambda: self.is_ended, timeout)
+            end = time.monotonic() + timeout.total_seconds()
+            while not self.is_ended:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the collective did not end within {timeout}")
+                time.sleep(1e-3)
         assert self.look is not None
         try:
             wait_looking(self._work, self.look)
@@ -188,11 +184,3 @@ class TorchWork(Work):
                     self._finish()
                 self._finish = None
             self._waited = True
-
-
-def _poll(done: Callable[[], bool], timeout: timedelta) -> None:
-    end = time.monotonic() + timeout.total_seconds()
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"the collective did not end within {timeout}")
-        time.sleep(1e-3)

@@ -143,12 +143,13 @@ class Averager:
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.decisions.measuring:
-            watches = self.errors.watch([lane.pieces for lane in bucket.lanes], output.device)
+            watches = [self.errors.watch(lane.pieces, output.device).lost for lane in bucket.lanes]
         checks = [self.tally.checked, *[None] * (len(tensors) - 1)]
         parts = zip(tensors, bucket.carries, watches, checks, strict=True)
         loaded = [bucket.message.lane(i, *part) for i, part in enumerate(parts)]
         meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
-        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
+        stage = None if meter is None else meter.stage
+        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
         return work.get_future().then(lambda done: _first(done, meter))
 

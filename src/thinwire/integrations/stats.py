@@ -87,7 +87,7 @@ class Tally:
 
 
 class BucketMeter:
-    """Takes the times of one bucket's chunks (collectives.operations.Meter)."""
+    """Takes the times of one bucket's chunks."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -146,11 +146,10 @@ class StepErrors:
         self._watches: list[ErrorWatch] = []
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
-    def watch(self, lanes: Sequence[Sequence[Piece]], device: torch.device) -> list[ErrorWatch]:
-        """Measure this step: one watch for each of these lanes."""
-        found = [ErrorWatch(pieces, device) for pieces in lanes]
-        self._watches += found
-        return found
+    def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
+        """Measure a lane of this step."""
+        self._watches.append(ErrorWatch(pieces, device))
+        return self._watches[-1]
 
     def by_name(self) -> dict[str, float]:
         """Squared errors by parameter that the next step decides from, if this one was measured."""
