@@ -18,8 +18,6 @@ from thinwire.collectives.work import Work
 
 
 class Call:
-    """One call of a verb on a channel."""
-
     def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
         self.channel = channel
         self.text = text
@@ -59,7 +57,6 @@ class Call:
         return None
 
     def look(self) -> None:
-        """Raise if another rank is held up in a different call."""
         look(self.channel, self.number, self.text)
 
 

@@ -51,7 +51,6 @@ class Channel:
 
     @property
     def failure(self) -> str | None:
-        """What made the group unusable, if anything did."""
         return self.disagreed or self._line.failure
 
     def next_step(self) -> int:
@@ -68,10 +67,7 @@ class Channel:
         self.plans[key] = plan
 
     def run(self, operation: Operation, look: Callable[[], None] | None = None) -> Work:
-        """Enter an operation into the line. Every tensor it holds lives until it is done.
-
-        A caller that waits long for it looks whether the ranks disagree.
-        """
+        """Enter an operation into the line; who waits long for it may `look` whether the ranks disagree."""
         work = Work(operation.outputs, look)
         entry = Queued(operation, work, tuple(link.group for link in self.transports))
         if self.stream is not None:
@@ -116,8 +112,6 @@ def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
 
 @dataclass
 class _GroupState:
-    """What is kept about one group."""
-
     tags: Tags = field(default_factory=Tags)
     transports: dict[torch.device, Transport] = field(default_factory=dict)
     channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group

@@ -25,12 +25,10 @@ class Reduction(NamedTuple):
     factor: float = 1.0
 
     def scale(self, world: int) -> float:
-        """What the sum is multiplied by."""
         return 1.0 / world if self.name == "avg" else self.factor
 
     @property
     def torch_op(self) -> Any:
-        """torch's own op."""
         if self.name == "premul_sum":
             return dist._make_nccl_premul_sum(self.factor)  # type: ignore[attr-defined]
         return dist.ReduceOp.AVG if self.name == "avg" else dist.ReduceOp.SUM
@@ -44,7 +42,6 @@ _AVG = Reduction("avg")
 
 
 def reduction(op: Any) -> Reduction:
-    """The reduction that torch's `op` names."""
     if op == dist.ReduceOp.SUM:
         return _SUM
     if op == dist.ReduceOp.AVG:
@@ -70,7 +67,6 @@ def codec_named(spec: str) -> Codec:
 
 
 def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
-    """The codec that serves a tensor of `shape`."""
     codec = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
     return codec.pick(shape=shape)
 
@@ -143,6 +139,5 @@ def check_step(step: int) -> int:
 
 
 def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
-    """Raise unless `algorithm` is one of `known`."""
     if algorithm not in known:
         raise CollectiveError(f"algorithm must be one of {', '.join(known)}, got {algorithm!r}")

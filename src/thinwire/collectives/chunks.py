@@ -29,6 +29,7 @@ MIN_CHUNK = 1 << 18  # elements; less is not cut
 MIN_CHUNK_BYTES = 1 << 17  # of wire
 MAX_CHUNK_BYTES = 1 << 24  # of wire; more takes more scratch
 UNDER_WAY_BYTES = 5 << 18  # of wire, in 3 to 6 chunks; more => ranks get further out of step
+SCRATCH_ALIGN = 64  # chunks' parts of scratch begin on multiples of it
 _WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
 
 
@@ -40,7 +41,6 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.end - self.begin
 
 
@@ -105,9 +105,9 @@ def others_first(rank: int, world: int) -> list[int]:
     return [(rank + 1 + i) % world for i in range(world)]
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, to: int = 16) -> int:
     """What a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
-    return -(-nbytes // 16) * 16
+    return -(-nbytes // to) * to
 
 
 class Desk:
@@ -118,7 +118,6 @@ class Desk:
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """The next `nbytes`."""
         if self._at + nbytes > self._scratch.numel():
             raise CollectiveError(f"a chunk needs more scratch than the {self._scratch.numel()} bytes it was given")
         part = self._scratch[self._at : self._at + nbytes]
@@ -130,7 +129,6 @@ class Desk:
         return Desk(self._scratch[begin : begin + nbytes])
 
     def rows(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Parts of these sizes, one after the other."""
         return [self.take(size) for size in sizes]
 
     def matrix(self, world: int, nbytes: int) -> Tensor:
@@ -138,7 +136,6 @@ class Desk:
         return self.take(world * nbytes).view(world, nbytes)
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for `numel` numbers."""
         return self.take(numel * dtype.itemsize).view(dtype)
 
 
@@ -189,7 +186,6 @@ class Flat:
                 tensor.copy_(part.view(tensor.shape))
 
     def _pieces(self, span: Span) -> list[Tensor]:
-        """The parts of tensors inside a span."""
         found = []
         start = 0
         for part in self._parts:
@@ -208,6 +204,6 @@ def wire_sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[
 
 def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:
     """Scratch an operation may hold: a wire of the message and two of a chunk; never less than one chunk needs."""
-    aligned = -(-chunk_bytes // 64) * 64
+    chunk = aligned(chunk_bytes, SCRATCH_ALIGN)
     depth = max(3, min(6, num_chunks, UNDER_WAY_BYTES // max(chunk_wire, 1)))
-    return max(aligned, min(depth * aligned, wire + 2 * chunk_wire))
+    return max(chunk, min(depth * chunk, wire + 2 * chunk_wire))

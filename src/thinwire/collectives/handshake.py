@@ -51,8 +51,8 @@ class Handshake:
         self._store.set(f"{self._name}/at/{self.rank}", f"{number}\n{call}")
         for rank in range(self.world):
             theirs = self._read(f"{self._name}/{number}/{rank}")
-            if rank != self.rank and theirs is not None and theirs.split("\n", 1)[0] != call:
-                _raise_pair(number, {self.rank: call, rank: theirs.split("\n", 1)[0]})
+            if rank != self.rank and theirs is not None and _first(theirs) != call:
+                _raise_pair(number, {self.rank: call, rank: _first(theirs)})
 
     def _await(self, key: str, number: int, rank: int, call: str) -> str:
         """What a rank wrote, polled for: the store's own wait would log a warning at every look."""
@@ -97,7 +97,11 @@ def check(shakes: Sequence[Handshake], number: int, call: str, *, details: str =
         answers = [answer for text in told for answer in text.split("\n", 1)[1].split(_JOIN)]
     calls, found = zip(*(answer.split("\n", 1) for answer in answers), strict=True)
     if any(other != call for other in calls):
-        _raise(number, calls)
+        sides = {made: [str(rank) for rank, other in enumerate(calls) if other == made] for made in calls}
+        named = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} called {made}" for made, ranks in sides.items()
+        )
+        raise DisagreementError(f"the ranks disagree about operation {number} of this group: {named}")
     return list(found)
 
 
@@ -105,18 +109,8 @@ def _first(call: str) -> str:
     return call.split("\n", 1)[0]
 
 
-def _raise(number: int, calls: Sequence[str]) -> NoReturn:
-    sides = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
-    named = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in sides.items())
-    raise DisagreementError(f"the ranks disagree about operation {number} of this group: {named}")
-
-
 def _raise_pair(number: int, calls: dict[int, str]) -> NoReturn:
     named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
     raise BrokenError(
         f"the ranks disagree about operation {number} of this group: {named}. Messages are under way: make a new group"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

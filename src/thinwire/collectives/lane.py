@@ -102,12 +102,10 @@ class Lane:
 
     @property
     def outer(self) -> tuple[Codec, Codec]:
-        """Codec and first of the sums of nodes."""
         return self.across or (self.codec, self.codec)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the numbers that are encoded."""
         return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
 
     @property
@@ -136,7 +134,6 @@ class LaneChunk:
 
     @property
     def whole(self) -> Span:
-        """All of x."""
         return Span(0, self.x.numel())
 
     def split(self, world: int) -> list[Span]:
@@ -149,7 +146,6 @@ class LaneChunk:
         return Span(self.begin + part.begin, self.begin + part.end)
 
     def numbers(self, part: Span) -> Tensor:
-        """The elements of a span of x."""
         return self.x[part.begin : part.end]
 
     def load(self) -> None:

@@ -7,6 +7,7 @@ call takes long enough. All ranks take the slowest rank's times, so they choose 
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,10 +29,9 @@ Trial = Callable[..., object]  # a verb; its tensors, codec, algorithm and step 
 
 
 def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial, shares: Sequence[int]) -> Choose:
-    """For a plan: the fastest algorithm for a message of `numel` elements.
+    """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet.
 
-    It measures what was not yet, with all ranks of the group. The tensors of `trial` hold as many ranks' parts of the
-    message as `shares` say.
+    The tensors of `trial` hold as many ranks' parts of the message as `shares` say.
     """
 
     def prepare(codecs: tuple[Codec, ...], algorithm: str, size: int) -> Callable[[], object]:
@@ -91,10 +91,7 @@ def _missing(points: Points, wanted: int) -> list[int]:
 
 
 def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str, Prepare]) -> Curves:
-    """Curves that reach `wanted`: the calls timed by turns at rising sizes.
-
-    As many rounds and sizes on every rank: both depend on agreed times.
-    """
+    """Curves that reach `wanted`: the calls timed by turns at rising sizes, which agreed times decide on all ranks."""
     points = {name: list(row) for name, row in curves.items()}
     slowest = max((row[-1][1] for row in points.values() if row), default=0.0)
     for size in _missing(max(curves.values(), key=lambda row: row[-1][1] if row else 0.0), wanted):
@@ -110,12 +107,8 @@ def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str,
 
 def _levelled(row: Sequence[tuple[int, float]]) -> Points:
     """Noise only adds time, so a message takes no longer than a larger one did."""
-    level = float("inf")
-    found = []
-    for size, seconds in reversed(row):
-        level = min(level, seconds)
-        found.append((size, level))
-    return tuple(reversed(found))
+    levels = list(itertools.accumulate((seconds for _, seconds in reversed(row)), min))
+    return tuple((size, level) for (size, _), level in zip(row, reversed(levels), strict=True))
 
 
 def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.checks import check_algorithm, codec_for
+from thinwire.collectives.checks import codec_for
 from thinwire.collectives.chunks import Cut, Flat
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
@@ -47,7 +47,6 @@ class Message:
         algorithm: str = "auto",
         nodes: Nodes | None = None,
     ) -> None:
-        check_algorithm(algorithm, ALGORITHMS)
         self.specs = tuple(specs)
         self._dtype = like.dtype
         self._nodes = nodes
@@ -116,8 +115,7 @@ class Message:
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:
-            chunk_bytes, scratch_bytes = lanes_scratch(lanes, self._reducer)
-            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, chunk_bytes, scratch_bytes, self._reducer)
+            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, *lanes_scratch(lanes, self._reducer))
             self._plans[scattered] = plan
         scale = 1.0 / self.channel.world
         operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)

@@ -34,8 +34,6 @@ class Setting:
 
 
 class VerbOperation(Operation):
-    """What the operations of all verbs have in common."""
-
     def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
         self._link = setting.link
         self._codec = setting.codec
@@ -55,7 +53,6 @@ class VerbOperation(Operation):
         self._copies = copies
 
     def memory(self) -> Sequence[Tensor]:
-        """Outputs, inputs, and the copies made of either."""
         flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
         return [*flats, *(numbers for _, numbers in self._copies)]
 

@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.chunks import Desk
+from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
-
-_ALIGN = 64
 
 
 class Operation:
@@ -70,15 +68,14 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return self._buffer.numel()
 
     def take(self, nbytes: int, limit: int) -> Tensor | None:
         """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
-        wanted = _aligned(max(limit, nbytes, _ALIGN))
+        wanted = aligned(max(limit, nbytes, 1), SCRATCH_ALIGN)
         if wanted > self.nbytes and not self._lent:
             self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
-        size = _aligned(max(nbytes, 1))  # no two regions start at one place
+        size = aligned(max(nbytes, 1), SCRATCH_ALIGN)  # no two regions start at one place
         at = self._place(size, min(self.nbytes, wanted) if self._exact else self.nbytes)
         if at is None:
             return None
@@ -86,7 +83,6 @@ class Scratch:
         return self._buffer[at : at + nbytes]
 
     def give(self, part: Tensor) -> None:
-        """Take back what was lent."""
         self._back.add(int(part.storage_offset()))
         while self._lent and self._lent[0][0] in self._back:
             self._back.remove(self._lent.popleft()[0])
@@ -103,14 +99,8 @@ class Scratch:
         return start if start + nbytes <= first else None
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
 @dataclass
 class Queued:
-    """An operation in the line."""
-
     operation: Operation
     work: Work
     groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
@@ -119,7 +109,6 @@ class Queued:
 
     @property
     def all_started(self) -> bool:
-        """Whether no chunk is left to start."""
         return self.started >= self.operation.num_chunks
 
     def end_if_done(self) -> None:
@@ -139,8 +128,6 @@ class Queued:
 
 @dataclass
 class _Running:
-    """A chunk under way."""
-
     entry: Queued
     scratch: Tensor
     stages: Stages
@@ -160,12 +147,10 @@ class Line:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
         return not self._under_way and self._entry is None
 
     @property
     def takes_more(self) -> bool:
-        """Whether another operation can be entered."""
         return self._entry is None
 
     def enter(self, entry: Queued) -> None:

@@ -191,26 +191,20 @@ def _end(
     async_op: bool,
     *temporaries: Tensor,
 ) -> Work | None:
+    stream = call.channel.stream
     if not async_op:
         _wait(work, call.channel, call.number, call.text)
         if finish is not None:
             finish()
         return None
-    if call.channel.transport.on_stream:
-        return _on_stream(call.channel, work, outputs, finish, temporaries)
-    return TorchWork(work, outputs, finish, call.look)
-
-
-def _on_stream(
-    channel: Channel, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, temporaries: Sequence[Tensor]
-) -> Work:
-    """Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`."""
-    assert channel.stream is not None
-    with torch.cuda.stream(channel.stream), torch.inference_mode():
+    if stream is None:
+        return TorchWork(work, outputs, finish, call.look)
+    # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
+    with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()
         if finish is not None:
             finish()
         for tensor in (*outputs, *temporaries):
-            tensor.record_stream(channel.stream)
-    with torch.cuda.stream(channel.stream):
+            tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
         return Work(outputs).finished()

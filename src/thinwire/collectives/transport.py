@@ -67,7 +67,6 @@ class Transport:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group itself, while it lives."""
         group = self._group()
         if group is None:
             raise CollectiveError("the process group of this operation was destroyed")
@@ -107,7 +106,6 @@ class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
-        """As between pairs, of copies on the host."""
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
         works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
         arrivals = [_Arrival(work, host, part) for work, (_, host), (_, part) in zip(works, landing, receives)]  # noqa: B905
@@ -203,7 +201,6 @@ def resolve(group: object) -> dist.ProcessGroup:
 
 
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
-    """A new transport for tensors on `device`."""
     name = backend(group, device)
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
@@ -215,7 +212,6 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Tra
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves `device` in this group."""
     try:
         name: str = group._get_backend(device).name()
     except RuntimeError:

@@ -129,7 +129,6 @@ def sums_are_finite(chunk: LaneChunk) -> Tensor:
 
 
 def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
-    """Remember, decode, write."""
     codec = chunk.lane.codec
     carry = chunk.lane.carry
     sign = -1.0 if scale < 0 else 1.0

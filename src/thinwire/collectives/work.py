@@ -125,7 +125,6 @@ class TorchWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read, or raise."""
         if timeout is not None:
             end = time.monotonic() + timeout.total_seconds()
             while not self.is_ended:
@@ -143,11 +142,9 @@ class TorchWork(Work):
 
     @property
     def is_ended(self) -> bool:
-        """Whether torch is done with it."""
         return self._waited or bool(self._work.is_completed())
 
     def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
         if not self.is_ended:
             return False
         with contextlib.suppress(Exception):  # what went wrong is told by `wait` and `exception`
@@ -155,7 +152,6 @@ class TorchWork(Work):
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        """A future of the list of outputs."""
         try:
             arrived = self._work.get_future()
         except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits

@@ -58,7 +58,6 @@ class Memories:
         self.kinds: dict[str, str] = {}
 
     def load(self, residuals: ByName, means: ByName, kinds: Mapping[str, str]) -> None:
-        """Forget everything and remember these."""
         self.residuals.load(residuals)
         self.means.load(means)
         self.kinds = dict(kinds)
@@ -68,7 +67,12 @@ class Memories:
         kind = lane.spec.feedback
         if not kind:
             return None
-        self._forget_others(kind, [piece.name for piece in lane.pieces if piece.name is not None])
+        names = [piece.name for piece in lane.pieces if piece.name is not None]
+        # What another kind of feedback remembered says nothing to this one.
+        stale = [name for name in names if self.kinds.get(name, kind) != kind]
+        self.residuals.drop(stale)
+        self.means.drop(stale)
+        self.kinds.update(dict.fromkeys(names, kind))
         residual = self.residuals.lane(lane.pieces, device)
         gaps = feedback.Gaps(lane.pieces)
         if kind == "classic":
@@ -79,13 +83,6 @@ class Memories:
                 f"float32, got {self.residuals.dtype}; or name another feedback"
             )
         return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
-
-    def _forget_others(self, kind: str, names: Sequence[str]) -> None:
-        """What another kind of feedback remembered says nothing to this one."""
-        stale = [name for name in names if self.kinds.get(name, kind) != kind]
-        self.residuals.drop(stale)
-        self.means.drop(stale)
-        self.kinds.update(dict.fromkeys(names, kind))
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,6 @@ class _Bucket:
 
 
 class Averager:
-    """Averages what it is given, as `decisions` say."""
-
     def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
         self.decisions = decisions
         self.memories = Memories(options.residual_dtype)
@@ -151,7 +146,13 @@ class Averager:
         stage = None if meter is None else meter.stage
         work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
-        return work.get_future().then(lambda done: _first(done, meter))
+
+        def finish(done: "Future[list[Tensor]]") -> Tensor:
+            if meter is not None:
+                meter.close()
+            return done.value()[0]
+
+        return work.get_future().then(finish)
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""
@@ -188,8 +189,6 @@ class Averager:
             self._messages[key] = Message(specs, like, group=self.group, algorithm=self._algorithm, nodes=self._nodes)
         return self._messages[key]
 
-    # --- for statistics -----------------------------------------------------------------------------------------------
-
     @property
     def bits_per_element(self) -> float | None:
         """Of the wires of all buckets; None before there are any."""
@@ -201,8 +200,7 @@ class Averager:
     def scratch_bytes(self) -> int:
         """Memory of wires under way."""
         messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
-        channels = {id(message.channel): message.channel for message in messages}
-        return sum(channel.scratch.nbytes for channel in channels.values())
+        return sum(channel.scratch.nbytes for channel in {message.channel for message in messages})
 
     @property
     def feedback(self) -> str:
@@ -212,27 +210,21 @@ class Averager:
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device, values: Sequence[float], op: Any) -> list[float]:
-    """The sum or maximum over ranks, the same everywhere."""
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op, group=group)
     found: list[float] = tensor.tolist()
     return found
 
 
-def _first(done: "Future[list[Tensor]]", meter: BucketMeter | None) -> Tensor:
-    if meter is not None:
-        meter.close()
-    return done.value()[0]
-
-
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """As DDP does it without a hook."""
-    if gradients.buffer is not None:
-        return torch_verbs.average(gradients.buffer, group).then(lambda done: (done.value(), output)[1])
-    whole = torch.cat(list(gradients.views))
-    return torch_verbs.average(whole, group).then(lambda done: _spread(done.value(), gradients.views, output))
+    views = list(gradients.views)
+    whole = torch.cat(views) if gradients.buffer is None else gradients.buffer
 
+    def finish(done: "Future[Tensor]") -> Tensor:
+        done.value()  # raises what went wrong
+        if gradients.buffer is None:
+            torch._foreach_copy_(views, whole.split([view.numel() for view in views]))
+        return output
 
-def _spread(whole: Tensor, views: Sequence[Tensor], output: Tensor) -> Tensor:
-    torch._foreach_copy_(list(views), list(whole.split([view.numel() for view in views])))
-    return output
+    return torch_verbs.average(whole, group).then(finish)

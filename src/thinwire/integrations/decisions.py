@@ -26,10 +26,7 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
 class Decisions:
-    """The codec and feedback of every parameter at the present step.
-
-    Where no optimiser was passed and feedback depends on it, it looks out for those that step named parameters.
-    """
+    """The codec and feedback of every parameter at the present step."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames) -> None:
         self._options = options
@@ -40,7 +37,10 @@ class Decisions:
         self.family = options.family  # of the optimiser, once all ranks know it
         self.sizes = names.sizes
         self._seen: dict[str, str] = {}  # families of optimisers that this rank saw, by parameter
-        self._scout = _look_out(self, names) if self.needs_family else None
+        self._scout: Callable[[], object] | None = None  # stops looking out for optimisers that step named parameters
+        if self.needs_family:
+            handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(self), names))
+            self._scout = weakref.finalize(self, handle.remove)
         self._base: Codec = Identity()
         self._choice: policy.Choice = Identity()
         self._widths: Mapping[str, Codec] = {}
@@ -49,8 +49,6 @@ class Decisions:
         self._chosen: Codec | None = None
         self.why = ""  # of what "auto" chose
         self.step = 0
-
-    # --- the optimiser ------------------------------------------------------------------------------------------------
 
     @property
     def needs_family(self) -> bool:
@@ -67,8 +65,6 @@ class Decisions:
         if self._scout is not None:
             self._scout()
             self._scout = None
-
-    # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, seconds: float, errors: Mapping[str, float], error: float | None, agree: Agree) -> str:
         """Decide for `step`; the last one took `seconds`. Gives what is to be told, or "".
@@ -110,7 +106,6 @@ class Decisions:
         return self.onebit is not None and not self.onebit.frozen
 
     def _present_base(self) -> Codec:
-        """What most parameters travel in."""
         if self._warming_up:
             return Identity()
         if isinstance(self._choice, Trial):
@@ -162,8 +157,6 @@ class Decisions:
         self._widths = auto.deal_bits(layers, fixed_bytes, fixed_numel, bits)
         self.why = auto.told(self._widths)
 
-    # --- what a parameter gets ----------------------------------------------------------------------------------------
-
     def spec(self, name: str, size: ParameterSize) -> LaneSpec:
         """How one parameter travels, as a lane of its own would."""
         self.sizes[name] = size
@@ -199,10 +192,7 @@ class Decisions:
                     found[name] = numel, kind
         return found
 
-    # --- checkpoint ---------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """What was decided so far."""
         return {
             "optimizer": self.family or "",
             "chosen": "" if self._chosen is None else str(self._chosen),
@@ -225,12 +215,6 @@ class Decisions:
 
 def _base_of(choice: Codec | Budget) -> Codec:
     return auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
-
-
-def _look_out(decisions: Decisions, names: ParameterNames) -> "weakref.finalize[Any, Decisions]":
-    """See which optimisers step certain parameters. Call the result to stop: later, as torch is going through hooks."""
-    handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), names))
-    return weakref.finalize(decisions, handle.remove)
 
 
 def _saw(

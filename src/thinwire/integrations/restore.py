@@ -119,6 +119,5 @@ class _Held:
 
 
 def new_future(device: torch.device) -> "Future[Tensor]":
-    """A future of a tensor on `device`."""
     devices: list[Any] = [device] if device.type == "cuda" else []
     return torch.futures.Future(devices=devices)

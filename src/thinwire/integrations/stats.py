@@ -81,7 +81,6 @@ class Tally:
         self.nonfinite = self.nonfinite + (~fine).long() if isinstance(fine, Tensor) else self.nonfinite + (not fine)
 
     def sent(self, nbytes: int, plain: int) -> None:
-        """A message of so many bytes, and what it would have been."""
         self.bytes_sent += nbytes
         self.bytes_plain += plain
 
@@ -147,7 +146,6 @@ class StepErrors:
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
     def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
-        """Measure a lane of this step."""
         self._watches.append(ErrorWatch(pieces, device))
         return self._watches[-1]
 
