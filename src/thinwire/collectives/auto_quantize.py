@@ -174,8 +174,6 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class _AutoQuantized:
-    """The callable that auto_quantize returns."""
-
     def __init__(self, func: Callable[..., Any], codec: Codec, quant_loss: float | None) -> None:
         if quant_loss is not None and not (math.isfinite(quant_loss) and quant_loss != 0):
             raise CollectiveError(f"quant_loss must be a finite number other than 0, got {quant_loss!r}")
@@ -246,24 +244,21 @@ def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     divided = Work(list(outputs))
     divided.look = work.look
 
-    def arrived(_: object) -> None:
+    def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
+        # On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's.
+        stream = torch.cuda.Stream(outputs[0].device) if outputs and outputs[0].is_cuda else None
         try:
-            _finish_divided(divided, work, outputs, by)
+            done.value()  # raises what went wrong
+            with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
+                if stream is not None:  # gloo's thread, which runs this, would wait for itself
+                    work.wait()
+                _divide(outputs, by)
+                divided.finished()
+            if stream is not None:
+                for output in outputs:
+                    output.record_stream(stream)
         except BaseException as error:  # of the collective: whoever waits for `divided` gets it
             divided.failed(error)
 
     work.get_future().add_done_callback(arrived)
     return divided
-
-
-def _finish_divided(divided: Work, work: Work, outputs: Sequence[Tensor], by: float) -> None:
-    """On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's."""
-    on_gpu = bool(outputs) and outputs[0].is_cuda
-    stream = torch.cuda.Stream(outputs[0].device) if on_gpu else None
-    with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
-        work.wait()
-        _divide(outputs, by)
-        divided.finished()
-    if stream is not None:
-        for output in outputs:
-            output.record_stream(stream)

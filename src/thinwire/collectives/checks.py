@@ -87,8 +87,11 @@ def codecs_for(specs: Codecs, shape: Sequence[int]) -> tuple[Codec | str, ...]:
     return tuple(found)
 
 
-def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
-    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals."""
+def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0) -> list[Tensor]:
+    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals.
+
+    The first `outputs` of them have to take numbers element by element.
+    """
     listed = list(tensors)
     if not listed:
         raise CollectiveError(f"{what}: expected at least one tensor, got none")
@@ -108,6 +111,9 @@ def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
                 f"{what}: expected one dtype and device, got {first.dtype} on {first.device} "
                 f"and {tensor.dtype} on {tensor.device}"
             )
+    for tensor in listed[:outputs]:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
     if first.is_complex():
         if any(tensor.is_conj() for tensor in listed):
             raise CollectiveError(f"{what}: a conjugated view shares its memory: call resolve_conj() on it first")
@@ -122,13 +128,6 @@ def check_gradient(grad: Tensor) -> None:
             f"thinwire's hooks take dense gradients, got {grad.layout}: "
             "make the layer's gradients dense (Embedding(sparse=False)), or leave this model without a hook"
         )
-
-
-def check_outputs(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if an output cannot be written element by element."""
-    for tensor in tensors:
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
 
 
 def check_step(step: int) -> int:

@@ -128,9 +128,6 @@ class Desk:
         """A desk of its own on a part of the scratch."""
         return Desk(self._scratch[begin : begin + nbytes])
 
-    def rows(self, sizes: Sequence[int]) -> list[Tensor]:
-        return [self.take(size) for size in sizes]
-
     def matrix(self, world: int, nbytes: int) -> Tensor:
         """`world` rows of `nbytes`; wires are whole multiples of 16 bytes, so nothing is lost between rows."""
         return self.take(world * nbytes).view(world, nbytes)

@@ -11,7 +11,6 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
-from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError, DisagreementError
 
@@ -21,7 +20,7 @@ def all_to_all_single(
     input: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -36,8 +35,7 @@ def all_to_all_single(
     even = output_split_sizes is None and input_split_sizes is None
     if even and not async_op and torch_verbs.quick("all_to_all", (output, input), group, codec, algorithm):
         return None
-    target, source = checks.check_tensors((output, input), "all_to_all_single")
-    checks.check_outputs((target,), "all_to_all_single")
+    target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     splits = [
         _splits(sizes, tensor, channel.transport.world, name)
@@ -60,7 +58,7 @@ def all_to_all_single(
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -73,10 +71,9 @@ def all_to_all(
     sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
     """
     world = len(output_tensor_list)
-    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
+    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all", outputs=world)
     outputs = tensors[:world]
     inputs = tensors[world:]
-    checks.check_outputs(outputs, "all_to_all")
     channel = channel_of(transport.resolve(group), tensors[0].device)
     if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
         raise CollectiveError(

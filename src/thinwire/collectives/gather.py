@@ -12,7 +12,6 @@ from thinwire.collectives.call import planned_verb
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import PlanKey, VerbAlgorithm
-from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -20,7 +19,7 @@ from thinwire.errors import CollectiveError
 def all_gather_into_tensor(
     output_tensor: Tensor,
     input_tensor: Tensor,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -33,8 +32,7 @@ def all_gather_into_tensor(
     """
     if not async_op and torch_verbs.quick("all_gather", (output_tensor, input_tensor), group, codec, algorithm):
         return None
-    output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
-    checks.check_outputs((output,), "all_gather_into_tensor")
+    output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), output.device)
     world = channel.world
     if output.numel() != world * input.numel():
@@ -63,7 +61,7 @@ all_gather_single = all_gather_into_tensor
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -71,8 +69,7 @@ def all_gather(
     step: int | None = None,
 ) -> Work | None:
     """tensor_list[r] = rank r's tensor, as decoded from its wire on every rank. Lengths may differ between ranks."""
-    *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather")
-    checks.check_outputs(outputs, "all_gather")
+    *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather", outputs=len(tensor_list))
     channel = channel_of(transport.resolve(group), input.device)
     sizes = [output.numel() for output in outputs]
     if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
@@ -93,7 +90,7 @@ def all_gather(
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
@@ -107,8 +104,7 @@ def broadcast(
     """
     if not async_op and torch_verbs.quick("broadcast", (tensor,), group, codec, algorithm, src, group_src):
         return None
-    (part,) = checks.check_tensors((tensor,), "broadcast")
-    checks.check_outputs((part,), "broadcast")
+    (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1)
     channel = channel_of(transport.resolve(group), part.device)
     source = _source(channel, src, group_src)
     numel = part.numel()

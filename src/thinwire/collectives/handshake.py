@@ -26,8 +26,6 @@ class BrokenError(DisagreementError):
 
 
 class Handshake:
-    """Comparisons of calls in one group."""
-
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.rank = group.rank()
         self.world = group.size()
@@ -64,23 +62,17 @@ class Handshake:
             if answer is not None:
                 return answer
             if now - looked > _LOOK_S:
-                self._look_where(rank, number, call)
                 looked = now
+                # A rank that takes the call for an old one does not shake hands: it waits for messages, and says where.
+                at, theirs = (self._read(f"{self._name}/at/{rank}") or "0\n").split("\n", 1)
+                if int(at) == number and theirs != _first(call):
+                    _raise_pair(number, {self.rank: _first(call), rank: theirs})
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         raise CollectiveError(
             f"rank {rank} did not come to operation {number} of this group ({_first(call)}) within its timeout of "
             f"{self._patience_s:g} s: see whether that rank still runs"
         )
-
-    def _look_where(self, rank: int, number: int, call: str) -> None:
-        """A rank that takes the call for an old one does not shake hands: it waits for messages, and says where."""
-        where = self._read(f"{self._name}/at/{rank}")
-        if where is None:
-            return
-        at, theirs = where.split("\n", 1)
-        if int(at) == number and theirs != _first(call):
-            _raise_pair(number, {self.rank: _first(call), rank: theirs})
 
     def _read(self, key: str) -> str | None:
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None

@@ -90,7 +90,6 @@ class Hierarchical:
             finish(chunk, link, 1.0, fine)
 
     def _sum(self, chunk: LaneChunk, desk: Desk) -> Tensor:
-        """The sum of the own shard in this node."""
         x = chunk.x
         codec = chunk.lane.codec
         numel = chunk.shards[self.inside.rank].numel

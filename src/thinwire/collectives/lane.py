@@ -88,8 +88,6 @@ class LaneSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane in one call."""
-
     flat: Flat
     cut: Cut
     codec: Codec

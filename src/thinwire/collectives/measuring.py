@@ -25,14 +25,12 @@ _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
 _SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements, or bytes of a message
 Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
-Trial = Callable[..., object]  # a verb; its tensors, codec, algorithm and step are still to be given
+# A verb, of tensors that hold as many ranks' parts of a message as `shares` say, a codec, an algorithm and a step.
+Trial = Callable[..., object]
 
 
 def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial, shares: Sequence[int]) -> Choose:
-    """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet.
-
-    The tensors of `trial` hold as many ranks' parts of the message as `shares` say.
-    """
+    """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet."""
 
     def prepare(codecs: tuple[Codec, ...], algorithm: str, size: int) -> Callable[[], object]:
         part = -(-size // channel.world)

@@ -23,8 +23,6 @@ TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a call tells its operation."""
-
     link: Transport
     codec: Codec
     step: int
@@ -146,28 +144,25 @@ class ReduceScatter(VerbOperation):
 
     def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
         super().__init__(setting, cut.num_chunks, [output], [input])
-        self._output = output
-        self._input = input
         self._cut = cut
         self._scale = scale
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode every rank's part, send it there, add what came."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
         key = Key(self._step, index)
         shard = self._cut.numel
-        nbytes = codec.wire_bytes(span.numel, self._input.dtype)
+        nbytes = codec.wire_bytes(span.numel, self._inputs[0].dtype)
         sent_WN = desk.matrix(link.world, nbytes)
         own_WN = desk.matrix(link.world, nbytes)
         for rank in others_first(link.rank, link.world):
             part = Span(rank * shard + span.begin, rank * shard + span.end)
             wire = (own_WN if rank == link.rank else sent_WN)[rank]
-            codec.encode(self._input.read(part, desk), wire, step=key.of(rank))
+            codec.encode(self._inputs[0].read(part, desk), wire, step=key.of(rank))
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, own_WN[p]) for p in peers], self._tags[0])
-        out = self._output.read(span, desk)
+        out = self._outputs[0].read(span, desk)
         codec.decode_sum(own_WN, out, scale=self._scale, step=known_step(key.of(link.rank), out.device))
 
 
@@ -176,18 +171,16 @@ class Gather(VerbOperation):
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, outputs, [input])
-        self._input = input
         self._cuts = [Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in outputs]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode the own part, send it to all, decode all."""
         codec = self._codec
         link = self._link
         key = Key(self._step, index)
         parts = [cut.span(index) for cut in self._cuts]
-        wires = desk.rows(wire_sizes(codec, parts, self._input.dtype))
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._inputs[0].dtype)]
         if parts[link.rank].numel:
-            codec.encode(self._input.read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
+            codec.encode(self._inputs[0].read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
         yield link.gather(wires, self._tags[0])
         for rank, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
@@ -204,7 +197,6 @@ class Exchange(VerbOperation):
         self._chunk = chunk
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode what goes to each rank, send, decode what came from each."""
         codec = self._codec
         link = self._link
         key = Key(self._step, index)
@@ -241,7 +233,6 @@ class Broadcast(VerbOperation):
         self._cut = cut
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """From the source to each, from each to the others, decode all."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
@@ -249,7 +240,7 @@ class Broadcast(VerbOperation):
         x = self._flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]
         parts = shards(Span(0, span.numel), len(others), codec.unit)
-        wires = desk.rows(wire_sizes(codec, parts, self._flat.dtype))
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._flat.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
             for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):

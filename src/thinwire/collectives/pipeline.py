@@ -107,13 +107,9 @@ class Queued:
     started: int = 0  # chunks
     ended: int = 0
 
-    @property
-    def all_started(self) -> bool:
-        return self.started >= self.operation.num_chunks
-
     def end_if_done(self) -> None:
         """Finish the operation once its last chunk has ended."""
-        if self.all_started and self.ended == self.operation.num_chunks and not self.work.is_ended:
+        if self.ended == self.operation.num_chunks and not self.work.is_ended:
             with torch.inference_mode():
                 self.operation.finish()
             self.groups = ()
@@ -141,24 +137,20 @@ class Line:
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
         self._under_way: deque[_Running] = deque()
-        self._entry: Queued | None = None  # the one whose chunks are being started
+        self.entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
 
     @property
     def idle(self) -> bool:
-        return not self._under_way and self._entry is None
-
-    @property
-    def takes_more(self) -> bool:
-        return self._entry is None
+        return not self._under_way and self.entry is None
 
     def enter(self, entry: Queued) -> None:
         """Make `entry` the next whose chunks are started."""
         if self.failure is not None:
             entry.work.failed(broken(self.failure))
         else:
-            self._entry = entry
+            self.entry = entry
 
     def advance(self) -> None:
         """Start a chunk if there is room, else take the chunk that has waited longest one stage on."""
@@ -178,7 +170,7 @@ class Line:
 
     def _new_chunk(self) -> _Running | None:
         """The next chunk of the operation whose turn it is, if there is one and scratch for it."""
-        entry = self._entry
+        entry = self.entry
         if entry is None:
             return None
         operation = entry.operation
@@ -187,8 +179,8 @@ class Line:
             return None
         self._current = _Running(entry, scratch, operation.chunk(entry.started, Desk(scratch)))
         entry.started += 1
-        if entry.all_started:
-            self._entry = None
+        if entry.started >= operation.num_chunks:
+            self.entry = None
         return self._current
 
     def _resume(self, running: _Running) -> None:
@@ -212,9 +204,9 @@ class Line:
         self.failure = f"{type(error).__name__}: {error}"
         running = [*self._under_way, *([] if self._current is None else [self._current])]
         entries = {id(chunk.entry): chunk.entry for chunk in running}
-        if self._entry is not None:
-            entries[id(self._entry)] = self._entry
-        self._entry = None
+        if self.entry is not None:
+            entries[id(self.entry)] = self.entry
+        self.entry = None
         self._under_way.clear()
         for entry in entries.values():
             entry.fail(error)
@@ -231,7 +223,7 @@ def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
         torch.cuda.set_device(line.scratch.device)
     closing = False
     while not (closing and line.idle):
-        if line.takes_more and not closing:
+        if line.entry is None and not closing:
             with contextlib.suppress(Empty):
                 entry = inbox.get(block=line.idle)
                 closing = entry is None

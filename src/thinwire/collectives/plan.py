@@ -56,8 +56,6 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What was decided for calls of one kind."""
-
     text: str
     codec: Codec | None = None  # None: torch's own verb
     cut: Cut = _UNCUT

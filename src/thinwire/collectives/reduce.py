@@ -12,11 +12,10 @@ from thinwire.collectives.call import planned, planned_verb
 from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.cost import Choice, CurveKey, Measured
+from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane
 from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
-from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -24,7 +23,7 @@ from thinwire.errors import CollectiveError
 def all_reduce(
     tensor: Tensor,
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -47,7 +46,7 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -62,14 +61,13 @@ def _all_reduce(
     verb: str,
     tensors: Sequence[Tensor],
     op: Op,
-    group: Group,
+    group: transport.Group,
     async_op: bool,
     codec: Codecs,
     algorithm: str,
     step: int | None,
 ) -> Work | None:
-    parts = checks.check_tensors(tensors, verb)
-    checks.check_outputs(parts, verb)
+    parts = checks.check_tensors(tensors, verb, outputs=len(tensors))
     flat = Flat(parts)
     codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
     channel = channel_of(group, flat.device)
@@ -86,14 +84,14 @@ def _all_reduce(
     return call.run(operation, tensors, async_op)
 
 
-def _plan(channel: Channel, key: PlanKey, flat: Flat, group: Group) -> CallPlan:
+def _plan(channel: Channel, key: PlanKey, flat: Flat, group: transport.Group) -> CallPlan:
     mesh = transport.mesh_of_nodes(group)
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
     return plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
 
 
-def _fastest(channel: Channel, group: Group, dtype: torch.dtype, numel: int) -> Choose:
+def _fastest(channel: Channel, group: transport.Group, dtype: torch.dtype, numel: int) -> Choose:
     trial = functools.partial(all_reduce, group=group)
     return measuring.fastest(channel, "all_reduce", dtype, numel, trial, (channel.world,))
 
@@ -102,7 +100,7 @@ def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -115,8 +113,7 @@ def reduce_scatter_tensor(
     """
     if op is SUM and not async_op and torch_verbs.quick("reduce_scatter", (output, input), group, codec, algorithm):
         return None
-    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor")
-    checks.check_outputs((target,), "reduce_scatter_tensor")
+    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     reduction = checks.reduction(op)
     world = channel.world
@@ -142,7 +139,7 @@ def reduce_scatter_tensor(
 reduce_scatter_single = reduce_scatter_tensor
 
 
-def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
+def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
     """What all_reduce(tensor, group=group, codec=codec) does by default, and why, by what was measured so far.
 
     `print(thinwire.explain(tensor))` shows the measured link and every algorithm's predicted time and bytes, or how to
@@ -151,12 +148,12 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     part = checks.check_tensors((tensor,), "explain")[0]
     members = transport.resolve(group)
     channel = known_channel(members, part.device)
-    measured = Measured() if channel is None else channel.measured
-    curve = CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
+    measured = cost.Measured() if channel is None else channel.measured
+    curve = cost.CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
     return cost.choice(measured, curve, part.numel(), members.size())
 
 
-def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
+def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
     """Measure what each algorithm takes for all_reduce(tensor, group=group, codec=codec), now, and explain.
 
     All ranks of the group must call it. `algorithm="auto"` does the same at its first call of a kind; what was measured

@@ -14,20 +14,16 @@ from thinwire.collectives import call as calls, transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, known_channel
 from thinwire.collectives.checks import Reduction
-from thinwire.collectives.transport import Group
 from thinwire.collectives.work import TorchWork, Work, wait_looking
 
 
 def all_reduce(
     call: Call, parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
-    """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across.
-
-    Where the backend has no AVG or PREMUL_SUM, and on a mesh, it is a sum multiplied afterwards.
-    """
+    """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1] or [call.channel.transport]
-    whole = links[0].has_all_ops and len(links) == 1
+    whole = links[0].has_all_ops and len(links) == 1  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for link in links[:-1]:
         dist.all_reduce(row, op, group=link.group)
@@ -84,14 +80,11 @@ def all_to_all(
     call: Call,
     parts: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    splits: tuple[list[int], list[int]],
+    splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
     outputs: list[Tensor],
     async_op: bool,
 ) -> Work | None:
-    """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths.
-
-    Splits are of outputs and inputs, in elements.
-    """
+    """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
@@ -126,7 +119,9 @@ def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, al
         call.channel.quick[verb, codec, algorithm, source, *_kinds(tensors)] = call.text
 
 
-def quick(verb: str, tensors: Sequence[Tensor], group: Group, codec: object, algorithm: str, *source: object) -> bool:
+def quick(
+    verb: str, tensors: Sequence[Tensor], group: transport.Group, codec: object, algorithm: str, *source: object
+) -> bool:
     """Run torch's own verb where that was decided on before; False where it was not. See [Note: Quick calls]."""
     try:
         members: Any = dist.group.WORLD if group is None else group

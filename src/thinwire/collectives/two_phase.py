@@ -55,7 +55,7 @@ def send_shards(
     """
     sizes_LW = [wire_sizes(chunk.lane.codec, chunk.split(link.world), chunk.x.dtype) for chunk in chunks]
     sizes_WL = [[sizes[shard] for sizes in sizes_LW] for shard in range(link.world)]
-    wires = desk.rows([sum(sizes) for sizes in sizes_WL])
+    wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
     own_WN = desk.matrix(link.world, wires[link.rank].numel())
     wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
     for lane, (chunk, own) in enumerate(zip(chunks, columns(own_WN, sizes_WL[link.rank]), strict=True)):

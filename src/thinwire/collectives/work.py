@@ -93,9 +93,6 @@ class Work(dist.Work):
         return self
 
 
-# --- works of torch's own verbs ---------------------------------------------------------------------------------------
-
-
 def wait_looking(work: Any, look: Callable[[], None]) -> None:
     """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
     while True:

@@ -17,7 +17,6 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
@@ -62,7 +61,7 @@ class Memories:
         self.means.load(means)
         self.kinds = dict(kinds)
 
-    def carry(self, lane: BucketLane, world: int, device: torch.device) -> Any:
+    def carry(self, lane: lanes.BucketLane, world: int, device: torch.device) -> Any:
         """The feedback of a lane, with the memories of its parameters; None where it has none."""
         kind = lane.spec.feedback
         if not kind:
@@ -89,7 +88,7 @@ class Memories:
 class _Bucket:
     """Everything that is the same at every step about one set of gradients."""
 
-    lanes: list[BucketLane]
+    lanes: list[lanes.BucketLane]
     message: Message | None  # None if nothing of it is compressed
     carries: list[Any]  # the feedback of each lane
     numel: int
@@ -131,7 +130,11 @@ class Averager:
     def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         """Start to average gradients, in place; the future holds `output`."""
         assert self.group is not None
-        bucket = self._bucket(gradients, self.group)
+        like = gradients.views[0]
+        key = gradients.names, like.dtype, like.device, gradients.buffer is None
+        if key not in self._buckets:
+            self._buckets[key] = self._new_bucket(gradients, like, self.group)
+        bucket = self._buckets[key]
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, self.group)
@@ -159,13 +162,6 @@ class Averager:
         self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
         self.errors.load(errors)
         self._buckets.clear()
-
-    def _bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> _Bucket:
-        like = gradients.views[0]
-        key = gradients.names, like.dtype, like.device, gradients.buffer is None
-        if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(gradients, like, group)
-        return self._buckets[key]
 
     def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> _Bucket:
         world = group.size()
@@ -198,7 +194,6 @@ class Averager:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of wires under way."""
         messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
         return sum(channel.scratch.nbytes for channel in {message.channel for message in messages})
 

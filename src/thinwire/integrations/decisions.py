@@ -18,7 +18,6 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.integrations import auto, policy
 from thinwire.integrations.names import ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.policy import Budget, Trial
 
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
@@ -56,7 +55,7 @@ class Decisions:
         if self._feedback != "auto" or self.family is not None:
             return False
         choices = [*self.schedule.choices, *self.rules.codecs]
-        if any(isinstance(choice, Budget) and choice.bits < 4 for choice in choices):
+        if any(isinstance(choice, policy.Budget) and choice.bits < 4 for choice in choices):
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in policy.leaves(choice)]
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
@@ -74,7 +73,7 @@ class Decisions:
         if self.race is not None:
             self.race.ended(seconds, error)
         due = not self._dealt or (step - 1) % self._options.replan_every == 0
-        if errors and isinstance(self._choice, Budget) and due:
+        if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
@@ -85,15 +84,12 @@ class Decisions:
             self._dealt = False
         self._choice = choice
         self.step = step
-        news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
-        self._base = self._present_base()
+        news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) and not self._warming_up else ""
+        self._base = Identity() if self._warming_up else self._present_base(choice)
         return news
 
     def _share_family(self, step: int, agree: Agree) -> None:
-        """What any rank saw of the optimisers holds for all; nobody waits for ever.
-
-        Several optimisers (Muon beside AdamW) get the feedback that hurts none of them.
-        """
+        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever."""
         known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
         waiting = any(name not in self._seen for name in self.sizes)
         shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
@@ -105,12 +101,10 @@ class Decisions:
     def _warming_up(self) -> bool:
         return self.onebit is not None and not self.onebit.frozen
 
-    def _present_base(self) -> Codec:
-        if self._warming_up:
-            return Identity()
-        if isinstance(self._choice, Trial):
-            return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
-        return _base_of(self._choice)
+    def _present_base(self, choice: policy.Choice) -> Codec:
+        if not isinstance(choice, policy.Trial):
+            return _base_of(choice)
+        return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
 
     def _settle_race(self, agree: Agree) -> str:
         if self._chosen is None and self.race is None:
@@ -128,10 +122,9 @@ class Decisions:
 
     @property
     def measuring(self) -> bool:
-        """Whether the errors of this step are looked at."""
         if self.race is not None:
             return self.race.measures_error
-        if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
+        if isinstance(self._choice, policy.Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
             return True
         every = self._options.measure_every
         return every > 0 and self.step % every == 0
@@ -175,7 +168,7 @@ class Decisions:
             return policy.feedback_of(self._feedback, chosen, self.family)
         if self.onebit is not None:
             return "classic" if bits < 4 else ""
-        if isinstance(choice, Budget) and bits < 16:
+        if isinstance(choice, policy.Budget) and bits < 16:
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
             start = auto.start_width(min(choice.bits, 2.2))
             return policy.feedback_of("auto", start, self.family) if choice.bits < 4 else ""
@@ -185,7 +178,7 @@ class Decisions:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
         for choice in self.schedule.choices:
-            base = auto.CANDIDATES[-1] if isinstance(choice, Trial) else _base_of(choice)
+            base = auto.CANDIDATES[-1] if isinstance(choice, policy.Trial) else _base_of(choice)
             for name, (shape, numel, dtype) in self.sizes.items():
                 kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
                 if kind:
@@ -213,8 +206,8 @@ class Decisions:
         self._dealt = bool(self._widths)
 
 
-def _base_of(choice: Codec | Budget) -> Codec:
-    return auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
+def _base_of(choice: Codec | policy.Budget) -> Codec:
+    return auto.start_width(choice.bits) if isinstance(choice, policy.Budget) else choice
 
 
 def _saw(
