@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+import thinwire.collectives
 from ranks import RankPool
 
 FILE = Path(__file__).with_name("golden.json")

@@ -1101,7 +1101,7 @@ def test_numbers_that_are_not_finite_are_not_clipped() -> None:
 
 def measured(errors: StepErrors, *lanes: tuple[Codec, Tensor]) -> list[ErrorWatch]:
     """The watches of a step that sent these."""
-    watches = errors.watch([[Piece(f"p{i}", x.numel())] for i, (_, x) in enumerate(lanes)], CPU)
+    watches = [errors.watch([Piece(f"p{i}", x.numel())], CPU) for i, (_, x) in enumerate(lanes)]
     for watch, (codec, x) in zip(watches, lanes, strict=True):
         wire = cases.wire_of(codec, x)
         watch.lost((0, x.numel()), x, cases.decoded(codec, wire, x.numel()), codec, wire)

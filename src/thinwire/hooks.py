@@ -1,15 +1,32 @@
-"""torch's DDP hooks as drop-ins: change the import, keep the script. They live in integrations/torch_hooks.py."""
+"""torch's own DDP hooks, by their names and call shapes, over thinwire's collectives: drop-ins for a changed import.
 
-from thinwire.integrations.torch_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-    perchannel_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
+    ddp_model.register_comm_hook(process_group, thinwire.hooks.quantization_perchannel_hook)
+
+A hook takes (state, bucket) and gives a future of the bucket's mean over the ranks, written into the bucket; the state
+is a process group, or None for the world. For the (grad, param) pair that DDP hands over while it traces a backward
+pass a hook writes the mean into grad and gives grad itself. Codecs are strings, since a traced op takes no other.
+
+To add one: a function of (process_group, bucket) that names a codec and one of `_mean` and `_sum_of_shares`; annotate
+it as the others are (DDP looks), and list it in `__all__`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from thinwire import collectives, functional
+from thinwire.codecs.checks import is_int
+from thinwire.collectives import checks, transport
+from thinwire.collectives.hierarchical import fewest_roundings
+from thinwire.collectives.plan import SumAlgorithm
+from thinwire.collectives.transport import Group
+from thinwire.errors import CodecError
 
 __all__ = [
     "allreduce_hook",
@@ -21,3 +38,237 @@ __all__ = [
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
 ]
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+_LONGEST = (1 << 32) - 8  # of all blocks
+_EIGHT_BITS = "int8:block={},mode=affine"
+
+
+def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
+    """The exact mean, bitwise what DDP computes without a hook. Takes sparse gradients too."""
+    if _is_pair(bucket) or bucket.buffer().layout == torch.strided:
+        return _sum_of_shares(process_group, bucket, "none")
+    group = transport.resolve(process_group)
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)  # DDP divides sparse ones
+    assert work is not None
+    future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
+    """The mean, numbers travelling as float16 under a scale for every 128, summed in float32.
+
+    Scales follow the numbers, so no block overflows or underflows; one with NaN or Inf becomes NaN.
+    """
+    return _mean(process_group, bucket, "fp16")
+
+
+def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
+    """The mean, numbers travelling as bfloat16, summed in float32. NaN and Inf stay where they are."""
+    return _sum_of_shares(process_group, bucket, "bf16")
+
+
+# Without CUDA, DDP refuses hooks by this name. Pickle goes by __qualname__, which stays.
+bf16_compress_hook.__name__ = "bf16_mean_hook"
+
+
+def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
+    """The mean in 8 bits, one scale and minimum for all that a rank encodes at once: a shard, or a chunk of one.
+
+    NaN or Inf makes that shard NaN and leaves the others alone.
+    """
+    codec = _EIGHT_BITS.format(_LONGEST)
+    return _mean(process_group, bucket, codec, algorithm="two_phase")  # in one shot NaN would take all
+
+
+def quantization_perchannel_hook(process_group: Group, bucket: GradBucket, bucket_size: int = 512) -> Future[Tensor]:
+    """The mean in 8 bits, one scale and minimum for every `bucket_size` elements of the bucket.
+
+    DDP passes no third argument: register `perchannel_hook(bucket_size)` for another size.
+    NaN or Inf makes its channel NaN and leaves the others alone.
+    """
+    channel = _channel(bucket_size)
+    codec = _EIGHT_BITS.format(_block(channel)) + ",aligned=true"  # cut between channels only
+    return _mean(process_group, bucket, codec, channel=channel)
+
+
+def perchannel_hook(bucket_size: int = 512) -> Hook:
+    """quantization_perchannel_hook with a `bucket_size` of its own, for `register_comm_hook`."""
+    channel = _channel(bucket_size)
+    return _named(partial(quantization_perchannel_hook, bucket_size=channel), f"perchannel_hook({bucket_size})")
+
+
+def _channel(bucket_size: int) -> int:
+    if not is_int(bucket_size) or bucket_size < 1:
+        raise CodecError(f"bucket_size must be a positive number of elements, got {bucket_size!r}")
+    return min(bucket_size, _LONGEST)
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook` on a float16 bucket, divided by a power of two first so that a sum over ranks fits where their mean does.
+
+    A mean beyond 65504 is infinite there; fp16_compress_hook has scales and keeps it.
+    """
+    return _named(partial(_in_sixteen_bits, torch.float16, hook), f"fp16_compress_wrapper({_name(hook)})")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook` on a bfloat16 bucket."""
+    return _named(partial(_in_sixteen_bits, torch.bfloat16, hook), f"bf16_compress_wrapper({_name(hook)})")
+
+
+def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket) -> Future[Tensor]:
+    """The hook's result in the bucket's own dtype, written into the bucket."""
+    numbers = _numbers(bucket)
+    factor = _headroom(state) if dtype == torch.float16 else 1.0
+    narrow = (numbers if factor == 1.0 else numbers / factor).to(dtype)
+    if _is_pair(bucket):
+        result: Any = hook(state, (narrow, bucket[1]))  # type: ignore[arg-type, index]
+        if isinstance(result, Future):
+            result = result.wait()
+        numbers.copy_(narrow if result is None else _tensor(result)).mul_(factor)
+        return cast("Future[Tensor]", bucket[0])  # type: ignore[index]
+    buffer = bucket.buffer()
+    bucket.set_buffer(narrow)
+
+    def finish(future: Future[Tensor]) -> Tensor:
+        numbers.copy_(_tensor(future.value())).mul_(factor)
+        bucket.set_buffer(buffer)
+        return buffer
+
+    return hook(state, bucket).then(finish)
+
+
+def _headroom(state: Any) -> float:
+    """A power of two, no less than the ranks: if a mean fits float16, the sum of numbers divided by it does too."""
+    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+    world = dist.get_world_size() if group is None else group.size()  # a state may be anything: then of all ranks
+    return float(1 << (world - 1).bit_length())
+
+
+def _tensor(result: Any) -> Tensor:
+    """The tensor a hook gives; DDP also takes the list of one that torch's own works hold."""
+    tensor: Tensor = result[0] if isinstance(result, list | tuple) else result
+    return tensor
+
+
+def _named(hook: Any, name: str) -> Hook:
+    """A partial that DDP takes, which reads these names; partials pickle where what they hold does."""
+    hook.__name__ = hook.__qualname__ = name
+    return cast(Hook, hook)
+
+
+def _name(hook: Hook) -> str:
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+# --- the one path under every hook ------------------------------------------------------------------------------------
+
+
+def _mean(
+    state: Group, bucket: Any, codec: str, *, algorithm: SumAlgorithm | None = None, channel: int = 8
+) -> Future[Tensor]:
+    """The mean through a codec whose blocks have scales: however large the numbers, their sum does not overflow.
+
+    The algorithm of the fewest roundings is taken where none is named. Every `channel` numbers have a block.
+    """
+    group = transport.resolve(state)
+    carried = numbers = _numbers(bucket)
+    if group.size() > 1:  # otherwise nothing travels, nothing is rounded
+        carried = carried.float() if carried.dtype == torch.float64 else carried  # codecs take no doubles
+        carried = _filled(carried, channel)
+    return _reduce(group, bucket, numbers, carried, "avg", codec, algorithm or fewest_roundings(group.size()), channel)
+
+
+def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
+    """The sum of every rank's numbers times 1 / world, which is what DDP does without a hook, to the last bit.
+
+    Codecs without scales hold plain floats: their sum could overflow where the mean does not.
+    """
+    group = transport.resolve(state)
+    numbers = _numbers(bucket)
+    numbers.mul_(1 / group.size())
+    algorithm: SumAlgorithm = "plain" if codec == "none" else fewest_roundings(group.size())
+    return _reduce(group, bucket, numbers, numbers, "sum", codec, algorithm)
+
+
+def _is_pair(bucket: object) -> bool:
+    """Whether DDP is tracing: the hook then gets (grad, param), which no signature says, and gives grad, no future."""
+    return isinstance(bucket, tuple)
+
+
+def _numbers(bucket: Any) -> Tensor:
+    """What DDP hands over, a bucket or a pair (grad, param), as real numbers that can be changed in place."""
+    grad: Tensor = bucket[0] if _is_pair(bucket) else bucket.buffer()
+    checks.check_gradient(grad)
+    if grad.is_complex():
+        return torch.view_as_real(grad.conj() if grad.is_conj() else grad)  # a mean of conjugates is one of the numbers
+    return grad
+
+
+def _reduce(
+    group: dist.ProcessGroup,
+    bucket: Any,
+    numbers: Tensor,
+    carried: Tensor,
+    op: str,
+    codec: str,
+    algorithm: SumAlgorithm,
+    channel: int = 8,
+) -> Future[Tensor]:
+    """Reduce `carried`, which is `numbers` or made of them, over the ranks and bring the result to `numbers`."""
+    if _is_pair(bucket):
+        result = _traced(carried, op, group, codec, algorithm)
+        numbers.copy_(result if carried is numbers else _emptied(result, numbers, channel))
+        return cast("Future[Tensor]", bucket[0])  # DDP's signature knows no pairs
+
+    def finish(future: "Future[list[Tensor]]") -> Tensor:
+        future.value()  # raises what went wrong
+        if carried is not numbers:
+            numbers.copy_(_emptied(carried, numbers, channel))
+        return buffer
+
+    buffer: Tensor = bucket.buffer()
+    work = collectives.all_reduce(carried, _OPS[op], group, True, codec=codec, algorithm=algorithm)
+    assert work is not None
+    return work.get_future().then(finish)
+
+
+def _traced(x: Tensor, op: str, group: dist.ProcessGroup, codec: str, algorithm: SumAlgorithm) -> Tensor:
+    """The sum or mean as one op of a graph: torch's own for plain sums, which its compiler knows how to fuse."""
+    if algorithm == "plain":
+        from torch.distributed import _functional_collectives  # 20 ms that only this path needs
+
+        out: Tensor = _functional_collectives.all_reduce(x, op, group)
+        return out
+    return functional.all_reduce(x, op, group, codec=codec, algorithm=algorithm)
+
+
+# [Note: Channels] A block is a multiple of 8. Whole channels of another length are filled up to the next one with
+# copies of their last number, which change neither minimum nor maximum; what is left over at the end is a short block.
+
+
+def _block(channel: int) -> int:
+    return -(-channel // 8) * 8
+
+
+def _filled(x: Tensor, channel: int) -> Tensor:
+    """Every whole channel as a block; x itself where they are blocks already."""
+    if channel % 8 == 0:
+        return x
+    rows = x.numel() // channel
+    whole, rest = x.reshape(-1).split([rows * channel, x.numel() - rows * channel])
+    columns = torch.arange(_block(channel), device=x.device).clamp(max=channel - 1)
+    return torch.cat([whole.view(rows, channel)[:, columns].reshape(-1), rest])
+
+
+def _emptied(x: Tensor, like: Tensor, channel: int) -> Tensor:
+    """The numbers of `_filled`, in the shape of `like`."""
+    if channel % 8 == 0:
+        return x
+    rows = like.numel() // channel
+    whole, rest = x.split([rows * _block(channel), x.numel() - rows * _block(channel)])
+    return torch.cat([whole.view(rows, _block(channel))[:, :channel].reshape(-1), rest]).view(like.shape)

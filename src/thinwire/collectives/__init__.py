@@ -5,7 +5,7 @@ module of its kind (reduce, gather, exchange), its bytes in `cost.py`, and expor
 """
 
 from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
-from thinwire.collectives.call import Traffic, traffic
+from thinwire.collectives.channel import Traffic, traffic
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.exchange import all_to_all, all_to_all_single
 from thinwire.collectives.gather import all_gather, all_gather_into_tensor, all_gather_single, broadcast

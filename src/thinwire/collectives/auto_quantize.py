@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -57,15 +57,12 @@ def auto_quantize(
         infinite. The codec "fp16" has scales instead: nothing overflows, and a block with NaN or Inf becomes NaN.
     quant_loss: a number by which every value that arrives is divided.
     """
-    return _AutoQuantized(func, _codec_of(qtype), quant_loss)
-
-
-def _codec_of(qtype: DQuantType | str | Codec) -> Codec:
-    named = _CASTS.get(qtype, qtype) if isinstance(qtype, DQuantType | str) else qtype
+    named: Any = _CASTS.get(qtype, qtype) if isinstance(qtype, DQuantType | str) else qtype
     try:
-        return codec(named)  # type: ignore[arg-type]
+        chosen = codec(named)
     except CodecError as error:
         raise CodecError(f"qtype must be DQuantType.FP16, DQuantType.BFP16 or a codec: {error}") from None
+    return _AutoQuantized(func, chosen, quant_loss)
 
 
 # Which collectives, and by which verb.
@@ -98,30 +95,17 @@ _ALIASES = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"
 _REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
 
 
-def _gather(arguments: Arguments) -> _Call:
+def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
+    """gather and scatter: the root has a list, a tensor for every rank, and exchanges them with everybody's one."""
     tensor = arguments["tensor"]
-    listed = arguments.get("gather_list")
     group = transport.resolve(arguments.get("group"))
-    root = _root(group, arguments.get("dst"), arguments.get("group_dst"))
-    outputs = _list_of_root(group, root, listed, "gather_list")
-    sends = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
-    receives = outputs or [tensor.new_empty(0) for _ in sends]
-    return _exchange(arguments, group, receives, sends, outputs)
-
-
-def _scatter(arguments: Arguments) -> _Call:
-    tensor = arguments["tensor"]
-    listed = arguments.get("scatter_list")
-    group = transport.resolve(arguments.get("group"))
-    root = _root(group, arguments.get("src"), arguments.get("group_src"))
-    receives = [tensor if rank == root else tensor.new_empty(0) for rank in range(group.size())]
-    sends = _list_of_root(group, root, listed, "scatter_list") or [tensor.new_empty(0) for _ in receives]
-    return _exchange(arguments, group, receives, sends, [tensor])
-
-
-def _exchange(
-    arguments: Arguments, group: dist.ProcessGroup, receives: list[Tensor], sends: list[Tensor], outputs: list[Tensor]
-) -> _Call:
+    source = _root(group, arguments.get(root), arguments.get(f"group_{root}"))
+    many = _list_of_root(group, source, arguments.get(listed), listed)
+    one = [tensor if rank == source else tensor.new_empty(0) for rank in range(group.size())]
+    gathers = listed == "gather_list"
+    outputs = many if gathers else [tensor]
+    many = many or [tensor.new_empty(0) for _ in one]
+    receives, sends = (many, one) if gathers else (one, many)
     passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
     return _Call(exchange.all_to_all, passed | _only(arguments, "async_op"), outputs)
 
@@ -167,10 +151,10 @@ def _only(arguments: Arguments, *names: str) -> Arguments:
 
 
 _REWRITES: dict[str, Callable[[Arguments], _Call]] = {
-    "gather": _gather,
+    "gather": partial(_rooted, listed="gather_list", root="dst"),
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
-    "scatter": _scatter,
+    "scatter": partial(_rooted, listed="scatter_list", root="src"),
 }
 
 
@@ -190,8 +174,6 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class _AutoQuantized:
-    """The callable that auto_quantize returns."""
-
     def __init__(self, func: Callable[..., Any], codec: Codec, quant_loss: float | None) -> None:
         if quant_loss is not None and not (math.isfinite(quant_loss) and quant_loss != 0):
             raise CollectiveError(f"quant_loss must be a finite number other than 0, got {quant_loss!r}")
@@ -217,7 +199,11 @@ class _AutoQuantized:
     def _bind(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
         """The call's arguments by the names of the wrapped function."""
         if self._name == "all_to_all_single":
-            kwargs = _rename(kwargs)
+            renamed = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+            if len(renamed) < len(kwargs):
+                pairs = ", ".join(f"{old} = {new}" for old, new in _ALIASES.items())
+                raise TypeError(f"all_to_all_single: the same splits were given under both names ({pairs})")
+            kwargs = renamed
         arguments = self._signature.bind(*args, **kwargs).arguments
         if "codec" in arguments:
             raise TypeError(f"codec is given twice: auto_quantize wrapped {self._name} with {self._codec}")
@@ -231,14 +217,6 @@ class _AutoQuantized:
             first = next(iter(arguments.values()))
             call = _Call(_VERBS[self._name], arguments, [first] if isinstance(first, Tensor) else list(first))
         return call._replace(arguments=call.arguments | {"algorithm": _algorithm(call)})
-
-
-def _rename(kwargs: Arguments) -> Arguments:
-    renamed = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
-    if len(renamed) < len(kwargs):
-        pairs = ", ".join(f"{old} = {new}" for old, new in _ALIASES.items())
-        raise TypeError(f"all_to_all_single: the same splits were given under both names ({pairs})")
-    return renamed
 
 
 def _algorithm(call: _Call) -> str:
@@ -266,24 +244,21 @@ def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     divided = Work(list(outputs))
     divided.look = work.look
 
-    def arrived(_: object) -> None:
+    def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
+        # On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's.
+        stream = torch.cuda.Stream(outputs[0].device) if outputs and outputs[0].is_cuda else None
         try:
-            _finish_divided(divided, work, outputs, by)
+            done.value()  # raises what went wrong
+            with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
+                if stream is not None:  # gloo's thread, which runs this, would wait for itself
+                    work.wait()
+                _divide(outputs, by)
+                divided.finished()
+            if stream is not None:
+                for output in outputs:
+                    output.record_stream(stream)
         except BaseException as error:  # of the collective: whoever waits for `divided` gets it
             divided.failed(error)
 
     work.get_future().add_done_callback(arrived)
     return divided
-
-
-def _finish_divided(divided: Work, work: Work, outputs: Sequence[Tensor], by: float) -> None:
-    """On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's."""
-    on_gpu = bool(outputs) and outputs[0].is_cuda
-    stream = torch.cuda.Stream(outputs[0].device) if on_gpu else None
-    with torch.cuda.stream(stream):  # no stream, no effect; a future is done when the stream of that moment is
-        work.wait()
-        _divide(outputs, by)
-        divided.finished()
-    if stream is not None:
-        for output in outputs:
-            output.record_stream(stream)

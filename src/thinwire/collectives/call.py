@@ -1,40 +1,29 @@
 """One call of a verb: numbered, compared with the other ranks' where it is the first of its kind, its plan found."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
-from thinwire.collectives import handshake, transport
-from thinwire.collectives.channel import Channel, group_transports
+from torch import Tensor
+
+from thinwire.collectives import handshake
+from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.handshake import BrokenError
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.operations import TAGS, Setting
+from thinwire.collectives.operations import TAGS, Setting, VerbOperation
+from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
-from thinwire.collectives.transport import Group
-
-
-class Traffic(NamedTuple):
-    """Bytes of wires that this rank handed to the transport and took from it."""
-
-    sent: int
-    received: int
-
-
-def traffic(group: Group = None) -> Traffic:
-    """What thinwire's compressed collectives moved in a group so far. Calls served by torch itself are not counted."""
-    links = group_transports(transport.resolve(group))
-    return Traffic(sum(link.sent for link in links), sum(link.received for link in links))
+from thinwire.collectives.work import Work
 
 
 class Call:
-    """One call of a verb on a channel."""
-
     def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
         self.channel = channel
         self.text = text
         with channel.lock:
-            channel.check_usable()
+            if channel.failure is not None:
+                raise broken(channel.failure)
             channel.calls += 1
             self.number = channel.calls
         self.answers: list[str] = []  # the ranks' details, where they were compared
@@ -52,8 +41,22 @@ class Call:
         chunk_bytes, scratch_bytes = scratch or (plan.chunk_bytes, plan.scratch_bytes)
         return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
 
+    def run(
+        self,
+        operation: VerbOperation,
+        outputs: Sequence[Tensor],
+        async_op: bool,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Work | None:
+        """What a verb returns: the work of the operation, or None once it is done."""
+        operation.copies_back(outputs, copies)
+        work = self.channel.run(operation, self.look)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
     def look(self) -> None:
-        """Raise if another rank is held up in a different call."""
         look(self.channel, self.number, self.text)
 
 
@@ -84,8 +87,13 @@ def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> t
 
 
 def planned_verb(
-    channel: Channel, key: PlanKey, verb: str, part: int, numel: int, trial: Trial
+    channel: Channel, key: PlanKey, verb: str, part: int, numel: int, trial: Trial, shares: Sequence[int]
 ) -> tuple[Call, CallPlan]:
     """The same for a verb of one phase that moves `numel` elements, of which the largest part of a rank has `part`."""
-    choose = fastest(channel, verb, key.dtype, numel, trial)
-    return planned(channel, key, lambda: plan_verb(key, verb, part, numel, channel.world, choose))
+
+    def decide() -> CallPlan:
+        in_group = functools.partial(trial, group=channel.transport.group)
+        choose = fastest(channel, verb, key.dtype, numel, in_group, shares)
+        return plan_verb(key, verb, part, numel, channel.world, choose)
+
+    return planned(channel, key, decide)

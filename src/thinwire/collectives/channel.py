@@ -4,20 +4,20 @@ import atexit
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
-from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, broken, serve
-from thinwire.collectives.plan import CallPlan, PlanKey, QuickKey
+from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, serve
+from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.transport import Group, Tags, Transport
 from thinwire.collectives.work import Work
 
@@ -35,7 +35,7 @@ class Channel:
         self.device = device
         self.world = math.prod(link.world for link in links)
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[QuickKey, CallPlan] = {}
+        self.quick: dict[tuple[object, ...], str] = {}  # see [Note: Quick calls] in torch_verbs.py
         self.measured = Measured()
         self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
         self.calls = 0
@@ -51,13 +51,7 @@ class Channel:
 
     @property
     def failure(self) -> str | None:
-        """What made the group unusable, if anything did."""
         return self.disagreed or self._line.failure
-
-    def check_usable(self) -> None:
-        """Raise if an earlier operation of this channel failed half-way."""
-        if self.failure is not None:
-            raise broken(self.failure)
 
     def next_step(self) -> int:
         """The step of a call that names none: such calls are counted, alike on all ranks."""
@@ -73,10 +67,7 @@ class Channel:
         self.plans[key] = plan
 
     def run(self, operation: Operation, look: Callable[[], None] | None = None) -> Work:
-        """Enter an operation into the line. Every tensor it holds lives until it is done.
-
-        A caller that waits long for it looks whether the ranks disagree.
-        """
+        """Enter an operation into the line; who waits long for it may `look` whether the ranks disagree."""
         work = Work(operation.outputs, look)
         entry = Queued(operation, work, tuple(link.group for link in self.transports))
         if self.stream is not None:
@@ -121,8 +112,6 @@ def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
 
 @dataclass
 class _GroupState:
-    """What is kept about one group."""
-
     tags: Tags = field(default_factory=Tags)
     transports: dict[torch.device, Transport] = field(default_factory=dict)
     channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group
@@ -144,47 +133,23 @@ def _end_threads() -> None:
 
 
 def channel_of(group: Group, device: torch.device) -> Channel:
-    """The channel of a group, or of a mesh of two dimensions, for tensors on `device`."""
+    """The channel of a group for tensors on `device`, or of a mesh: nodes along dimension 0, their ranks along 1."""
     mesh = transports.mesh_of_nodes(group)
-    return _channel(transports.resolve(group), device) if mesh is None else mesh_channel(mesh, device)
-
-
-def mesh_channel(mesh: DeviceMesh, device: torch.device) -> Channel:
-    """The channel of a 2-D mesh: nodes along dimension 0, the ranks of a node along dimension 1."""
-    return _channel(mesh.get_group(0), device, inside=mesh.get_group(1))
-
-
-def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
-    """The channel of a group that was used before."""
-    state = _groups.get(group)
-    return None if state is None else state.channels.get((device, None))
-
-
-def group_transports(group: dist.ProcessGroup) -> list[Transport]:
-    """The transports that were used in this group, one per device."""
-    state = _groups.get(group)
-    return [] if state is None else list(state.transports.values())
-
-
-def _channel(group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup | None = None) -> Channel:
-    key = device, None if inside is None else str(inside.group_name)
-    state = _groups.get(group)
+    members = [transports.resolve(group)] if mesh is None else mesh.get_all_groups()
+    key = device, None if mesh is None else str(members[1].group_name)
+    state = _groups.get(members[0])
     found = None if state is None else state.channels.get(key)
-    return found or _new_channel(group, device, inside, key)
+    return found or _new_channel(members, device, key)
 
 
 def _new_channel(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    inside: dist.ProcessGroup | None,
-    key: tuple[torch.device, str | None],
+    members: Sequence[dist.ProcessGroup], device: torch.device, key: tuple[torch.device, str | None]
 ) -> Channel:
     with _lock:
-        state = _groups.setdefault(group, _GroupState())
+        state = _groups.setdefault(members[0], _GroupState())
         if key not in state.channels:
-            members = (group,) if inside is None else (group, inside)
             made = Channel(tuple(_transport(member, device) for member in members), device)
-            weakref.finalize(group, made.close)
+            weakref.finalize(members[0], made.close)
             state.channels[key] = made
         return state.channels[key]
 
@@ -194,3 +159,23 @@ def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if device not in state.transports:
         state.transports[device] = transports.transport(group, device, state.tags)
     return state.transports[device]
+
+
+def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
+    """The channel of a group that was used before."""
+    state = _groups.get(group)
+    return None if state is None else state.channels.get((device, None))
+
+
+class Traffic(NamedTuple):
+    """Bytes of wires that this rank handed to the transport and took from it."""
+
+    sent: int
+    received: int
+
+
+def traffic(group: Group = None) -> Traffic:
+    """What thinwire's compressed collectives moved in a group so far. Calls served by torch itself are not counted."""
+    state = _groups.get(transports.resolve(group))
+    links = [] if state is None else list(state.transports.values())
+    return Traffic(sum(link.sent for link in links), sum(link.received for link in links))

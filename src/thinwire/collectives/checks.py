@@ -25,12 +25,10 @@ class Reduction(NamedTuple):
     factor: float = 1.0
 
     def scale(self, world: int) -> float:
-        """What the sum is multiplied by."""
         return 1.0 / world if self.name == "avg" else self.factor
 
     @property
     def torch_op(self) -> Any:
-        """torch's own op."""
         if self.name == "premul_sum":
             return dist._make_nccl_premul_sum(self.factor)  # type: ignore[attr-defined]
         return dist.ReduceOp.AVG if self.name == "avg" else dist.ReduceOp.SUM
@@ -44,7 +42,6 @@ _AVG = Reduction("avg")
 
 
 def reduction(op: Any) -> Reduction:
-    """The reduction that torch's `op` names."""
     if op == dist.ReduceOp.SUM:
         return _SUM
     if op == dist.ReduceOp.AVG:
@@ -70,7 +67,6 @@ def codec_named(spec: str) -> Codec:
 
 
 def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
-    """The codec that serves a tensor of `shape`."""
     codec = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
     return codec.pick(shape=shape)
 
@@ -91,8 +87,11 @@ def codecs_for(specs: Codecs, shape: Sequence[int]) -> tuple[Codec | str, ...]:
     return tuple(found)
 
 
-def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
-    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals."""
+def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0) -> list[Tensor]:
+    """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals.
+
+    The first `outputs` of them have to take numbers element by element.
+    """
     listed = list(tensors)
     if not listed:
         raise CollectiveError(f"{what}: expected at least one tensor, got none")
@@ -112,6 +111,9 @@ def check_tensors(tensors: Sequence[Any], what: str) -> list[Tensor]:
                 f"{what}: expected one dtype and device, got {first.dtype} on {first.device} "
                 f"and {tensor.dtype} on {tensor.device}"
             )
+    for tensor in listed[:outputs]:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
     if first.is_complex():
         if any(tensor.is_conj() for tensor in listed):
             raise CollectiveError(f"{what}: a conjugated view shares its memory: call resolve_conj() on it first")
@@ -128,13 +130,6 @@ def check_gradient(grad: Tensor) -> None:
         )
 
 
-def check_outputs(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if an output cannot be written element by element."""
-    for tensor in tensors:
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise CollectiveError(f"{what}: elements of an expanded tensor share memory: call contiguous() on it first")
-
-
 def check_step(step: int) -> int:
     """`step` as an int that codecs take."""
     if not 0 <= (number := operator.index(step)) < 1 << 64:
@@ -143,6 +138,5 @@ def check_step(step: int) -> int:
 
 
 def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
-    """Raise unless `algorithm` is one of `known`."""
     if algorithm not in known:
         raise CollectiveError(f"algorithm must be one of {', '.join(known)}, got {algorithm!r}")

@@ -29,6 +29,7 @@ MIN_CHUNK = 1 << 18  # elements; less is not cut
 MIN_CHUNK_BYTES = 1 << 17  # of wire
 MAX_CHUNK_BYTES = 1 << 24  # of wire; more takes more scratch
 UNDER_WAY_BYTES = 5 << 18  # of wire, in 3 to 6 chunks; more => ranks get further out of step
+SCRATCH_ALIGN = 64  # chunks' parts of scratch begin on multiples of it
 _WHOLE = 1024  # shards of large chunks end on multiples of it, so that they hold whole blocks
 
 
@@ -40,7 +41,6 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.end - self.begin
 
 
@@ -105,9 +105,9 @@ def others_first(rank: int, world: int) -> list[int]:
     return [(rank + 1 + i) % world for i in range(world)]
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, to: int = 16) -> int:
     """What a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
-    return -(-nbytes // 16) * 16
+    return -(-nbytes // to) * to
 
 
 class Desk:
@@ -118,7 +118,6 @@ class Desk:
         self._at = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """The next `nbytes`."""
         if self._at + nbytes > self._scratch.numel():
             raise CollectiveError(f"a chunk needs more scratch than the {self._scratch.numel()} bytes it was given")
         part = self._scratch[self._at : self._at + nbytes]
@@ -129,16 +128,11 @@ class Desk:
         """A desk of its own on a part of the scratch."""
         return Desk(self._scratch[begin : begin + nbytes])
 
-    def rows(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Parts of these sizes, one after the other."""
-        return [self.take(size) for size in sizes]
-
     def matrix(self, world: int, nbytes: int) -> Tensor:
         """`world` rows of `nbytes`; wires are whole multiples of 16 bytes, so nothing is lost between rows."""
         return self.take(world * nbytes).view(world, nbytes)
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for `numel` numbers."""
         return self.take(numel * dtype.itemsize).view(dtype)
 
 
@@ -171,17 +165,16 @@ class Flat:
             return self._parts[0][span.begin : span.end]
         pieces = self._pieces(span)
         if len(pieces) == 1:
-            return pieces[0][0]
+            return pieces[0]
         room = desk.numbers(span.numel, self.dtype)
         if pieces:
-            torch.cat([piece for piece, _ in pieces], out=room)
+            torch.cat(pieces, out=room)
         return room
 
     def write(self, span: Span, values: Tensor) -> None:
         """Put back what `read` gave."""
         if self.scattered and len(pieces := self._pieces(span)) > 1:
-            targets = [piece for piece, _ in pieces]
-            torch._foreach_copy_(targets, values.split([piece.numel() for piece in targets]))
+            torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def finish(self) -> None:
         """Bring the numbers to tensors that could not be viewed as a row."""
@@ -189,26 +182,25 @@ class Flat:
             if not tensor.is_contiguous():
                 tensor.copy_(part.view(tensor.shape))
 
-    def _pieces(self, span: Span) -> list[tuple[Tensor, int]]:
-        """The parts of tensors inside a span, each with its place in the span."""
+    def _pieces(self, span: Span) -> list[Tensor]:
         found = []
         start = 0
         for part in self._parts:
             begin = max(span.begin - start, 0)
             end = min(span.end - start, part.numel())
             if begin < end:
-                found.append((part[begin:end], start + begin - span.begin))
+                found.append(part[begin:end])
             start += part.numel()
         return found
 
 
-def wires_bytes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> int:
-    """Bytes of the wires of several spans; an empty span has none."""
-    return sum(codec.wire_bytes(part.numel, dtype) for part in parts if part.numel)
+def wire_sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[int]:
+    """Bytes of the wire of every span; an empty span has none."""
+    return [codec.wire_bytes(part.numel, dtype) if part.numel else 0 for part in parts]
 
 
 def scratch_limit(wire: int, chunk_wire: int, chunk_bytes: int, num_chunks: int) -> int:
     """Scratch an operation may hold: a wire of the message and two of a chunk; never less than one chunk needs."""
-    aligned = -(-chunk_bytes // 64) * 64
+    chunk = aligned(chunk_bytes, SCRATCH_ALIGN)
     depth = max(3, min(6, num_chunks, UNDER_WAY_BYTES // max(chunk_wire, 1)))
-    return max(aligned, min(depth * aligned, wire + 2 * chunk_wire))
+    return max(chunk, min(depth * chunk, wire + 2 * chunk_wire))

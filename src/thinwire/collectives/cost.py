@@ -3,7 +3,6 @@
 Pure functions of measured points (measuring.py takes them): between two sizes times lie on a straight line.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ _GAIN = 0.9  # a compressed algorithm must be predicted below this share of plai
 
 Points = tuple[tuple[int, float], ...]  # (size, seconds), both rising
 Curves = dict[str, Points]  # of every algorithm, over elements
-_Formula = Callable[[int, int], int]  # (bytes of a message, world) -> bytes that a rank sends
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class MeasuredLink:
 
 
 class CurveKey(NamedTuple):
-    """What curves were measured of."""
-
     verb: str
     dtype: torch.dtype
     codecs: tuple[Codec, ...]  # two of a hierarchy: inside a node, across nodes
@@ -46,8 +42,6 @@ class CurveKey(NamedTuple):
 
 @dataclass
 class Measured:
-    """What was measured in one group."""
-
     exchange: Points = ()  # of messages: bytes to each other rank
     curves: dict[CurveKey, Curves] = field(default_factory=dict)
 
@@ -59,8 +53,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One algorithm's prediction."""
-
     algorithm: str
     seconds: float
     sent: int  # bytes per rank
@@ -122,7 +114,7 @@ def choice(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
     plain = numel * key.dtype.itemsize
     wire = codec.wire_bytes(numel, key.dtype)
     estimates = tuple(
-        Estimate(name, at(points, numel), SENT[key.verb, name](plain if name == "plain" else wire, world))
+        Estimate(name, at(points, numel), _sent(key.verb, name, plain if name == "plain" else wire, world))
         for name, points in curves.items()
     )
     return Choice(key.verb, str(codec), numel, world, link, estimates)
@@ -139,21 +131,10 @@ def at(points: Points, size: float) -> float:
     return y0 + (size - x0) * max(0.0, y1 - y0) / (x1 - x0)
 
 
-def _share(nbytes: int, world: int) -> int:
-    return nbytes * (world - 1) // world
-
-
-def _all(nbytes: int, world: int) -> int:
-    return nbytes
-
-
-SENT: dict[tuple[str, str], _Formula] = {
-    ("all_reduce", "plain"): lambda nbytes, world: 2 * _share(nbytes, world),
-    ("all_reduce", "two_phase"): lambda nbytes, world: 2 * _share(nbytes, world),
-    ("all_reduce", "one_shot"): lambda nbytes, world: nbytes * (world - 1),
-    ("all_reduce", "hierarchical"): lambda nbytes, world: 2 * _share(nbytes, world),
-    **{(verb, "plain"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
-    **{(verb, "compressed"): _share for verb in ("reduce_scatter", "all_gather", "all_to_all")},
-    ("broadcast", "plain"): _all,
-    ("broadcast", "compressed"): _all,
-}
+def _sent(verb: str, algorithm: str, nbytes: int, world: int) -> int:
+    """Bytes that a rank sends of a message of `nbytes`."""
+    if verb == "broadcast":
+        return nbytes
+    if algorithm == "one_shot":
+        return nbytes * (world - 1)
+    return (2 if verb == "all_reduce" else 1) * (nbytes * (world - 1) // world)

@@ -1,9 +1,8 @@
 """From every rank to every rank: all_to_all_single, all_to_all."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
@@ -12,8 +11,7 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
-from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work, settle
+from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError, DisagreementError
 
 
@@ -22,7 +20,7 @@ def all_to_all_single(
     input: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -37,8 +35,7 @@ def all_to_all_single(
     even = output_split_sizes is None and input_split_sizes is None
     if even and not async_op and torch_verbs.quick("all_to_all", (output, input), group, codec, algorithm):
         return None
-    target, source = checks.check_tensors((output, input), "all_to_all_single")
-    checks.check_outputs((target,), "all_to_all_single")
+    target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     splits = [
         _splits(sizes, tensor, channel.transport.world, name)
@@ -52,9 +49,8 @@ def all_to_all_single(
     call, plan = _planned(channel, key, parts_out, parts_in)
     if plan.codec is None:
         if even and target.numel() == source.numel():
-            torch_verbs.remember(call, plan, "all_to_all", (output, input), codec, algorithm)
-        lengths = [part.numel() for part in parts_out], [part.numel() for part in parts_in]
-        return torch_verbs.all_to_all_single(call, target, source, lengths, [output], async_op)
+            torch_verbs.remember(call, "all_to_all", (output, input), codec, algorithm)
+        return torch_verbs.all_to_all(call, [target], [source], _lengths(parts_out, parts_in), [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
 
@@ -62,7 +58,7 @@ def all_to_all_single(
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -75,10 +71,9 @@ def all_to_all(
     sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
     """
     world = len(output_tensor_list)
-    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all")
+    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all", outputs=world)
     outputs = tensors[:world]
     inputs = tensors[world:]
-    checks.check_outputs(outputs, "all_to_all")
     channel = channel_of(transport.resolve(group), tensors[0].device)
     if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
         raise CollectiveError(
@@ -88,8 +83,9 @@ def all_to_all(
     key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec, inputs[0].shape), algorithm)
     call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
-        return torch_verbs.all_to_all(call, outputs, inputs, list(output_tensor_list), async_op)
-    return _run(call, plan, outputs, inputs, step, list(output_tensor_list), (), async_op)
+        lengths = _lengths(outputs, inputs)
+        return torch_verbs.all_to_all(call, outputs, inputs, lengths, list(output_tensor_list), async_op)
+    return _run(call, plan, outputs, inputs, step, output_tensor_list, (), async_op)
 
 
 def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
@@ -114,28 +110,24 @@ def _planned(
     channel: Channel, key: PlanKey, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Call, CallPlan]:
     """The call and its plan. Lengths are compared when ranks shake hands; they change from call to call."""
-    lengths = f"{[part.numel() for part in inputs]}/{[part.numel() for part in outputs]}"
+    received, sent = _lengths(outputs, inputs)
     plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text, known=plan is not None, details=lengths)
+    call = Call(channel, str(key) if plan is None else plan.text, known=plan is not None, details=f"{sent}/{received}")
     if call.answers:
         numel = _compare(call.number, call.answers)
-    else:
-        _check_own(channel.transport.rank, inputs, outputs)
+    elif sent[rank := channel.transport.rank] != received[rank]:  # what can be known without asking
+        raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     if plan is None:
-        trial = functools.partial(_trial, channel, key.dtype)
-        plan = plan_exchange(
-            key, numel, channel.world, measuring.fastest(channel, "all_to_all", key.dtype, numel, trial)
-        )
+        trial = functools.partial(all_to_all_single, group=channel.transport.group)
+        shares = (channel.world, channel.world)
+        choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, shares)
+        plan = plan_exchange(key, numel, channel.world, choose)
         channel.remember(key, plan)
     return call, plan
 
 
-def _check_own(rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """What can be known without asking: a rank's own part."""
-    if inputs[rank].numel() != outputs[rank].numel():
-        raise CollectiveError(
-            f"rank {rank} would send itself {inputs[rank].numel()} elements and expects {outputs[rank].numel()}"
-        )
+def _lengths(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return [part.numel() for part in outputs], [part.numel() for part in inputs]
 
 
 def _compare(number: int, answers: Sequence[str]) -> int:
@@ -159,7 +151,7 @@ def _run(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     step: int | None,
-    results: list[Tensor],
+    results: Sequence[Tensor],
     copies: Sequence[tuple[Tensor, Tensor]],
     async_op: bool,
 ) -> Work | None:
@@ -170,14 +162,4 @@ def _run(
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
     setting = call.setting(plan, step, exchange_scratch(plan, lengths, inputs[0].dtype))
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cut.chunk)
-    operation.copies_back(results, copies)
-    return settle(call.channel.run(operation, call.look), async_op)
-
-
-def _trial(
-    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
-) -> Callable[[], object]:
-    link = channel.transport
-    rows = -(-numel // link.world) * link.world
-    output, input = (torch.linspace(-1, 1, rows, device=channel.device).to(dtype) for _ in range(2))
-    return lambda: all_to_all_single(output, input, group=link.group, codec=codecs[0], algorithm=algorithm, step=0)
+    return call.run(operation, results, async_op, copies)

@@ -1,9 +1,8 @@
 """Copies to all ranks: all_gather_into_tensor, all_gather, broadcast."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,15 +12,14 @@ from thinwire.collectives.call import planned_verb
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import PlanKey, VerbAlgorithm
-from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work, settle
+from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor,
     input_tensor: Tensor,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -34,8 +32,7 @@ def all_gather_into_tensor(
     """
     if not async_op and torch_verbs.quick("all_gather", (output_tensor, input_tensor), group, codec, algorithm):
         return None
-    output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor")
-    checks.check_outputs((output,), "all_gather_into_tensor")
+    output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), output.device)
     world = channel.world
     if output.numel() != world * input.numel():
@@ -47,14 +44,15 @@ def all_gather_into_tensor(
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     codecs = checks.codecs_for(codec, output.shape)
     key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
-    trial = functools.partial(_gather_trial, channel, input.dtype)
-    call, plan = planned_verb(channel, key, "all_gather", input.numel(), output.numel(), trial)
+    call, plan = planned_verb(
+        channel, key, "all_gather", input.numel(), output.numel(), all_gather_into_tensor, (world, 1)
+    )
     if plan.codec is None:
-        torch_verbs.remember(call, plan, "all_gather", (output_tensor, input_tensor), codec, algorithm)
+        torch_verbs.remember(call, "all_gather", (output_tensor, input_tensor), codec, algorithm)
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
-    operation.copies_back((output_tensor,), () if output.is_contiguous() else ((output, whole),))
-    return settle(call.channel.run(operation, call.look), async_op)
+    copies = () if output.is_contiguous() else ((output, whole),)
+    return call.run(operation, [output_tensor], async_op, copies)
 
 
 all_gather_single = all_gather_into_tensor
@@ -63,7 +61,7 @@ all_gather_single = all_gather_into_tensor
 def all_gather(
     tensor_list: Sequence[Tensor],
     tensor: Tensor,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -71,8 +69,7 @@ def all_gather(
     step: int | None = None,
 ) -> Work | None:
     """tensor_list[r] = rank r's tensor, as decoded from its wire on every rank. Lengths may differ between ranks."""
-    *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather")
-    checks.check_outputs(outputs, "all_gather")
+    *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather", outputs=len(tensor_list))
     channel = channel_of(transport.resolve(group), input.device)
     sizes = [output.numel() for output in outputs]
     if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
@@ -81,21 +78,19 @@ def all_gather(
             f"rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
         )
     key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
-    trial = functools.partial(_gather_trial, channel, input.dtype)
-    call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial)
+    trial = all_gather_into_tensor
+    call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial, (len(sizes), 1))
     if plan.codec is None:
         return torch_verbs.all_gather_list(call, outputs, input, list(tensor_list), async_op)
-    operation = operations.Gather(
-        call.setting(plan, step), [Flat([output]) for output in outputs], Flat([input]), plan.cut
-    )
-    operation.outputs = list(tensor_list)
-    return settle(call.channel.run(operation, call.look), async_op)
+    parts = [Flat([output]) for output in outputs]
+    operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
+    return call.run(operation, tensor_list, async_op)
 
 
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
@@ -109,20 +104,18 @@ def broadcast(
     """
     if not async_op and torch_verbs.quick("broadcast", (tensor,), group, codec, algorithm, src, group_src):
         return None
-    (part,) = checks.check_tensors((tensor,), "broadcast")
-    checks.check_outputs((part,), "broadcast")
+    (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1)
     channel = channel_of(transport.resolve(group), part.device)
     source = _source(channel, src, group_src)
     numel = part.numel()
     key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
-    trial = functools.partial(_broadcast_trial, channel, part.dtype)
-    call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial)
+    trial = functools.partial(broadcast, group_src=0)
+    call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial, (channel.world,))
     if plan.codec is None:
-        torch_verbs.remember(call, plan, "broadcast", (tensor,), codec, algorithm, src, group_src)
+        torch_verbs.remember(call, "broadcast", (tensor,), codec, algorithm, src, group_src)
         return torch_verbs.broadcast(call, part, source, [tensor], async_op)
     operation = operations.Broadcast(call.setting(plan, step), Flat([part]), source, plan.cut)
-    operation.outputs = [tensor]
-    return settle(call.channel.run(operation, call.look), async_op)
+    return call.run(operation, [tensor], async_op)
 
 
 def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
@@ -134,20 +127,3 @@ def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
     if not 0 <= source < channel.transport.world:
         raise CollectiveError(f"broadcast: group_src must be 0..{channel.transport.world - 1}, got {source}")
     return source
-
-
-def _gather_trial(
-    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
-) -> Callable[[], object]:
-    link = channel.transport
-    part = -(-numel // link.world)
-    output, input = (torch.linspace(-1, 1, size, device=channel.device).to(dtype) for size in (part * link.world, part))
-    return lambda: all_gather_into_tensor(output, input, link.group, codec=codecs[0], algorithm=algorithm, step=0)
-
-
-def _broadcast_trial(
-    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
-) -> Callable[[], object]:
-    tensor = torch.linspace(-1, 1, numel, device=channel.device).to(dtype)
-    group = channel.transport.group
-    return lambda: broadcast(tensor, group=group, group_src=0, codec=codecs[0], algorithm=algorithm, step=0)

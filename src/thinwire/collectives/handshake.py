@@ -26,13 +26,11 @@ class BrokenError(DisagreementError):
 
 
 class Handshake:
-    """Comparisons of calls in one group."""
-
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.rank = group.rank()
         self.world = group.size()
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
-        self._store = transport.store(group)
+        self._store = group.get_group_store()
         self._name = f"thinwire/{name}"
         self._patience_s = transport.timeout_s(group)
 
@@ -51,8 +49,8 @@ class Handshake:
         self._store.set(f"{self._name}/at/{self.rank}", f"{number}\n{call}")
         for rank in range(self.world):
             theirs = self._read(f"{self._name}/{number}/{rank}")
-            if rank != self.rank and theirs is not None and theirs.split("\n", 1)[0] != call:
-                _raise_pair(number, {self.rank: call, rank: theirs.split("\n", 1)[0]})
+            if rank != self.rank and theirs is not None and _first(theirs) != call:
+                _raise_pair(number, {self.rank: call, rank: _first(theirs)})
 
     def _await(self, key: str, number: int, rank: int, call: str) -> str:
         """What a rank wrote, polled for: the store's own wait would log a warning at every look."""
@@ -64,23 +62,17 @@ class Handshake:
             if answer is not None:
                 return answer
             if now - looked > _LOOK_S:
-                self._look_where(rank, number, call)
                 looked = now
+                # A rank that takes the call for an old one does not shake hands: it waits for messages, and says where.
+                at, theirs = (self._read(f"{self._name}/at/{rank}") or "0\n").split("\n", 1)
+                if int(at) == number and theirs != _first(call):
+                    _raise_pair(number, {self.rank: _first(call), rank: theirs})
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         raise CollectiveError(
             f"rank {rank} did not come to operation {number} of this group ({_first(call)}) within its timeout of "
             f"{self._patience_s:g} s: see whether that rank still runs"
         )
-
-    def _look_where(self, rank: int, number: int, call: str) -> None:
-        """A rank that takes the call for an old one does not shake hands: it waits for messages, and says where."""
-        where = self._read(f"{self._name}/at/{rank}")
-        if where is None:
-            return
-        at, theirs = where.split("\n", 1)
-        if int(at) == number and theirs != _first(call):
-            _raise_pair(number, {self.rank: _first(call), rank: theirs})
 
     def _read(self, key: str) -> str | None:
         return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
@@ -97,7 +89,11 @@ def check(shakes: Sequence[Handshake], number: int, call: str, *, details: str =
         answers = [answer for text in told for answer in text.split("\n", 1)[1].split(_JOIN)]
     calls, found = zip(*(answer.split("\n", 1) for answer in answers), strict=True)
     if any(other != call for other in calls):
-        _raise(number, calls)
+        sides = {made: [str(rank) for rank, other in enumerate(calls) if other == made] for made in calls}
+        named = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} called {made}" for made, ranks in sides.items()
+        )
+        raise DisagreementError(f"the ranks disagree about operation {number} of this group: {named}")
     return list(found)
 
 
@@ -105,18 +101,8 @@ def _first(call: str) -> str:
     return call.split("\n", 1)[0]
 
 
-def _raise(number: int, calls: Sequence[str]) -> NoReturn:
-    sides = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
-    named = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in sides.items())
-    raise DisagreementError(f"the ranks disagree about operation {number} of this group: {named}")
-
-
 def _raise_pair(number: int, calls: dict[int, str]) -> NoReturn:
     named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
     raise BrokenError(
         f"the ranks disagree about operation {number} of this group: {named}. Messages are under way: make a new group"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -29,7 +29,6 @@ def fewest_roundings(world: int) -> Literal["one_shot", "two_phase"]:
 
 
 def flat_reducer(transport: Transport, algorithm: str) -> OneShot | TwoPhase:
-    """What sums over one group."""
     return OneShot(transport) if algorithm == "one_shot" else TwoPhase(transport)
 
 
@@ -61,16 +60,11 @@ class Hierarchical:
         return flat_reducer(self.across, fewest_roundings(self.across.world))
 
     @property
-    def _outer_messages(self) -> int:
-        return 0 if self.across.world == 1 else 1 if isinstance(self._outer, OneShot) else 2
-
-    @property
     def messages(self) -> int:
         """How often a chunk waits, the same on all ranks, whether their shards hold anything or not."""
-        return 2 + self._outer_messages
+        return 2 if self.across.world == 1 else 3 if isinstance(self._outer, OneShot) else 4
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
-        """Reduce-scatter inside, sum across, all-gather inside."""
         link = self.inside
         inner = [replace(chunk, lane=replace(chunk.lane, watch=None)) for chunk in chunks]
         wires, moving = send_shards(link, inner, tags[1], desk)
@@ -84,7 +78,7 @@ class Hierarchical:
             outer = [self._outer_chunk(inner[i], sums[i], chunks[i].lane.watch) for i in filled]
             yield from self._outer.stages(outer, scale, tags, desk)
         else:
-            for _ in range(self._outer_messages):
+            for _ in range(self.messages - 2):
                 yield ()
         for i, total in sums.items():
             lane = inner[i].lane
@@ -96,7 +90,6 @@ class Hierarchical:
             finish(chunk, link, 1.0, fine)
 
     def _sum(self, chunk: LaneChunk, desk: Desk) -> Tensor:
-        """The sum of the own shard in this node."""
         x = chunk.x
         codec = chunk.lane.codec
         numel = chunk.shards[self.inside.rank].numel
@@ -118,6 +111,9 @@ class Hierarchical:
         lane = Lane(Flat([total]), Cut(total.numel(), total.numel()), *chunk.lane.outer, watch=watch)
         key = Key(chunk.key.of(rank), chunk.key.chunk)
         return LaneChunk(lane, total, total, key, chunk.begin + chunk.shards[rank].begin)
+
+
+Reducer = OneShot | TwoPhase | Hierarchical
 
 
 def _fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:

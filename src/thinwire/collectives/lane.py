@@ -25,6 +25,7 @@ from thinwire.kernels import hashing
 _SHARD = 4  # stream of the hash
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
+Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor], None]  # is told (span, message, decoded, codec, wire)
 
 
 class Key(NamedTuple):
@@ -66,13 +67,6 @@ class Carry(Protocol):
         """x, the mean of what was sent, becomes the mean of what was meant."""
 
 
-class Watch(Protocol):
-    """Looks at what the wires of a lane lose."""
-
-    def lost(self, span: Span, message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
-        """`message` was encoded as `wire`, which says `decoded`."""
-
-
 def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
     """In which numbers of `dtype` are encoded: with feedback, and where the codec takes nothing wider, fp32."""
     return torch.float32 if fed_back or dtype not in codec.inputs else dtype
@@ -94,8 +88,6 @@ class LaneSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane in one call."""
-
     flat: Flat
     cut: Cut
     codec: Codec
@@ -108,12 +100,10 @@ class Lane:
 
     @property
     def outer(self) -> tuple[Codec, Codec]:
-        """Codec and first of the sums of nodes."""
         return self.across or (self.codec, self.codec)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the numbers that are encoded."""
         return encoded_dtype(self.codec, self.flat.dtype, fed_back=self.carry is not None)
 
     @property
@@ -142,7 +132,6 @@ class LaneChunk:
 
     @property
     def whole(self) -> Span:
-        """All of x."""
         return Span(0, self.x.numel())
 
     def split(self, world: int) -> list[Span]:
@@ -155,7 +144,6 @@ class LaneChunk:
         return Span(self.begin + part.begin, self.begin + part.end)
 
     def numbers(self, part: Span) -> Tensor:
-        """The elements of a span of x."""
         return self.x[part.begin : part.end]
 
     def load(self) -> None:
@@ -192,7 +180,7 @@ class LaneChunk:
             return
         read = decoded(codec, wire, x.numel(), step, x.dtype)
         if watch is not None:
-            watch.lost(self.span(part), x, read, codec, wire)
+            watch(self.span(part), x, read, codec, wire)
         if carry is not None:
             carry.sent(x, read)
 

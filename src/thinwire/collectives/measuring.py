@@ -7,9 +7,9 @@ call takes long enough. All ranks take the slowest rank's times, so they choose 
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,33 +18,36 @@ from thinwire import log
 from thinwire.codecs import Codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import Channel
-from thinwire.collectives.cost import Choice, CurveKey, Curves, MeasuredLink, Points
+from thinwire.collectives.cost import CurveKey, Curves, MeasuredLink, Points
 from thinwire.collectives.plan import Choose
 
 _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
 _SIZES = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22)  # elements, or bytes of a message
 Prepare = Callable[[int], Callable[[], object]]  # the call on a message of so many elements
-Trial = Callable[[tuple[Codec, ...], Any, int], Callable[[], object]]  # the same of codecs and an algorithm
+# A verb, of tensors that hold as many ranks' parts of a message as `shares` say, a codec, an algorithm and a step.
+Trial = Callable[..., object]
 
 
-def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial) -> Choose:
+def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial, shares: Sequence[int]) -> Choose:
     """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet."""
 
-    def algorithm(codecs: tuple[Codec, ...], names: Sequence[str]) -> str:
-        calls = {name: functools.partial(trial, codecs, name) for name in names}
-        return choose(channel, CurveKey(verb, dtype, codecs), numel, calls).algorithm
+    def prepare(codecs: tuple[Codec, ...], algorithm: str, size: int) -> Callable[[], object]:
+        part = -(-size // channel.world)
+        tensors = [torch.linspace(-1, 1, part * share, device=channel.device).to(dtype) for share in shares]
+        codec = codecs[0] if len(codecs) == 1 else codecs
+        return functools.partial(trial, *tensors, codec=codec, algorithm=algorithm, step=0)
 
-    return algorithm
+    def choose(codecs: tuple[Codec, ...], names: Sequence[str]) -> str:
+        key = CurveKey(verb, dtype, codecs)
+        calls = {name: functools.partial(prepare, codecs, name) for name in names}
+        with channel.measuring:
+            link(channel, numel * dtype.itemsize)
+            known = channel.measured.curves.get(key, dict.fromkeys(calls, ()))
+            channel.measured.curves[key] = _extended(channel, known, numel, calls)
+        return cost.choice(channel.measured, key, numel, channel.transport.world).algorithm
 
-
-def choose(channel: Channel, key: CurveKey, numel: int, calls: Mapping[str, Prepare]) -> Choice:
-    """What `auto` does with a message of `numel` elements; measures what was not yet, with all ranks of the group."""
-    with channel.measuring:
-        link(channel, numel * key.dtype.itemsize)
-        known = channel.measured.curves.get(key, dict.fromkeys(calls, ()))
-        channel.measured.curves[key] = _extended(channel, known, numel, calls)
-    return cost.choice(channel.measured, key, numel, channel.transport.world)
+    return choose
 
 
 def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
@@ -86,10 +89,7 @@ def _missing(points: Points, wanted: int) -> list[int]:
 
 
 def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str, Prepare]) -> Curves:
-    """Curves that reach `wanted`: the calls timed by turns at rising sizes.
-
-    As many rounds and sizes on every rank: both depend on agreed times.
-    """
+    """Curves that reach `wanted`: the calls timed by turns at rising sizes, which agreed times decide on all ranks."""
     points = {name: list(row) for name, row in curves.items()}
     slowest = max((row[-1][1] for row in points.values() if row), default=0.0)
     for size in _missing(max(curves.values(), key=lambda row: row[-1][1] if row else 0.0), wanted):
@@ -105,12 +105,8 @@ def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str,
 
 def _leveled(row: Sequence[tuple[int, float]]) -> Points:
     """Noise only adds time, so a message takes no longer than a larger one did."""
-    level = float("inf")
-    found = []
-    for size, seconds in reversed(row):
-        level = min(level, seconds)
-        found.append((size, level))
-    return tuple(reversed(found))
+    levels = list(itertools.accumulate((seconds for _, seconds in reversed(row)), min))
+    return tuple((size, level) for (size, _), level in zip(row, reversed(levels), strict=True))
 
 
 def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -124,12 +120,8 @@ def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: 
             call()
             channel.transport.synchronize()
             taken[name].append(time.perf_counter() - start)
-    return _agreed(channel, {name: sorted(times[1:])[rounds // 4] for name, times in taken.items()})
-
-
-def _agreed(channel: Channel, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The slowest rank's times, on every rank."""
-    shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=channel.device)
+    quartiles = [sorted(times[1:])[rounds // 4] for times in taken.values()]
+    slowest = torch.tensor(quartiles, dtype=torch.float64, device=channel.device)
     for member in channel.transports:
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=member.group)
-    return dict(zip(seconds, shared.tolist(), strict=True))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=member.group)
+    return dict(zip(calls, slowest.tolist(), strict=True))

@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import channel_of, mesh_channel
-from thinwire.collectives.checks import check_algorithm, codec_for
-from thinwire.collectives.chunks import Cut, Flat
-from thinwire.collectives.hierarchical import Hierarchical, check_order, fewest_roundings, flat_reducer
+from thinwire.collectives.channel import channel_of
+from thinwire.collectives.checks import codec_for
+from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
-from thinwire.collectives.plan import CallPlan, Reducer, lanes_scratch
+from thinwire.collectives.plan import CallPlan, lanes_scratch
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 
@@ -47,30 +46,28 @@ class Message:
         algorithm: str = "auto",
         nodes: Nodes | None = None,
     ) -> None:
-        check_algorithm(algorithm, ALGORITHMS)
         self.specs = tuple(specs)
         self._dtype = like.dtype
         self._nodes = nodes
         self._reducer: Reducer
+        self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
         if nodes is None:
-            self.channel = channel_of(group, like.device)
             self.algorithm = fewest_roundings(self.channel.world) if algorithm == "auto" else algorithm
             self._reducer = flat_reducer(self.channel.transport, self.algorithm)
         else:
             check_order(nodes.mesh)
-            self.channel = mesh_channel(nodes.mesh, like.device)
             self.algorithm = "hierarchical"
             self._reducer = Hierarchical(*self.channel.transports)
         self._codecs = [self._first_codec(spec) for spec in self.specs]
-        self._cuts = [self._cut(spec, codec) for spec, codec in zip(self.specs, self._codecs, strict=True)]
+        self._cuts = []
+        for spec, codec in zip(self.specs, self._codecs, strict=True):
+            wire = codec.wire_bytes(spec.numel, self._encoded(spec, codec))
+            shards = self.channel.transports[-1].world
+            self._cuts.append(chunks.cut(spec.numel, wire, self.channel.world, shards, codec.unit))
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
-        self._text = self._describe()
-
-    def _describe(self) -> str:
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
-        where = "" if self._nodes is None else f" in {self._nodes.inside}"
-        dtype = str(self._dtype).removeprefix("torch.")
-        return f"gradients({named}; {dtype}, algorithm={self.algorithm}{where})"
+        where = "" if nodes is None else f" in {nodes.inside}"
+        self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
 
     def _first_codec(self, spec: LaneSpec) -> Codec:
         """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
@@ -79,11 +76,6 @@ class Message:
         assert not spec.feedback  # a hierarchy has none
         inside = codec_for(self._nodes.inside, (spec.numel,))
         return max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
-
-    def _cut(self, spec: LaneSpec, codec: Codec) -> Cut:
-        wire = codec.wire_bytes(spec.numel, self._encoded(spec, codec))
-        shards = self.channel.transports[-1].world
-        return chunks.cut(spec.numel, wire, self.channel.world, shards, codec.unit)
 
     def lane(
         self,
@@ -96,7 +88,7 @@ class Message:
         """Lane `index` of this message with the tensors of one step; `checked` is told whether a chunk is finite."""
         spec = self.specs[index]
         codec = self._codecs[index]
-        flat = Flat(tensors)
+        flat = chunks.Flat(tensors)
         cut = self._cuts[index]
         if self._nodes is not None:
             return Lane(flat, cut, codec, codec, carry, watch, checked, across=(spec.codec, spec.first))
@@ -117,11 +109,10 @@ class Message:
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:
-            chunk_bytes, scratch_bytes = lanes_scratch(lanes, self._reducer)
-            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, chunk_bytes, scratch_bytes, self._reducer)
+            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, *lanes_scratch(lanes, self._reducer))
             self._plans[scattered] = plan
         scale = 1.0 / self.channel.world
-        operation = operations.all_reduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
+        operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
         return self.channel.run(operation, call.look)
 
@@ -143,5 +134,4 @@ class Message:
         return sum(codec.wire_bytes(spec.numel, self._encoded(spec, codec)) for spec, codec in pairs)
 
     def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
-        """The dtype that a lane's numbers have when they are encoded."""
         return encoded_dtype(codec, self._dtype, fed_back=bool(spec.feedback))

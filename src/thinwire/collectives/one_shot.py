@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Desk, Span, wires_bytes
+from thinwire.collectives.chunks import Desk
 from thinwire.collectives.lane import LaneChunk, check_finite, known_step
 from thinwire.collectives.transport import Stages, Transport
 
@@ -28,7 +28,7 @@ class OneShot:
 
     def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
         """The wire, to all others."""
-        return (self.transport.world - 1) * wires_bytes(codec, [Span(0, numel)], dtype)
+        return (self.transport.world - 1) * codec.wire_bytes(numel, dtype) if numel else 0
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
         """Encode, send to all, add all: x = scale * sum of x over the ranks."""
@@ -40,7 +40,7 @@ class OneShot:
             chunk.load()
             chunk.encode(chunk.whole, chunk.lane.codec, own_WN[link.rank], chunk.key.of(0))
         yield link.gather(wires_WN.unbind(), tags[0])
-        fine = check_finite(chunks, _all_finite)
+        fine = check_finite(chunks, lambda c: c.lane.codec.all_finite(c.own_WN, c.x.numel(), c.x.dtype))
         for chunk in chunks:
             carry = chunk.lane.carry
             span = chunk.span(chunk.whole)
@@ -51,10 +51,6 @@ class OneShot:
             if carry is not None:
                 carry.result(span, chunk.x, fine)
             chunk.write()
-
-
-def _all_finite(chunk: LaneChunk) -> Tensor:
-    return chunk.lane.codec.all_finite(chunk.own_WN, chunk.x.numel(), chunk.x.dtype)
 
 
 def columns(wires_WN: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -6,32 +6,23 @@ Legend: W ranks, N bytes of one wire. Every rank decodes the same wires, its own
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards
-from thinwire.collectives.hierarchical import Hierarchical
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
+from thinwire.collectives.hierarchical import Hierarchical, Reducer
 from thinwire.collectives.lane import Key, Lane, LaneChunk, known_step
 from thinwire.collectives.pipeline import Operation
-from thinwire.collectives.plan import Reducer
 from thinwire.collectives.transport import Stages, Transport, Waitable
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 
 
-def _sizes(codec: Codec, parts: Sequence[Span], dtype: torch.dtype) -> list[int]:
-    return [codec.wire_bytes(part.numel, dtype) if part.numel else 0 for part in parts]
-
-
 @dataclass(frozen=True)
 class Setting:
-    """What the operations have in common."""
-
     link: Transport
     codec: Codec
     step: int
@@ -40,7 +31,7 @@ class Setting:
     scratch_bytes: int  # scratch of the operation
 
 
-class _Base(Operation):
+class VerbOperation(Operation):
     def __init__(self, setting: Setting, num_chunks: int, outputs: Sequence[Flat], inputs: Sequence[Flat] = ()) -> None:
         self._link = setting.link
         self._codec = setting.codec
@@ -60,7 +51,6 @@ class _Base(Operation):
         self._copies = copies
 
     def memory(self) -> Sequence[Tensor]:
-        """Outputs, inputs, and the copies made of either."""
         flats = [tensor for flat in (*self._outputs, *self._inputs) for tensor in flat.memory]
         return [*flats, *(numbers for _, numbers in self._copies)]
 
@@ -72,15 +62,18 @@ class _Base(Operation):
             tensor.detach().copy_(numbers.view(tensor.shape))
 
 
-class Meter(Protocol):
-    """Takes the times of an operation's chunks."""
-
-    def stage(self, index: int, began: float, ended: float) -> None:
-        """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
+# Takes the times of a chunk's work, (place, began, ended): place 0 before its first message, 1 between two, -1 at last.
+Meter = Callable[[int, float, float], None]
 
 
-class AllReduce(_Base):
-    """Sum every lane over the ranks, in place."""
+class AllReduce(VerbOperation):
+    """Sum every lane over the ranks, in place.
+
+    [Note: In step] Chunks that wait more than twice are one chunk to the line. Each is a stage behind the one before
+    it. In a round one is started, and then all that are under way are waited for once, the youngest first: so its next
+    message is on its way while older ones are waited for. All ranks do this in the same order whatever their delays, so
+    that each has started what others wait for.
+    """
 
     def __init__(
         self, setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
@@ -90,8 +83,19 @@ class AllReduce(_Base):
         self._reducer = reducer
         self._scale = scale
         self._meter = meter
+        if isinstance(reducer, Hierarchical):
+            self.in_order = True
+            self._count = self.num_chunks
+            self.num_chunks = 1
+            self._room = aligned(setting.chunk_bytes)  # of one
+            self._slots = min(self._count, reducer.messages + 1)
+            self.chunk_bytes = self._slots * self._room
+            self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
     def chunk(self, index: int, desk: Desk) -> Stages:
+        return self._in_step(desk) if self.in_order else self._sum(index, desk)
+
+    def _sum(self, index: int, desk: Desk) -> Stages:
         """The reducer's stages on one span of every lane."""
         found = [self._lane_chunk(at, lane, index, desk) for at, lane in enumerate(self._lanes)]
         chunks = [chunk for chunk in found if chunk is not None]
@@ -101,10 +105,10 @@ class AllReduce(_Base):
         else:
             began = time.perf_counter()
             for place, awaited in enumerate(stages):
-                self._meter.stage(place, began, time.perf_counter())
+                self._meter(place, began, time.perf_counter())
                 yield awaited
                 began = time.perf_counter()
-            self._meter.stage(-1, began, time.perf_counter())
+            self._meter(-1, began, time.perf_counter())
         for chunk in chunks:
             chunk.lane.flat.write(chunk.span(chunk.whole), chunk.source)
 
@@ -116,36 +120,14 @@ class AllReduce(_Base):
         x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
         return LaneChunk(lane, source, x, Key(self._step, index, at), span.begin)
 
-
-class AllReduceInStep(AllReduce):
-    """The same of chunks that wait more than twice: for the line all of them are one. [Note: In step]
-
-    [Note: In step] Each chunk is a stage behind the one before it. In a round one is started, and then all that are
-    under way are waited for once, the youngest first: so its next message is on its way while older ones are waited
-    for. All ranks do this in the same order whatever their delays, so that each has started what others wait for.
-    """
-
-    in_order = True
-
-    def __init__(
-        self, setting: Setting, lanes: Sequence[Lane], reducer: Hierarchical, scale: float, meter: Meter | None = None
-    ) -> None:
-        super().__init__(setting, lanes, reducer, scale, meter)
-        self._count = self.num_chunks
-        self.num_chunks = 1
-        self._room = aligned(setting.chunk_bytes)  # of one
-        self._slots = min(self._count, reducer.messages + 1)
-        self.chunk_bytes = self._slots * self._room
-        self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
-
-    def chunk(self, index: int, desk: Desk) -> Stages:
-        """All chunks."""
+    def _in_step(self, desk: Desk) -> Stages:
+        """All chunks. See [Note: In step]."""
         under_way: list[tuple[Stages, Sequence[Waitable]]] = []  # the youngest first
         for place in itertools.count():
             begun = []
             if place < self._count:
                 room = place % self._slots * self._room
-                stages = super().chunk(place, desk.part(room, self._room))
+                stages = self._sum(place, desk.part(room, self._room))
                 begun = [(stages, next(stages))]
             elif not under_way:
                 return
@@ -157,62 +139,48 @@ class AllReduceInStep(AllReduce):
             under_way = begun + left
 
 
-def all_reduce(
-    setting: Setting, lanes: Sequence[Lane], reducer: Reducer, scale: float, meter: Meter | None = None
-) -> AllReduce:
-    """The operation that sums lanes by `reducer`."""
-    if isinstance(reducer, Hierarchical):
-        return AllReduceInStep(setting, lanes, reducer, scale, meter)
-    return AllReduce(setting, lanes, reducer, scale, meter)
-
-
-class ReduceScatter(_Base):
+class ReduceScatter(VerbOperation):
     """output = scale * sum over ranks of their input's shard for this rank. One message, one rounding."""
 
     def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
         super().__init__(setting, cut.num_chunks, [output], [input])
-        self._output = output
-        self._input = input
         self._cut = cut
         self._scale = scale
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode every rank's part, send it there, add what came."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
         key = Key(self._step, index)
         shard = self._cut.numel
-        nbytes = codec.wire_bytes(span.numel, self._input.dtype)
+        nbytes = codec.wire_bytes(span.numel, self._inputs[0].dtype)
         sent_WN = desk.matrix(link.world, nbytes)
         own_WN = desk.matrix(link.world, nbytes)
         for rank in others_first(link.rank, link.world):
             part = Span(rank * shard + span.begin, rank * shard + span.end)
             wire = (own_WN if rank == link.rank else sent_WN)[rank]
-            codec.encode(self._input.read(part, desk), wire, step=key.of(rank))
+            codec.encode(self._inputs[0].read(part, desk), wire, step=key.of(rank))
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, own_WN[p]) for p in peers], self._tags[0])
-        out = self._output.read(span, desk)
+        out = self._outputs[0].read(span, desk)
         codec.decode_sum(own_WN, out, scale=self._scale, step=known_step(key.of(link.rank), out.device))
 
 
-class Gather(_Base):
+class Gather(VerbOperation):
     """outputs[r] = rank r's input, of any length, on every rank. One message, one rounding."""
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
         super().__init__(setting, cut.num_chunks, outputs, [input])
-        self._input = input
         self._cuts = [Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in outputs]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode the own part, send it to all, decode all."""
         codec = self._codec
         link = self._link
         key = Key(self._step, index)
         parts = [cut.span(index) for cut in self._cuts]
-        wires = desk.rows(_sizes(codec, parts, self._input.dtype))
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._inputs[0].dtype)]
         if parts[link.rank].numel:
-            codec.encode(self._input.read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
+            codec.encode(self._inputs[0].read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
         yield link.gather(wires, self._tags[0])
         for rank, (wire, part) in enumerate(zip(wires, parts, strict=True)):
             if part.numel:
@@ -220,7 +188,7 @@ class Gather(_Base):
                 codec.decode(wire, out, step=known_step(key.of(rank), out.device))
 
 
-class Exchange(_Base):
+class Exchange(VerbOperation):
     """outputs[r] = what rank r's inputs hold for this rank, any lengths. What a rank keeps is copied exactly."""
 
     def __init__(self, setting: Setting, outputs: Sequence[Flat], inputs: Sequence[Flat], chunk: int) -> None:
@@ -229,7 +197,6 @@ class Exchange(_Base):
         self._chunk = chunk
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """Encode what goes to each rank, send, decode what came from each."""
         codec = self._codec
         link = self._link
         key = Key(self._step, index)
@@ -252,7 +219,7 @@ class Exchange(_Base):
         return [(r, desk.take(self._codec.wire_bytes(spans[r].numel, flats[r].dtype)), spans[r]) for r in peers]
 
 
-class Broadcast(_Base):
+class Broadcast(VerbOperation):
     """flat = the source's, decoded from the source's wires on every rank, its own too.
 
     The source sends every other rank a share of the wires, and these pass their shares on: no link carries more than
@@ -266,7 +233,6 @@ class Broadcast(_Base):
         self._cut = cut
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        """From the source to each, from each to the others, decode all."""
         codec = self._codec
         link = self._link
         span = self._cut.span(index)
@@ -274,7 +240,7 @@ class Broadcast(_Base):
         x = self._flat.read(span, desk)
         others = [rank for rank in range(link.world) if rank != self._source]
         parts = shards(Span(0, span.numel), len(others), codec.unit)
-        wires = desk.rows(_sizes(codec, parts, self._flat.dtype))
+        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._flat.dtype)]
         shares = {rank: wire for rank, wire in zip(others, wires, strict=True) if wire.numel()}
         if link.rank == self._source:
             for shard, (wire, part) in enumerate(zip(wires, parts, strict=True)):

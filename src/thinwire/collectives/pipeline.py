@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.chunks import Desk
+from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
-
-_ALIGN = 64
 
 
 class Operation:
@@ -70,15 +68,14 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return self._buffer.numel()
 
     def take(self, nbytes: int, limit: int) -> Tensor | None:
         """`nbytes` of scratch, or None while too much is out. `limit` is how large the buffer may have to be."""
-        wanted = _aligned(max(limit, nbytes, _ALIGN))
+        wanted = aligned(max(limit, nbytes, 1), SCRATCH_ALIGN)
         if wanted > self.nbytes and not self._lent:
             self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
-        size = _aligned(max(nbytes, 1))  # no two regions start at one place
+        size = aligned(max(nbytes, 1), SCRATCH_ALIGN)  # no two regions start at one place
         at = self._place(size, min(self.nbytes, wanted) if self._exact else self.nbytes)
         if at is None:
             return None
@@ -86,7 +83,6 @@ class Scratch:
         return self._buffer[at : at + nbytes]
 
     def give(self, part: Tensor) -> None:
-        """Take back what was lent."""
         self._back.add(int(part.storage_offset()))
         while self._lent and self._lent[0][0] in self._back:
             self._back.remove(self._lent.popleft()[0])
@@ -103,28 +99,17 @@ class Scratch:
         return start if start + nbytes <= first else None
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
 @dataclass
 class Queued:
-    """An operation in the line."""
-
     operation: Operation
     work: Work
     groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
     started: int = 0  # chunks
     ended: int = 0
 
-    @property
-    def all_started(self) -> bool:
-        """Whether no chunk is left to start."""
-        return self.started >= self.operation.num_chunks
-
     def end_if_done(self) -> None:
         """Finish the operation once its last chunk has ended."""
-        if self.all_started and self.ended == self.operation.num_chunks and not self.work.is_ended:
+        if self.ended == self.operation.num_chunks and not self.work.is_ended:
             with torch.inference_mode():
                 self.operation.finish()
             self.groups = ()
@@ -139,8 +124,6 @@ class Queued:
 
 @dataclass
 class _Running:
-    """A chunk under way."""
-
     entry: Queued
     scratch: Tensor
     stages: Stages
@@ -154,26 +137,20 @@ class Line:
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
         self._under_way: deque[_Running] = deque()
-        self._entry: Queued | None = None  # the one whose chunks are being started
+        self.entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._under_way and self._entry is None
-
-    @property
-    def takes_more(self) -> bool:
-        """Whether another operation can be entered."""
-        return self._entry is None
+        return not self._under_way and self.entry is None
 
     def enter(self, entry: Queued) -> None:
         """Make `entry` the next whose chunks are started."""
         if self.failure is not None:
             entry.work.failed(broken(self.failure))
         else:
-            self._entry = entry
+            self.entry = entry
 
     def advance(self) -> None:
         """Start a chunk if there is room, else take the chunk that has waited longest one stage on."""
@@ -193,7 +170,7 @@ class Line:
 
     def _new_chunk(self) -> _Running | None:
         """The next chunk of the operation whose turn it is, if there is one and scratch for it."""
-        entry = self._entry
+        entry = self.entry
         if entry is None:
             return None
         operation = entry.operation
@@ -202,8 +179,8 @@ class Line:
             return None
         self._current = _Running(entry, scratch, operation.chunk(entry.started, Desk(scratch)))
         entry.started += 1
-        if entry.all_started:
-            self._entry = None
+        if entry.started >= operation.num_chunks:
+            self.entry = None
         return self._current
 
     def _resume(self, running: _Running) -> None:
@@ -227,9 +204,9 @@ class Line:
         self.failure = f"{type(error).__name__}: {error}"
         running = [*self._under_way, *([] if self._current is None else [self._current])]
         entries = {id(chunk.entry): chunk.entry for chunk in running}
-        if self._entry is not None:
-            entries[id(self._entry)] = self._entry
-        self._entry = None
+        if self.entry is not None:
+            entries[id(self.entry)] = self.entry
+        self.entry = None
         self._under_way.clear()
         for entry in entries.values():
             entry.fail(error)
@@ -246,7 +223,7 @@ def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
         torch.cuda.set_device(line.scratch.device)
     closing = False
     while not (closing and line.idle):
-        if line.takes_more and not closing:
+        if line.entry is None and not closing:
             with contextlib.suppress(Empty):
                 entry = inbox.get(block=line.idle)
                 closing = entry is None

@@ -3,19 +3,20 @@
 All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorithm, world and measured times.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks
 from thinwire.collectives.checks import Reduction, check_algorithm, codec_for
-from thinwire.collectives.chunks import Cut, Desk, Flat, Span
-from thinwire.collectives.hierarchical import Hierarchical, flat_reducer
-from thinwire.collectives.lane import Lane, LaneChunk
-from thinwire.collectives.transport import Stages, Transport
+from thinwire.collectives.chunks import Cut, Flat, Span
+from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
+from thinwire.collectives.lane import Lane
+from thinwire.collectives.transport import Transport
 from thinwire.errors import CollectiveError
 
 SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
@@ -53,34 +54,8 @@ class PlanKey(NamedTuple):
         return f"{self.verb}({', '.join(part for part in parts if part)})"
 
 
-class QuickKey(NamedTuple):
-    """A call that torch's own verb serves, by its arguments as they came: see [Note: Quick calls] in torch_verbs.py."""
-
-    verb: str
-    shapes: tuple[torch.Size, ...]
-    dtype: torch.dtype
-    codec: object
-    algorithm: str
-    source: tuple[int | None, ...] = ()  # of a broadcast: as a rank of the world, and of the group
-
-
-class Reducer(Protocol):
-    """Sums a chunk over ranks."""
-
-    def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
-        """Scratch of a lane's part of a chunk."""
-
-    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
-        """Bytes that this rank sends for a lane's part of a chunk."""
-
-    def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
-        """x = scale * sum of x over the ranks, for every lane of a chunk."""
-
-
 @dataclass(frozen=True)
 class CallPlan:
-    """What was decided for calls of one kind."""
-
     text: str
     codec: Codec | None = None  # None: torch's own verb
     cut: Cut = _UNCUT
@@ -114,11 +89,14 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
         algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else PLAIN_OR_SUM)
     if algorithm == "plain":
         return CallPlan(str(key))
-    inside = codecs[0]
-    across = codecs[-1]
-    if on_mesh:
-        return _plan_lane(key, flat, Hierarchical(*links), inside, links, (across, across))
-    return _plan_lane(key, flat, flat_reducer(links[0], algorithm), inside, links, None)
+    codec = codecs[0]
+    wire = codec.wire_bytes(flat.numel, flat.dtype)
+    ranks = math.prod(link.world for link in links)
+    cut = chunks.cut(flat.numel, wire, ranks, links[-1].world, codec.unit)  # into shards for the ranks of a node
+    across = (codecs[-1], codecs[-1]) if on_mesh else None
+    reducer: Reducer = Hierarchical(*links) if on_mesh else flat_reducer(links[0], algorithm)
+    lane = Lane(flat, cut, codec, codec, across=across)
+    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across)
 
 
 def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose: Choose) -> CallPlan:
@@ -130,7 +108,7 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose
     cut = chunks.cut(part, wire, world, world - 1 if verb == "broadcast" else 1, codec.unit)
     span = Span(0, min(cut.chunk, part))
     if verb == "broadcast":
-        chunk_wire = chunks.wires_bytes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype)
+        chunk_wire = sum(chunks.wire_sizes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype))
     else:
         chunk_wire = world * codec.wire_bytes(span.numel, key.dtype)
     chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
@@ -170,22 +148,6 @@ def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
     wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
     most = max(lane.cut.num_chunks for lane in lanes)
     return chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
-
-
-def _plan_lane(
-    key: PlanKey,
-    flat: Flat,
-    reducer: Reducer,
-    codec: Codec,
-    links: tuple[Transport, ...],
-    across: tuple[Codec, Codec] | None,
-) -> CallPlan:
-    """The plan of a sum of one lane: cut for all ranks, into shards for those of a node."""
-    ranks = links[0].world * (links[1].world if across else 1)
-    wire = codec.wire_bytes(flat.numel, flat.dtype)
-    cut = chunks.cut(flat.numel, wire, ranks, links[-1].world, codec.unit)
-    lane = Lane(flat, cut, codec, codec, across=across)
-    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across)
 
 
 def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | None:

@@ -1,7 +1,7 @@
 """Sums over ranks: all_reduce, all_reduce_coalesced, reduce_scatter_tensor; what `auto` does with them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,19 +12,18 @@ from thinwire.collectives.call import planned, planned_verb
 from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.cost import Choice, CurveKey, Measured
+from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane
-from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
-from thinwire.collectives.transport import Group
-from thinwire.collectives.work import Work, settle
+from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
+from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
 
 def all_reduce(
     tensor: Tensor,
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -47,7 +46,7 @@ def all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -62,14 +61,13 @@ def _all_reduce(
     verb: str,
     tensors: Sequence[Tensor],
     op: Op,
-    group: Group,
+    group: transport.Group,
     async_op: bool,
     codec: Codecs,
     algorithm: str,
     step: int | None,
 ) -> Work | None:
-    parts = checks.check_tensors(tensors, verb)
-    checks.check_outputs(parts, verb)
+    parts = checks.check_tensors(tensors, verb, outputs=len(tensors))
     flat = Flat(parts)
     codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
     channel = channel_of(group, flat.device)
@@ -78,42 +76,31 @@ def _all_reduce(
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     if plan.reducer is None or plan.codec is None:
         if verb == "all_reduce" and reduction.name == "sum":
-            torch_verbs.remember(call, plan, verb, tensors, codec, algorithm)
+            torch_verbs.remember(call, verb, tensors, codec, algorithm)
         return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
     lane = Lane(flat, plan.cut, plan.codec, plan.codec, across=plan.across)
     scale = reduction.scale(channel.world)
-    operation = operations.all_reduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    operation.outputs = list(tensors)
-    return settle(call.channel.run(operation, call.look), async_op)
+    operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
+    return call.run(operation, tensors, async_op)
 
 
-def _plan(channel: Channel, key: PlanKey, flat: Flat, group: Group) -> CallPlan:
+def _plan(channel: Channel, key: PlanKey, flat: Flat, group: transport.Group) -> CallPlan:
     mesh = transport.mesh_of_nodes(group)
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
-    trial = functools.partial(_sum_trial, channel, group, flat.dtype)
-    choose = measuring.fastest(channel, "all_reduce", flat.dtype, flat.numel, trial)
-    return plan_sum(key, flat, channel.transports, choose)
+    return plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
 
 
-def _sum_trial(
-    channel: Channel,
-    group: Group,
-    dtype: torch.dtype,
-    codecs: tuple[Codec, ...],
-    algorithm: SumAlgorithm,
-    numel: int,
-) -> Callable[[], object]:
-    tensor = torch.linspace(-1, 1, numel, device=channel.device).to(dtype)
-    codec: Codecs = codecs[0] if len(codecs) == 1 else (codecs[0], codecs[1])
-    return lambda: all_reduce(tensor, group=group, codec=codec, algorithm=algorithm, step=0)
+def _fastest(channel: Channel, group: transport.Group, dtype: torch.dtype, numel: int) -> Choose:
+    trial = functools.partial(all_reduce, group=group)
+    return measuring.fastest(channel, "all_reduce", dtype, numel, trial, (channel.world,))
 
 
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
     op: Op = SUM,
-    group: Group = None,
+    group: transport.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -126,8 +113,7 @@ def reduce_scatter_tensor(
     """
     if op is SUM and not async_op and torch_verbs.quick("reduce_scatter", (output, input), group, codec, algorithm):
         return None
-    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor")
-    checks.check_outputs((target,), "reduce_scatter_tensor")
+    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     reduction = checks.reduction(op)
     world = channel.world
@@ -138,31 +124,22 @@ def reduce_scatter_tensor(
         )
     codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
-    trial = functools.partial(_scatter_trial, channel, source.dtype)
-    call, plan = planned_verb(channel, key, "reduce_scatter", target.numel(), source.numel(), trial)
+    call, plan = planned_verb(
+        channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)
+    )
     if plan.codec is None:
         if reduction.name == "sum":
-            torch_verbs.remember(call, plan, "reduce_scatter", (output, input), codec, algorithm)
+            torch_verbs.remember(call, "reduce_scatter", (output, input), codec, algorithm)
         return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
     flats = Flat([target]), Flat([source])
     operation = operations.ReduceScatter(call.setting(plan, step), *flats, plan.cut, reduction.scale(world))
-    operation.outputs = [output]
-    return settle(call.channel.run(operation, call.look), async_op)
+    return call.run(operation, [output], async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
 
 
-def _scatter_trial(
-    channel: Channel, dtype: torch.dtype, codecs: tuple[Codec, ...], algorithm: VerbAlgorithm, numel: int
-) -> Callable[[], object]:
-    link = channel.transport
-    part = -(-numel // link.world)
-    output, input = (torch.linspace(-1, 1, size, device=channel.device).to(dtype) for size in (part, part * link.world))
-    return lambda: reduce_scatter_tensor(output, input, group=link.group, codec=codecs[0], algorithm=algorithm, step=0)
-
-
-def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
+def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
     """What all_reduce(tensor, group=group, codec=codec) does by default, and why, by what was measured so far.
 
     `print(thinwire.explain(tensor))` shows the measured link and every algorithm's predicted time and bytes, or how to
@@ -171,11 +148,12 @@ def explain(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     part = checks.check_tensors((tensor,), "explain")[0]
     members = transport.resolve(group)
     channel = known_channel(members, part.device)
-    measured = Measured() if channel is None else channel.measured
-    return cost.choice(measured, _curve(part, codec), part.numel(), members.size())
+    measured = cost.Measured() if channel is None else channel.measured
+    curve = cost.CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
+    return cost.choice(measured, curve, part.numel(), members.size())
 
 
-def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8") -> Choice:
+def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
     """Measure what each algorithm takes for all_reduce(tensor, group=group, codec=codec), now, and explain.
 
     All ranks of the group must call it. `algorithm="auto"` does the same at its first call of a kind; what was measured
@@ -185,11 +163,6 @@ def measure(tensor: Tensor, group: Group = None, *, codec: str | Codec = "int8")
     members = transport.resolve(group)
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
-        curve = _curve(part, codec)
-        trial = functools.partial(_sum_trial, channel, members, part.dtype)
-        measuring.fastest(channel, "all_reduce", part.dtype, part.numel(), trial)(curve.codecs, PLAIN_OR_SUM)
+        codecs = (checks.codec_for(codec, part.shape),)
+        _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
     return explain(tensor, members, codec=codec)
-
-
-def _curve(part: Tensor, codec: str | Codec) -> CurveKey:
-    return CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))

@@ -14,36 +14,22 @@ from thinwire.collectives import call as calls, transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, known_channel
 from thinwire.collectives.checks import Reduction
-from thinwire.collectives.plan import CallPlan, QuickKey
-from thinwire.collectives.transport import Group
 from thinwire.collectives.work import TorchWork, Work, wait_looking
-
-Finish = Callable[[], None]
 
 
 def all_reduce(
     call: Call, parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
-    """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across.
-
-    Where the backend has no AVG or PREMUL_SUM, and on a mesh, it is a sum multiplied afterwards.
-    """
-    world = call.channel.world
-    row = _row(parts[0]) if len(parts) == 1 else torch.cat([_row(part) for part in parts])
+    """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
+    row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1] or [call.channel.transport]
-    whole = links[0].has_all_ops and len(links) == 1
+    whole = links[0].has_all_ops and len(links) == 1  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for link in links[:-1]:
         dist.all_reduce(row, op, group=link.group)
     work = dist.all_reduce(row, op, group=links[-1].group, async_op=True)
-
-    def finish() -> None:
-        if not whole:
-            _multiply(row, reduction, world)
-        _put_parts(parts, row)
-
-    unchanged = (whole or reduction.scale(world) == 1.0) and len(parts) == 1 and parts[0].is_contiguous()
-    return _end(call, work, outputs, None if unchanged else finish, async_op, row)
+    finish = _finish(parts, row, None if whole else reduction, call.channel.world)
+    return _end(call, work, outputs, finish, async_op, row)
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
@@ -60,25 +46,20 @@ def reduce_scatter(
 ) -> Work | None:
     """torch's reduce_scatter into one tensor."""
     link = call.channel.transport
-    whole = _row(output)
-    sent = _row(input)
+    whole = _row([output])
+    sent = _row([input])
     op = reduction.torch_op if link.has_all_ops else dist.ReduceOp.SUM
     work = transport.reduce_scatter_single(whole, sent, op, group=link.group, async_op=True)
-
-    def finish() -> None:
-        if not link.has_all_ops:
-            _multiply(whole, reduction, link.world)
-        _put_parts([output], whole)
-
+    finish = _finish([output], whole, None if link.has_all_ops else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
 
 
 def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's all_gather into one tensor."""
-    whole = _row(output)
-    sent = _row(input)
+    whole = _row([output])
+    sent = _row([input])
     work = transport.all_gather_single(whole, sent, group=call.channel.transport.group, async_op=True)
-    return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
+    return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
 
 def all_gather_list(
@@ -86,55 +67,41 @@ def all_gather_list(
 ) -> Work | None:
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
-    sent = _row(input)
-    group = call.channel.transport.group
-    if len(set(sizes)) == 1 and all(part.is_contiguous() for part in parts):
-        rows = [_row(part) for part in parts]
-        return _end(call, dist.all_gather(rows, sent, group=group, async_op=True), outputs, None, async_op, sent)
-    whole = sent.new_empty(sum(sizes))
-    copies = sent.repeat(len(sizes))
-    own = [sent.numel()] * len(sizes)
-    work = dist.all_to_all_single(whole, copies, sizes, own, group=group, async_op=True)
-    return _end(call, work, outputs, _putting(parts, whole), async_op, whole, copies)
-
-
-def all_to_all_single(
-    call: Call,
-    output: Tensor,
-    input: Tensor,
-    splits: tuple[list[int], list[int]],
-    outputs: list[Tensor],
-    async_op: bool,
-) -> Work | None:
-    """torch's all_to_all_single; splits are of outputs and inputs, in elements."""
-    whole = _row(output)
-    sent = _row(input)
-    work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
-    return _end(call, work, outputs, _putting([output], whole), async_op, whole, sent)
+    sent = _row([input])
+    if len(set(sizes)) > 1 or not all(part.is_contiguous() for part in parts):
+        splits = sizes, [sent.numel()] * len(sizes)
+        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
+    rows = [_row([part]) for part in parts]
+    work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
+    return _end(call, work, outputs, None, async_op, sent)
 
 
 def all_to_all(
-    call: Call, parts: Sequence[Tensor], inputs: Sequence[Tensor], outputs: list[Tensor], async_op: bool
+    call: Call,
+    parts: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
+    outputs: list[Tensor],
+    async_op: bool,
 ) -> Work | None:
-    """torch's all_to_all_single of the lists, one tensor after the other: gloo has no lists of uneven lengths."""
-    splits = [part.numel() for part in parts], [part.numel() for part in inputs]
-    sent = torch.cat([_row(part) for part in inputs])
-    whole = sent.new_empty(sum(splits[0]))
+    """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
+    sent = _row(inputs)
+    whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
-    return _end(call, work, outputs, _putting(parts, whole), async_op, whole, sent)
+    return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
 
 def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's broadcast from the group's rank `source`."""
-    row = _row(tensor)
+    row = _row([tensor])
     work = dist.broadcast(row, group=call.channel.transport.group, group_src=source, async_op=True)
-    return _end(call, work, outputs, _putting([tensor], row), async_op, row)
+    return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
 # [Note: Quick calls] Small messages end here, and there some tens of microseconds of Python can be seen. A blocking
 # call of a kind that was decided to be torch's own is looked up first thing and handed on with nothing around it.
 _NOW: dict[str, Callable[..., Any]] = {
-    "all_reduce": transport.start_sum,
+    "all_reduce": lambda g, x: g.allreduce([x], _SUM),  # without the checks of torch's Python side
     "reduce_scatter": lambda g, out, x: transport.reduce_scatter_single(
         out.view(-1), x.view(-1), group=g, async_op=True
     ),
@@ -142,19 +109,18 @@ _NOW: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
     "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
 }
+_SUM: Any = dist.AllreduceOptions()
+_SUM.asyncOp = True
 
 
-def remember(
-    call: Call, plan: CallPlan, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *source: int | None
-) -> None:
+def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *source: object) -> None:
     """From now on `quick` serves blocking calls like this one, unless every call has to be compared."""
     if call.free_next_time and not tensors[0].is_complex() and len(call.channel.transports) == 1:
-        shapes = tuple(tensor.shape for tensor in tensors)
-        call.channel.quick[QuickKey(verb, shapes, tensors[0].dtype, codec, algorithm, source)] = plan
+        call.channel.quick[verb, codec, algorithm, source, *_kinds(tensors)] = call.text
 
 
 def quick(
-    verb: str, tensors: Sequence[Tensor], group: Group, codec: object, algorithm: str, *source: int | None
+    verb: str, tensors: Sequence[Tensor], group: transport.Group, codec: object, algorithm: str, *source: object
 ) -> bool:
     """Run torch's own verb where that was decided on before; False where it was not. See [Note: Quick calls]."""
     try:
@@ -162,8 +128,7 @@ def quick(
         channel = known_channel(members, tensors[0].device)
         if channel is None:
             return False
-        shapes = tuple(tensor.shape for tensor in tensors)
-        plan = channel.quick[QuickKey(verb, shapes, tensors[0].dtype, codec, algorithm, source)]
+        text = channel.quick[verb, codec, algorithm, source, *_kinds(tensors)]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return False
     if channel.failure or not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
@@ -171,8 +136,12 @@ def quick(
     with channel.lock:
         channel.calls += 1
         number = channel.calls
-    _wait(_NOW[verb](members, *tensors, *source), channel, number, plan.text)
+    _wait(_NOW[verb](members, *tensors, *source), channel, number, text)
     return True
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[object]:
+    return [tensors[0].dtype, *(tensor.shape for tensor in tensors)]
 
 
 def _wait(work: Any, channel: Channel, number: int, text: str) -> None:
@@ -183,59 +152,54 @@ def _wait(work: Any, channel: Channel, number: int, text: str) -> None:
         wait_looking(work, lambda: calls.look(channel, number, text))
 
 
-def _multiply(row: Tensor, reduction: Reduction, world: int) -> None:
-    if reduction.name == "premul_sum":
-        row.mul_(reduction.factor)
-    elif reduction.name == "avg" and row.is_floating_point():
-        row.div_(world)
-    elif reduction.name == "avg":
-        row.div_(world, rounding_mode="trunc")  # as NCCL averages integers
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    """The numbers of tensors, flat, one after the other: a view of a single one where that is possible."""
+    rows = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _row(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor, flat: a view of it where that is possible."""
-    return tensor.detach().contiguous().view(-1)
+def _finish(
+    parts: Sequence[Tensor], row: Tensor, reduction: Reduction | None = None, world: int = 1
+) -> Callable[[], None] | None:
+    """What multiplies a sum, where the backend did not, and brings a row to its tensors; None if nothing is left."""
+    in_place = len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() == row.data_ptr()
+    if in_place and (reduction is None or reduction.scale(world) == 1.0):
+        return None
 
+    def finish() -> None:
+        if reduction is not None and reduction.name == "premul_sum":
+            row.mul_(reduction.factor)
+        elif reduction is not None and reduction.name == "avg":  # integers as NCCL averages them
+            row.div_(world, rounding_mode=None if row.is_floating_point() else "trunc")
+        if not in_place:
+            for part, numbers in zip(parts, row.split([part.numel() for part in parts]), strict=True):
+                part.detach().copy_(numbers.view(part.shape))
 
-def _putting(parts: Sequence[Tensor], whole: Tensor) -> Finish | None:
-    """What brings a row to its tensors, if it is not theirs already."""
-    return None if _is_row_of(parts, whole) else lambda: _put_parts(parts, whole)
-
-
-def _is_row_of(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    return len(parts) == 1 and parts[0].is_contiguous() and parts[0].data_ptr() == whole.data_ptr()
-
-
-def _put_parts(parts: Sequence[Tensor], whole: Tensor) -> None:
-    if _is_row_of(parts, whole):
-        return
-    for part, row in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
-        part.detach().copy_(row.view(part.shape))
+    return finish
 
 
 def _end(
-    call: Call, work: Any, outputs: list[Tensor], finish: Finish | None, async_op: bool, *temporaries: Tensor
+    call: Call,
+    work: Any,
+    outputs: list[Tensor],
+    finish: Callable[[], None] | None,
+    async_op: bool,
+    *temporaries: Tensor,
 ) -> Work | None:
+    stream = call.channel.stream
     if not async_op:
         _wait(work, call.channel, call.number, call.text)
         if finish is not None:
             finish()
         return None
-    if call.channel.transport.on_stream:
-        return _on_stream(call.channel, work, outputs, finish, temporaries)
-    return TorchWork(work, outputs, finish, call.look)
-
-
-def _on_stream(
-    channel: Channel, work: Any, outputs: list[Tensor], finish: Finish | None, temporaries: Sequence[Tensor]
-) -> Work:
-    """Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`."""
-    assert channel.stream is not None
-    with torch.cuda.stream(channel.stream), torch.inference_mode():
+    if stream is None:
+        return TorchWork(work, outputs, finish, call.look)
+    # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
+    with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()
         if finish is not None:
             finish()
         for tensor in (*outputs, *temporaries):
-            tensor.record_stream(channel.stream)
-    with torch.cuda.stream(channel.stream):
+            tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
         return Work(outputs).finished()

@@ -67,7 +67,6 @@ class Transport:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group itself, while it lives."""
         group = self._group()
         if group is None:
             raise CollectiveError("the process group of this operation was destroyed")
@@ -107,7 +106,6 @@ class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
-        """As between pairs, of copies on the host."""
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
         works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
         arrivals = [_Arrival(work, host, part) for work, (_, host), (_, part) in zip(works, landing, receives)]  # noqa: B905
@@ -150,8 +148,7 @@ class StreamTransport(Transport):
         self.sent += nbytes * (self.world - 1)
         self.received += nbytes * (self.world - 1)
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
-        work = all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)
-        return [work]
+        return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
 
     def synchronize(self) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
@@ -204,7 +201,6 @@ def resolve(group: object) -> dist.ProcessGroup:
 
 
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
-    """A new transport for tensors on `device`."""
     name = backend(group, device)
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
@@ -216,7 +212,6 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Tra
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves `device` in this group."""
     try:
         name: str = group._get_backend(device).name()
     except RuntimeError:
@@ -224,20 +219,6 @@ def backend(group: dist.ProcessGroup, device: torch.device) -> str:
             f"this group has no backend for {device.type} tensors; initialise it with one, e.g. backend='gloo'"
         ) from None
     return name
-
-
-def store(group: dist.ProcessGroup) -> Any:
-    """The group's own key-value store."""
-    return group.get_group_store()
-
-
-_SUM: Any = dist.AllreduceOptions()
-_SUM.asyncOp = True
-
-
-def start_sum(group: Any, tensor: Tensor) -> Any:
-    """torch's sum over ranks without the checks of its Python side."""
-    return group.allreduce([tensor], _SUM)
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> None:

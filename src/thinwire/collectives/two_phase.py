@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives.chunks import Desk, Span, others_first, shards, wires_bytes
+from thinwire.collectives.chunks import Desk, Span, others_first, shards, wire_sizes
 from thinwire.collectives.lane import Fine, LaneChunk, check_finite, decoded, known_step
 from thinwire.collectives.one_shot import columns
 from thinwire.collectives.transport import Stages, Transport, Waitable
@@ -24,14 +24,13 @@ class TwoPhase:
 
     def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
         """Wires of all shards to send, and W wires of the own shard; the reduced wires take the place of the first."""
-        cut = shards(Span(0, numel), self.transport.world, codec.unit)  # the first is the longest
-        return wires_bytes(codec, cut, dtype) + self.transport.world * wires_bytes(codec, cut[:1], dtype)
+        sizes = wire_sizes(codec, shards(Span(0, numel), self.transport.world, codec.unit), dtype)
+        return sum(sizes) + self.transport.world * sizes[0]  # the first shard is the longest
 
     def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
         """The wires of others' shards to them, then the own shard's to all others."""
         link = self.transport
-        parts = shards(Span(0, numel), link.world, codec.unit)
-        sizes = [wires_bytes(codec, [part], dtype) for part in parts]
+        sizes = wire_sizes(codec, shards(Span(0, numel), link.world, codec.unit), dtype)
         return sum(sizes) + (link.world - 2) * sizes[link.rank]
 
     def stages(self, chunks: Sequence[LaneChunk], scale: float, tags: tuple[int, ...], desk: Desk) -> Stages:
@@ -54,12 +53,9 @@ def send_shards(
 
     Gives the wires of every rank's shards, of all lanes (the own ones are still to be written), and what moves.
     """
-    cuts = [chunk.split(link.world) for chunk in chunks]
-    sizes_WL = [
-        [wires_bytes(chunk.lane.codec, [cut[shard]], chunk.x.dtype) for chunk, cut in zip(chunks, cuts, strict=True)]
-        for shard in range(link.world)
-    ]
-    wires = desk.rows([sum(sizes) for sizes in sizes_WL])
+    sizes_LW = [wire_sizes(chunk.lane.codec, chunk.split(link.world), chunk.x.dtype) for chunk in chunks]
+    sizes_WL = [[sizes[shard] for sizes in sizes_LW] for shard in range(link.world)]
+    wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
     own_WN = desk.matrix(link.world, wires[link.rank].numel())
     wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
     for lane, (chunk, own) in enumerate(zip(chunks, columns(own_WN, sizes_WL[link.rank]), strict=True)):
@@ -133,7 +129,6 @@ def sums_are_finite(chunk: LaneChunk) -> Tensor:
 
 
 def finish(chunk: LaneChunk, link: Transport, scale: float, fine: Fine) -> None:
-    """Remember, decode, write."""
     codec = chunk.lane.codec
     carry = chunk.lane.carry
     sign = -1.0 if scale < 0 else 1.0

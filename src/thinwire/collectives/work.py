@@ -93,17 +93,6 @@ class Work(dist.Work):
         return self
 
 
-def settle(work: Work, async_op: bool) -> Work | None:
-    """What a verb returns: the work itself, or None once it is done."""
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
-# --- works of torch's own verbs ---------------------------------------------------------------------------------------
-
-
 def wait_looking(work: Any, look: Callable[[], None]) -> None:
     """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
     while True:
@@ -133,13 +122,16 @@ class TorchWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the outputs may be read, or raise."""
         if self._error is not None:
             raise self._error
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
         if timeout is not None:
-            _poll(lambda: self.is_ended, timeout)
+            end = time.monotonic() + timeout.total_seconds()
+            while not self.is_ended:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the collective did not end within {timeout}")
+                time.sleep(1e-3)
         assert self.look is not None
         try:
             wait_looking(self._work, self.look)
@@ -151,11 +143,9 @@ class TorchWork(Work):
 
     @property
     def is_ended(self) -> bool:
-        """Whether torch is done with it."""
         return self._waited or bool(self._work.is_completed())
 
     def is_completed(self) -> bool:
-        """Whether the outputs are final, without waiting."""
         if not self.is_ended:
             return False
         with contextlib.suppress(Exception):  # what went wrong is told by `wait` and `exception`
@@ -163,7 +153,6 @@ class TorchWork(Work):
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        """A future of the list of outputs."""
         try:
             arrived = self._work.get_future()
         except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
@@ -196,11 +185,3 @@ class TorchWork(Work):
                     self._finish()
                 self._finish = None
             self._waited = True
-
-
-def _poll(done: Callable[[], bool], timeout: timedelta) -> None:
-    end = time.monotonic() + timeout.total_seconds()
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"the collective did not end within {timeout}")
-        time.sleep(1e-3)

@@ -1,4 +1,4 @@
-"""thinwire in the frameworks that people train with: DDP, and torch's own hooks under their names (torch_hooks).
+"""thinwire in the frameworks that people train with: DDP.
 
 The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → averager (lanes, messages, feedback) →
 collectives. Beside it: options (what was asked for), decisions, policy and auto (what travels how), names, lanes, stats

@@ -31,25 +31,20 @@ class Race:
         return max(0, self.steps - SETTLE_STEPS) % len(CANDIDATES)
 
     @property
-    def _first_round(self) -> bool:
-        """It is not timed: the first message of a kind shakes hands, and looking at errors takes time."""
-        return self.steps < SETTLE_STEPS + len(CANDIDATES)
-
-    @property
     def measures_error(self) -> bool:
         """Whether the error of the present step's codec is to be looked at: until a step was finite."""
         return self.steps >= SETTLE_STEPS and self.turn > 0 and self.turn not in self.errors
 
     @property
     def over(self) -> bool:
-        """Whether every candidate has had its turns."""
         return self.steps >= SETTLE_STEPS + ROUNDS * len(CANDIDATES)
 
     def ended(self, seconds: float, error: float | None) -> None:
         """The present step took so long, and lost that share of what it sent."""
         if self.measures_error and error is not None:
             self.errors[self.turn] = error
-        if not self._first_round:
+        # The first round is not timed: the first message of a kind shakes hands, and looking at errors takes time.
+        if self.steps >= SETTLE_STEPS + len(CANDIDATES):
             self.times[self.turn].append(seconds)
         self.steps += 1
 
@@ -73,18 +68,15 @@ def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
         allowed = errors[i] <= error_budget and lost[i] <= MAY_LOSE
         if allowed and seconds[i] < (1 - GAIN) * seconds[best]:
             best = i
+    figures = [f"{error:.2g}" if math.isfinite(error) else "unknown, so" for error in errors]
     told = ", ".join(
         f"{'uncompressed' if i == 0 else c} {1e3 * seconds[i]:.3g} ms"
-        + (f" (error {_figure(errors[i])} over the budget)" if not errors[i] <= error_budget else "")
+        + (f" (error {figures[i]} over the budget)" if not errors[i] <= error_budget else "")
         + (f" (slower in {lost[i]:.0f} of {ROUNDS - 1} rounds)" if lost[i] > MAY_LOSE else "")
         for i, c in enumerate(CANDIDATES)
     )
     name = "no compression" if best == 0 else str(CANDIDATES[best])
     return CANDIDATES[best], f"{name}; a step took: {told} (relative error at most {error_budget:g})"
-
-
-def _figure(error: float) -> str:
-    return f"{error:.2g}" if math.isfinite(error) else "unknown, so"
 
 
 # --- bits by layer ----------------------------------------------------------------------------------------------------
@@ -156,6 +148,5 @@ def start_width(bits: float) -> Codec:
 
 
 def told(widths: Mapping[str, Codec]) -> str:
-    """How many layers have which width, in words."""
     counts = collections.Counter(str(chosen) for chosen in widths.values())
     return ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))

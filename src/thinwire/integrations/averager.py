@@ -17,7 +17,6 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
@@ -58,17 +57,21 @@ class Memories:
         self.kinds: dict[str, str] = {}
 
     def load(self, residuals: ByName, means: ByName, kinds: Mapping[str, str]) -> None:
-        """Forget everything and remember these."""
         self.residuals.load(residuals)
         self.means.load(means)
         self.kinds = dict(kinds)
 
-    def carry(self, lane: BucketLane, world: int, device: torch.device) -> Any:
+    def carry(self, lane: lanes.BucketLane, world: int, device: torch.device) -> Any:
         """The feedback of a lane, with the memories of its parameters; None where it has none."""
         kind = lane.spec.feedback
         if not kind:
             return None
-        self._forget_others(kind, [piece.name for piece in lane.pieces if piece.name is not None])
+        names = [piece.name for piece in lane.pieces if piece.name is not None]
+        # What another kind of feedback remembered says nothing to this one.
+        stale = [name for name in names if self.kinds.get(name, kind) != kind]
+        self.residuals.drop(stale)
+        self.means.drop(stale)
+        self.kinds.update(dict.fromkeys(names, kind))
         residual = self.residuals.lane(lane.pieces, device)
         gaps = feedback.Gaps(lane.pieces)
         if kind == "classic":
@@ -80,19 +83,12 @@ class Memories:
             )
         return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
 
-    def _forget_others(self, kind: str, names: Sequence[str]) -> None:
-        """What another kind of feedback remembered says nothing to this one."""
-        stale = [name for name in names if self.kinds.get(name, kind) != kind]
-        self.residuals.drop(stale)
-        self.means.drop(stale)
-        self.kinds.update(dict.fromkeys(names, kind))
-
 
 @dataclass(frozen=True)
 class _Bucket:
     """Everything that is the same at every step about one set of gradients."""
 
-    lanes: list[BucketLane]
+    lanes: list[lanes.BucketLane]
     message: Message | None  # None if nothing of it is compressed
     carries: list[Any]  # the feedback of each lane
     numel: int
@@ -100,8 +96,6 @@ class _Bucket:
 
 
 class Averager:
-    """Averages what it is given, as `decisions` say."""
-
     def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
         self.decisions = decisions
         self.memories = Memories(options.residual_dtype)
@@ -136,34 +130,38 @@ class Averager:
     def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         """Start to average gradients, in place; the future holds `output`."""
         assert self.group is not None
-        bucket = self._bucket(gradients, self.group)
+        like = gradients.views[0]
+        key = gradients.names, like.dtype, like.device, gradients.buffer is None
+        if key not in self._buckets:
+            self._buckets[key] = self._new_bucket(gradients, like, self.group)
+        bucket = self._buckets[key]
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, self.group)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.decisions.measuring:
-            watches = self.errors.watch([lane.pieces for lane in bucket.lanes], output.device)
+            watches = [self.errors.watch(lane.pieces, output.device).lost for lane in bucket.lanes]
         checks = [self.tally.checked, *[None] * (len(tensors) - 1)]
         parts = zip(tensors, bucket.carries, watches, checks, strict=True)
         loaded = [bucket.message.lane(i, *part) for i, part in enumerate(parts)]
         meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
-        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
+        stage = None if meter is None else meter.stage
+        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
-        return work.get_future().then(lambda done: _first(done, meter))
+
+        def finish(done: "Future[list[Tensor]]") -> Tensor:
+            if meter is not None:
+                meter.close()
+            return done.value()[0]
+
+        return work.get_future().then(finish)
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""
         self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
         self.errors.load(errors)
         self._buckets.clear()
-
-    def _bucket(self, gradients: GradientSet, group: dist.ProcessGroup) -> _Bucket:
-        like = gradients.views[0]
-        key = gradients.names, like.dtype, like.device, gradients.buffer is None
-        if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(gradients, like, group)
-        return self._buckets[key]
 
     def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> _Bucket:
         world = group.size()
@@ -187,8 +185,6 @@ class Averager:
             self._messages[key] = Message(specs, like, group=self.group, algorithm=self._algorithm, nodes=self._nodes)
         return self._messages[key]
 
-    # --- for statistics -----------------------------------------------------------------------------------------------
-
     @property
     def bits_per_element(self) -> float | None:
         """Of the wires of all buckets; None before there are any."""
@@ -198,10 +194,8 @@ class Averager:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of wires under way."""
         messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
-        channels = {id(message.channel): message.channel for message in messages}
-        return sum(channel.scratch.nbytes for channel in channels.values())
+        return sum(channel.scratch.nbytes for channel in {message.channel for message in messages})
 
     @property
     def feedback(self) -> str:
@@ -211,27 +205,21 @@ class Averager:
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device, values: Sequence[float], op: Any) -> list[float]:
-    """The sum or maximum over ranks, the same everywhere."""
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op, group=group)
     found: list[float] = tensor.tolist()
     return found
 
 
-def _first(done: "Future[list[Tensor]]", meter: BucketMeter | None) -> Tensor:
-    if meter is not None:
-        meter.close()
-    return done.value()[0]
-
-
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":
     """As DDP does it without a hook."""
-    if gradients.buffer is not None:
-        return torch_verbs.average(gradients.buffer, group).then(lambda done: (done.value(), output)[1])
-    whole = torch.cat(list(gradients.views))
-    return torch_verbs.average(whole, group).then(lambda done: _spread(done.value(), gradients.views, output))
+    views = list(gradients.views)
+    whole = torch.cat(views) if gradients.buffer is None else gradients.buffer
 
+    def finish(done: "Future[Tensor]") -> Tensor:
+        done.value()  # raises what went wrong
+        if gradients.buffer is None:
+            torch._foreach_copy_(views, whole.split([view.numel() for view in views]))
+        return output
 
-def _spread(whole: Tensor, views: Sequence[Tensor], output: Tensor) -> Tensor:
-    torch._foreach_copy_(list(views), list(whole.split([view.numel() for view in views])))
-    return output
+    return torch_verbs.average(whole, group).then(finish)

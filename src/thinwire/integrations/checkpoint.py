@@ -58,8 +58,14 @@ def load(
             f"rank {rank} of {world} needs the states that ranks {wanted} of {head['world']} saved, got "
             f"{sorted(parts)}: load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
         )
-    for k in wanted:
-        _check_sizes(parts[k], names)
+    for name, values in (saved for k in wanted for saved in parts[k].items()):
+        size = names.sizes.get(name)
+        if size is None and names.from_model:
+            raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
+        if size is not None and size.numel != values.numel():
+            raise CollectiveError(
+                f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
+            )
     same = head["world"] == world
     errors = {k: found for state in states for k, found in state["errors"].items()}
     residuals = feedback.deal(parts, head["world"], rank, world)
@@ -82,14 +88,3 @@ def _head(states: Sequence[State]) -> State:
                 f"{[(state['step'], state['world']) for state in states]}"
             )
     return states[0]
-
-
-def _check_sizes(part: ByName, names: ParameterNames) -> None:
-    for name, values in part.items():
-        size = names.sizes.get(name)
-        if size is None and names.from_model:
-            raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
-        if size is not None and size.numel != values.numel():
-            raise CollectiveError(
-                f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
-            )

@@ -101,7 +101,10 @@ class DDPState:
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if self.options.mesh is not None and group is not self._averager.group:
-            _check_ranks(self.options.mesh, group)
+            ranks = sorted(self.options.mesh.mesh.flatten().tolist())
+            own = sorted(dist.get_process_group_ranks(group))
+            if ranks != own:
+                raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
         self._ended = False
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.synchronize(device)  # the host is ahead of the steps that are timed
@@ -155,10 +158,7 @@ class DDPState:
         )
 
     def close(self) -> None:
-        """Compress no more: gradients travel as without a hook, and nothing is remembered.
-
-        `compress_ddp` may be called again.
-        """
+        """Let gradients travel as without a hook, and remember nothing; `compress_ddp` may be called again."""
         self.closed = True
         self._decisions.end_scout()
         self._averager.go_on({}, {}, {}, {})
@@ -287,13 +287,6 @@ def compress_ddp(
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
     return state
-
-
-def _check_ranks(mesh: Any, group: dist.ProcessGroup) -> None:
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    own = sorted(dist.get_process_group_ranks(group))
-    if ranks != own:
-        raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

@@ -18,7 +18,6 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.integrations import auto, policy
 from thinwire.integrations.names import ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.policy import Budget, Trial
 
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
@@ -26,10 +25,7 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
 class Decisions:
-    """The codec and feedback of every parameter at the present step.
-
-    Where no optimiser was passed and feedback depends on it, it looks out for those that step named parameters.
-    """
+    """The codec and feedback of every parameter at the present step."""
 
     def __init__(self, options: DDPOptions, names: ParameterNames) -> None:
         self._options = options
@@ -40,7 +36,10 @@ class Decisions:
         self.family = options.family  # of the optimiser, once all ranks know it
         self.sizes = names.sizes
         self._seen: dict[str, str] = {}  # families of optimisers that this rank saw, by parameter
-        self._scout = _look_out(self, names) if self.needs_family else None
+        self._scout: Callable[[], object] | None = None  # stops looking out for optimisers that step named parameters
+        if self.needs_family:
+            handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(self), names))
+            self._scout = weakref.finalize(self, handle.remove)
         self._base: Codec = Identity()
         self._choice: policy.Choice = Identity()
         self._widths: Mapping[str, Codec] = {}
@@ -50,15 +49,13 @@ class Decisions:
         self.why = ""  # of what "auto" chose
         self.step = 0
 
-    # --- the optimiser ------------------------------------------------------------------------------------------------
-
     @property
     def needs_family(self) -> bool:
         """Whether any feedback depends on an optimiser that is not known."""
         if self._feedback != "auto" or self.family is not None:
             return False
         choices = [*self.schedule.choices, *self.rules.codecs]
-        if any(isinstance(choice, Budget) and choice.bits < 4 for choice in choices):
+        if any(isinstance(choice, policy.Budget) and choice.bits < 4 for choice in choices):
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in policy.leaves(choice)]
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
@@ -68,8 +65,6 @@ class Decisions:
             self._scout()
             self._scout = None
 
-    # --- steps --------------------------------------------------------------------------------------------------------
-
     def begin(self, step: int, seconds: float, errors: Mapping[str, float], error: float | None, agree: Agree) -> str:
         """Decide for `step`; the last one took `seconds`. Gives what is to be told, or "".
 
@@ -78,7 +73,7 @@ class Decisions:
         if self.race is not None:
             self.race.ended(seconds, error)
         due = not self._dealt or (step - 1) % self._options.replan_every == 0
-        if errors and isinstance(self._choice, Budget) and due:
+        if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         if self._scout is not None and step > 0:
             self._share_family(step, agree)
@@ -89,15 +84,12 @@ class Decisions:
             self._dealt = False
         self._choice = choice
         self.step = step
-        news = self._settle_race(agree) if isinstance(self._choice, Trial) and not self._warming_up else ""
-        self._base = self._present_base()
+        news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) and not self._warming_up else ""
+        self._base = Identity() if self._warming_up else self._present_base(choice)
         return news
 
     def _share_family(self, step: int, agree: Agree) -> None:
-        """What any rank saw of the optimisers holds for all; nobody waits for ever.
-
-        Several optimisers (Muon beside AdamW) get the feedback that hurts none of them.
-        """
+        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever."""
         known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
         waiting = any(name not in self._seen for name in self.sizes)
         shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
@@ -109,13 +101,10 @@ class Decisions:
     def _warming_up(self) -> bool:
         return self.onebit is not None and not self.onebit.frozen
 
-    def _present_base(self) -> Codec:
-        """What most parameters travel in."""
-        if self._warming_up:
-            return Identity()
-        if isinstance(self._choice, Trial):
-            return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
-        return _base_of(self._choice)
+    def _present_base(self, choice: policy.Choice) -> Codec:
+        if not isinstance(choice, policy.Trial):
+            return _base_of(choice)
+        return self._chosen if self.race is None else auto.CANDIDATES[self.race.turn]  # type: ignore[return-value]
 
     def _settle_race(self, agree: Agree) -> str:
         if self._chosen is None and self.race is None:
@@ -133,10 +122,9 @@ class Decisions:
 
     @property
     def measuring(self) -> bool:
-        """Whether the errors of this step are looked at."""
         if self.race is not None:
             return self.race.measures_error
-        if isinstance(self._choice, Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
+        if isinstance(self._choice, policy.Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
             return True
         every = self._options.measure_every
         return every > 0 and self.step % every == 0
@@ -162,8 +150,6 @@ class Decisions:
         self._widths = auto.deal_bits(layers, fixed_bytes, fixed_numel, bits)
         self.why = auto.told(self._widths)
 
-    # --- what a parameter gets ----------------------------------------------------------------------------------------
-
     def spec(self, name: str, size: ParameterSize) -> LaneSpec:
         """How one parameter travels, as a lane of its own would."""
         self.sizes[name] = size
@@ -182,7 +168,7 @@ class Decisions:
             return policy.feedback_of(self._feedback, chosen, self.family)
         if self.onebit is not None:
             return "classic" if bits < 4 else ""
-        if isinstance(choice, Budget) and bits < 16:
+        if isinstance(choice, policy.Budget) and bits < 16:
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
             start = auto.start_width(min(choice.bits, 2.2))
             return policy.feedback_of("auto", start, self.family) if choice.bits < 4 else ""
@@ -192,17 +178,14 @@ class Decisions:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
         found = {}
         for choice in self.schedule.choices:
-            base = auto.CANDIDATES[-1] if isinstance(choice, Trial) else _base_of(choice)
+            base = auto.CANDIDATES[-1] if isinstance(choice, policy.Trial) else _base_of(choice)
             for name, (shape, numel, dtype) in self.sizes.items():
                 kind = self._feedback_of(self.rules.codec_of(name, shape, dtype, base), choice)
                 if kind:
                     found[name] = numel, kind
         return found
 
-    # --- checkpoint ---------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """What was decided so far."""
         return {
             "optimizer": self.family or "",
             "chosen": "" if self._chosen is None else str(self._chosen),
@@ -223,14 +206,8 @@ class Decisions:
         self._dealt = bool(self._widths)
 
 
-def _base_of(choice: Codec | Budget) -> Codec:
-    return auto.start_width(choice.bits) if isinstance(choice, Budget) else choice
-
-
-def _look_out(decisions: Decisions, names: ParameterNames) -> "weakref.finalize[Any, Decisions]":
-    """See which optimisers step certain parameters. Call the result to stop: later, as torch is going through hooks."""
-    handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(decisions), names))
-    return weakref.finalize(decisions, handle.remove)
+def _base_of(choice: Codec | policy.Budget) -> Codec:
+    return auto.start_width(choice.bits) if isinstance(choice, policy.Budget) else choice
 
 
 def _saw(

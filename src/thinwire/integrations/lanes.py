@@ -67,10 +67,7 @@ def _stretches(specs: Sequence[LaneSpec], members: Sequence[int]) -> tuple[tuple
 def load(
     lanes: Sequence[BucketLane], views: Sequence[Tensor], buffer: Tensor | None
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The tensors of every lane, and the (view, numbers) to put back at the end.
-
-    `views` are the gradients of the bucket, flat; `buffer` is what they are the parts of, if they are.
-    """
+    """The tensors of every lane, and the (view, numbers) to put back at the end; `buffer` holds all views, if any."""
     tensors: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
     for lane in lanes:

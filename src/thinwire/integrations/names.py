@@ -50,7 +50,6 @@ class ParameterNames:
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)
 
     def get(self, parameter: Tensor) -> str | None:
-        """The name of a parameter, where it has one."""
         name: str | None = self._names.get(parameter)
         return name
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Cast, registry
 from thinwire.codecs.checks import is_int
+from thinwire.collectives.checks import check_algorithm
 from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
@@ -64,8 +65,7 @@ class DDPOptions:
     def __post_init__(self) -> None:
         policies.check_feedback(self.feedback, self.residual_dtype)
         Ledger(self.residual_dtype)  # says what is wrong with the dtype
-        if self.algorithm not in ALGORITHMS:
-            raise CollectiveError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        check_algorithm(self.algorithm, ALGORITHMS)
         for name, least in (("replan_every", 1), ("measure_every", 0)):
             if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
@@ -86,17 +86,14 @@ class DDPOptions:
 
     @property
     def schedule(self) -> Schedule:
-        """Which choice of codec holds from which step on."""
         return Schedule(self.codec, self.warmup_steps)
 
     @property
     def rules(self) -> Rules:
-        """Which parameters travel in another codec."""
         return Rules(self.exempt, self.policy)
 
     @property
     def optimizers(self) -> Sequence[Optimizer | str]:
-        """Those that were passed."""
         return [self.optimizer] if isinstance(self.optimizer, str | Optimizer) else self.optimizer or []
 
     @property

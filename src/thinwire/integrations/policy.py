@@ -184,7 +184,6 @@ def feedback_of(asked: str, chosen: Codec, optimizer: str | None) -> str | None:
 
 
 def check_feedback(feedback: str, dtype: torch.dtype) -> None:
-    """Raise unless they name a feedback and go together."""
     if feedback not in FEEDBACKS:
         raise CodecError(f"feedback must be one of {', '.join(FEEDBACKS)}, got {feedback!r}")
     if feedback == "ef21" and dtype != torch.float32:

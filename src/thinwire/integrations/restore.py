@@ -64,19 +64,16 @@ class Restorer:
         if self._sent:
             self._last = self._sent
             self._sent = []
-        if self._wanted is not None:
-            self._let_go(self._wanted)
-
-    def _let_go(self, wanted: list[Names]) -> None:
-        """Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good."""
-        brought = self._brought
-        settled = set(brought) == set(wanted) or self._brought_before not in (None, brought)
+        if self._wanted is None:
+            return
+        # Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good.
+        settled = set(self._brought) == set(self._wanted) or self._brought_before not in (None, self._brought)
         if settled or self._steps == _RESTORED_STEPS:
             self.restore(None)
-            return
-        self._brought_before = brought
-        self._brought = []
-        self._steps += 1
+        else:
+            self._brought_before = self._brought
+            self._brought = []
+            self._steps += 1
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         owner = _Held(output, {names for names in wanted if not set(names).isdisjoint(gradients.names)})
@@ -85,14 +82,11 @@ class Restorer:
         for names in wanted:
             if names not in self._sent and all(name in self._held for name in names):
                 self._sent.append(names)
-                self._send(names)
+                shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
+                done = self._average(GradientSet(names, shapes, views, None), views[0])
+                for waiting in set(owners):
+                    done.add_done_callback(functools.partial(waiting.got, names))
         return owner.future
-
-    def _send(self, names: Names) -> None:
-        shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
-        done = self._average(GradientSet(names, shapes, views, None), views[0])
-        for owner in set(owners):
-            done.add_done_callback(functools.partial(owner.got, names))
 
 
 class _Held:
@@ -119,6 +113,5 @@ class _Held:
 
 
 def new_future(device: torch.device) -> "Future[Tensor]":
-    """A future of a tensor on `device`."""
     devices: list[Any] = [device] if device.type == "cuda" else []
     return torch.futures.Future(devices=devices)

@@ -81,13 +81,12 @@ class Tally:
         self.nonfinite = self.nonfinite + (~fine).long() if isinstance(fine, Tensor) else self.nonfinite + (not fine)
 
     def sent(self, nbytes: int, plain: int) -> None:
-        """A message of so many bytes, and what it would have been."""
         self.bytes_sent += nbytes
         self.bytes_plain += plain
 
 
 class BucketMeter:
-    """Takes the times of one bucket's chunks (collectives.operations.Meter)."""
+    """Takes the times of one bucket's chunks."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -146,11 +145,9 @@ class StepErrors:
         self._watches: list[ErrorWatch] = []
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
-    def watch(self, lanes: Sequence[Sequence[Piece]], device: torch.device) -> list[ErrorWatch]:
-        """Measure this step: one watch for each of these lanes."""
-        found = [ErrorWatch(pieces, device) for pieces in lanes]
-        self._watches += found
-        return found
+    def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
+        self._watches.append(ErrorWatch(pieces, device))
+        return self._watches[-1]
 
     def by_name(self) -> dict[str, float]:
         """Squared errors by parameter that the next step decides from, if this one was measured."""
