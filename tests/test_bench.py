@@ -390,10 +390,7 @@ def test_what_is_asked_for_narrows_a_run() -> None:
     assert parts(codecs=(codec("int3"),)) == parts(ops=("decode",)) == ["codecs", "sizes"]
     assert {job.name for job in planned(codecs=(codec("int3"),))} == {"int3"}
     assert parts(parts=("rivals", "replay"), codecs=(codec("int3"),)) == ["rivals", "replay"]
-    assert {job.world for job in planned(ranks=3, ops=("recode",))} == {3}
     assert {job.dtype for job in planned(dtypes=("float16",), ops=("recode",))} == {torch.float16}
-    everywhere = planned(compile=True, parts=("codecs",))
-    assert all(job.rivals == (cases.EAGER, cases.COMPILE) for job in everywhere)
 
 
 def test_what_a_run_on_the_cpu_measures() -> None:
@@ -457,10 +454,10 @@ def test_a_kernels_run() -> None:
         assert (row["times_eager"] is None) == (row["backend"] == "reference")
 
 
-def test_a_world_and_several_sizes() -> None:
-    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True, ranks=3)
+def test_several_sizes() -> None:
+    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True)
     assert [(row["numel"], row["world"], row["minimal_bytes"]) for row in found.rows] == [
-        (numel, 3, 4 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
+        (numel, 4, 5 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
     ]
 
 
@@ -724,10 +721,10 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels_bench, "run", run)
     command = ["bench", "kernels", "--device", "cpu"]
     plain = CliRunner().invoke(app, command)
-    full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--world", "8", "--parts", "sizes,codecs", "--compile"])
+    full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--parts", "sizes,codecs"])
     assert asked == [
         (("cpu",), {}),
-        (("cpu",), {"numels": [7, 9], "ranks": 8, "parts": ["sizes", "codecs"], "compile": True}),
+        (("cpu",), {"numels": [7, 9], "parts": ["sizes", "codecs"]}),
     ]
     assert (plain.exit_code, plain.stderr) == (0, "")
     assert full.exit_code == 1  # a row without a time

@@ -149,14 +149,14 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.Mo
 def test_names() -> None:
     assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto")
     assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
-    assert schemes.parse("lloyd2", "classic").feedback == "classic"
-    assert schemes.parse("lloyd2@none", "classic").label == "lloyd2"
+    assert schemes.parse("lloyd2@classic").feedback == "classic"
+    assert schemes.parse("lloyd2@none").label == "lloyd2"
     assert schemes.parse("auto:2.5").codec == "auto:2.5"
     assert schemes.parse("none") == TrainScheme("none", None, "none")
-    assert schemes.parse("bf16", "ef21") == TrainScheme("bf16", None, "none", peer=True)
+    assert schemes.parse("bf16") == TrainScheme("bf16", None, "none", peer=True)
     assert schemes.parse("bf16@none").codec == "bf16"  # thinwire's
     assert schemes.parse("powersgd2").peer
-    assert schemes.parse("sign", "ef21") == TrainScheme("sign", schemes.CONTROLS["sign"], "none", "none", control=True)
+    assert schemes.parse("sign") == TrainScheme("sign", schemes.CONTROLS["sign"], "none", "none", control=True)
     assert not schemes.parse("int2@ef21").control
 
 
@@ -178,8 +178,7 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 def test_flags_know_what_there_is() -> None:
     assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS)
-    assert list(cli.OptimizerName) == list(dict(tasks.TASKS["digits"].rates))
-    assert list(cli.FeedbackName) == list(schemes.FEEDBACKS)
+    assert list(cli.Optimizer) == list(dict(tasks.TASKS["digits"].rates))
 
 
 @pytest.mark.parametrize(

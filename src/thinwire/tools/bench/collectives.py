@@ -35,14 +35,7 @@ from thinwire.tools.bench.record import BenchError, Progress, Record, Row, colle
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
 
-ALGORITHMS = {
-    "all_reduce": ("auto", "two_phase", "one_shot", "plain"),
-    "reduce_scatter_tensor": ("auto", "compressed", "plain"),
-    "all_gather_into_tensor": ("auto", "compressed", "plain"),
-    "all_to_all_single": ("auto", "compressed", "plain"),
-    "broadcast": ("auto", "compressed", "plain"),
-}
-VERBS = tuple(ALGORITHMS)
+VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
 SHARED = (*IN_PLACE, "all_gather_into_tensor")  # after them all ranks hold the same
 PAIR = "/"  # between the codec inside a node and that across
@@ -103,19 +96,18 @@ def run(
     numels: Sequence[int] | None = None,
     verbs: Sequence[str] = ("all_reduce",),
     codecs: Sequence[str] = CODECS,
-    algorithm: str | None = None,
     rounds: int | None = None,
     quick: bool = False,
     nodes: int | None = None,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives", on gloo. algorithm None: the one that sends least; rounds None: by the clock."""
+    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows."""
     if link is not None:
         links.check()
     for world in worlds:
         check_nodes(nodes, world, link, codecs, verbs)
     cases = [
-        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world, algorithm), nodes)
+        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world), nodes)
         for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
@@ -152,9 +144,9 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(names: Sequence[str], verb: str, world: int, algorithm: str | None = None) -> tuple[Entry, ...]:
-    """The entries of codecs, "auto" and "plain"; a codec always compresses unless `algorithm` says otherwise."""
-    return tuple(_entry(name, algorithm or compressing(verb, world)) for name in names)
+def entries(names: Sequence[str], verb: str, world: int) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress, of "auto" and of "plain"."""
+    return tuple(_entry(name, compressing(verb, world)) for name in names)
 
 
 def _entry(name: str, algorithm: str) -> Entry:
@@ -251,7 +243,6 @@ def _byte_columns(case: CollectiveCase, entry: Entry, parts: Parts) -> Row:
         "bytes_formula": least,
         "wire_limit_share": share,
         "bytes_sent": sent,
-        "bytes_payload": turns.sent(parts, entry.name, "interface_payload") if case.link else None,
     }
 
 

@@ -38,7 +38,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PATH_CODECS = ("int8", "int4", "lloyd4")
 PATH_NUMELS = (4096, 65536, 262144)
 HOOK_OPS = ("encode", "decode")
-MOST_RANKS = 64
 QUICK_NUMEL = 1 << 20
 
 
@@ -79,8 +78,6 @@ class KernelPlan:
     dtypes: Sequence[str] = ()
     threads: Sequence[int] = ()
     parts: Sequence[str] = ()
-    ranks: int | None = None
-    compile: bool = False  # True => torch.compile beside every case of the codecs; seconds more per case
 
     def cases(self) -> list[KernelCase]:
         """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
@@ -97,12 +94,11 @@ class KernelPlan:
         return [case for part in parts for case in makers[part]()]
 
     def _by_codec(self) -> Iterator[KernelCase]:
-        beside = (EAGER, COMPILE) if self.compile else (EAGER,)
         for numel, count in product(self.numels or (self.usual.numel,), self._threads):
             for name in self._codecs(self.usual.codecs):
                 for dtype, op in product(self._dtypes(name), self.ops or OPS):
                     if self._tells(op, dtype):
-                        yield replace(self._op("codecs", name, op, numel, beside), dtype=dtype, threads=count)
+                        yield replace(self._op("codecs", name, op, numel, (EAGER,)), dtype=dtype, threads=count)
 
     def _by_size(self) -> Iterator[KernelCase]:
         for size, dtype in product(self.numels or self.usual.size_bytes, DTYPES.values()):
@@ -113,19 +109,21 @@ class KernelPlan:
 
     def _replays(self) -> Iterator[KernelCase]:
         for name, numel in product(self._codecs(PATH_CODECS), self.numels or self.usual.path_numels):
-            yield PathCase(name=name, numel=numel, world=self._ranks, threads=self._threads[-1], device=self.device)
+            yield PathCase(
+                name=name, numel=numel, world=self.usual.ranks, threads=self._threads[-1], device=self.device
+            )
 
     def _rivals(self) -> Iterator[KernelCase]:
         numel = min(self.numels or (self.usual.rival_numel,))
         ops = [op for op in self.ops or OPS if op in HOOK_OPS]
         for name, op in product(HOOKS, ops):
             yield HookCase(op=op, name=name, numel=numel, threads=self._threads[-1], device=self.device)
-        beside = (EAGER, COMPILE) if self.usual.compile or self.compile else (EAGER,)
+        beside = (EAGER, COMPILE) if self.usual.compile else (EAGER,)
         for name, op in product(self._codecs(COMPILED), ops):
             yield self._op("rivals", name, op, numel, beside)
 
     def _op(self, part: str, name: str, op: str, numel: int, beside: tuple[str, ...]) -> OpCase:
-        world = self._ranks if op in SUMS else 1
+        world = self.usual.ranks if op in SUMS else 1
         threads = self._threads[-1]
         return OpCase(
             part=part, op=op, name=name, numel=numel, world=world, threads=threads, device=self.device, rivals=beside
@@ -148,10 +146,6 @@ class KernelPlan:
         """1 and all on the CPU; on another device host threads do nothing."""
         every = torch.get_num_threads()
         return self.threads or (sorted({1, every}) if self.device.type == "cpu" else [every])
-
-    @property
-    def _ranks(self) -> int:
-        return self.ranks or self.usual.ranks
 
 
 def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Progress = iter, **asked: Any) -> Record:

@@ -37,6 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
 QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
 BITS = 4  # the work does not hang on it
+THREADS = 1  # of the CPU
 _AHEAD_MS = 8.0  # longer than the host takes to queue the launches of a measurement
 _LO = -(1 << (BITS - 1))
 _HI = (1 << (BITS - 1)) - 1
@@ -50,7 +51,6 @@ class SpeedCase:
     dtype: torch.dtype
     gradient: Gradient
     numel: int
-    threads: int
     device: torch.device
     effort: Effort
 
@@ -65,7 +65,7 @@ class SpeedCase:
 
     def rows(self) -> Iterator[Row]:
         """One of each op. An implementation that fails has no times: the row says why, ours in `note`."""
-        with timing.threads(self.threads), torch.enable_grad():
+        with torch.enable_grad():
             measured = _measure(self)
         for op in OPS:
             yield {
@@ -78,17 +78,17 @@ class SpeedCase:
                 "channels": 1 if self.grain == "tensor" else self.shape[0],
                 "gradient": self.gradient,
                 "bits": BITS,
-                "threads": self.threads,
+                "threads": THREADS,
                 "rounds": self.effort.rounds,
                 **measured[op],
             }
 
 
-def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[SpeedCase]:
+def cases(device: torch.device, numel: int | None, quick: bool) -> list[SpeedCase]:
     size = numel or (QUICK_NUMEL if quick else NUMEL)["cuda" if device.type == "cuda" else "cpu"]
     effort = timing.effort_on(device, quick)
     return [
-        SpeedCase(grain, dtype, gradient, size, threads, device, effort)
+        SpeedCase(grain, dtype, gradient, size, device, effort)
         for dtype in DTYPES
         for gradient in GRADIENTS
         for grain in GRAINS
@@ -153,14 +153,11 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
     ours, theirs = subjects(case)
     calls: dict[str, Call] = _floors(ours)
     peaks: dict[str, float] = {}
-    notes: Row = {"note": None, "torch_note": None, "graph_note": None}
+    notes: Row = {"note": None, "torch_note": None}
     for subject, note in ((ours, "note"), (theirs, "torch_note")):
         with _noted(notes, note):
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
-    if case.device.type == "cuda" and notes["note"] is None:
-        with _noted(notes, "graph_note"):
-            calls |= _graphs(case)
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
     return {
         op: {
@@ -206,18 +203,6 @@ def _floors(subject: Subject) -> dict[str, Call]:
     return {"floor forward": copy, "floor backward": add}
 
 
-def _graphs(case: SpeedCase) -> dict[str, Call]:
-    """Ours replayed as one CUDA graph. A backward must be captured with its forward, so that it is not there alone.
-
-    On inputs of their own: a graph of autograd that lives on ties its leaves to the stream that it was made on.
-    """
-    ours, _ = subjects(case)
-    return {
-        "graph forward": timing.captured(ours.forward),
-        "graph forward_backward": timing.captured(ours.forward_backward),
-    }
-
-
 def _times(op: str, times: dict[str, list[float]]) -> Row:
     """Medians, and what they are beside the floor and torch's."""
     medians = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
@@ -231,7 +216,6 @@ def _times(op: str, times: dict[str, list[float]]) -> Row:
         "floor_ms": floor,
         "torch_ms": theirs,
         "torch_times_floor": theirs / floor if theirs else None,
-        "graph_ms": medians.get(f"graph {op}"),
     }
 
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import RecordError, ThinwireError
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = 1
 TIMES = ("ms_p50", "ms_p20", "ms_p80")
@@ -84,7 +85,7 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
-def collect(kind: str, device: torch.device, rows: Generator[Row]) -> Record:
+def collect(kind: str, device: "torch.device", rows: Generator[Row]) -> Record:
     """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished."""
     record = Record(kind, conditions(device), [])
     try:
@@ -96,8 +97,10 @@ def collect(kind: str, device: torch.device, rows: Generator[Row]) -> Record:
     return record
 
 
-def conditions(device: torch.device) -> dict[str, Value]:
+def conditions(device: "torch.device") -> dict[str, Value]:
     """Where, when and with what a run measures: one value for each of CONDITIONS."""
+    import torch  # those who read records need none
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "thinwire": version(),

@@ -60,10 +60,10 @@ class TrainScheme:
         return self.name
 
 
-def parse(text: str, feedback: str = "auto") -> TrainScheme:
-    """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's; `feedback` serves where none is named."""
+def parse(text: str) -> TrainScheme:
+    """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's."""
     label, named, asked = text.strip().partition("@")
-    asked = asked if named else feedback
+    asked = asked if named else "auto"
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if not named and label in PEERS:

@@ -98,7 +98,6 @@ def run(
     optimizer: str | None = None,
     seeds: int | None = None,
     link: ShapedLink | None = None,
-    feedback: str = "auto",
     steps: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
@@ -106,7 +105,7 @@ def run(
     """A record of kind "train", of DDP on gloo; what is None is the task's own."""
     chosen = tasks.find(task, quick=quick)
     chosen = replace(chosen, seeds=seeds or chosen.seeds, steps=steps or chosen.steps)
-    lined_up = lineup(task, codecs, feedback, optimizer)
+    lined_up = lineup(task, codecs, optimizer)
     plan = TrainPlan(chosen, lined_up, world, link, optimizer or chosen.optimizer, QUICK if quick else FULL)
     return recorded(plan, rows(plan, progress))
 
@@ -119,12 +118,10 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
         return collect("train", torch.device("cpu"), rows)
 
 
-def lineup(
-    task: str, names: Sequence[str] | None = None, feedback: str = "auto", optimizer: str | None = None
-) -> tuple[TrainScheme, ...]:
+def lineup(task: str, names: Sequence[str] | None = None, optimizer: str | None = None) -> tuple[TrainScheme, ...]:
     """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once."""
     adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
-    found = [schemes.parse(name, feedback) for name in names or CODECS[task] if names or adam or name != ONEBIT]
+    found = [schemes.parse(name) for name in names or CODECS[task] if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
     return tuple(dict.fromkeys([schemes.parse(NONE), *found]))

@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -20,9 +20,7 @@ from rich.progress import (
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-
-if TYPE_CHECKING:
-    from thinwire.tools.bench.record import Progress  # with torch
+from thinwire.tools.bench.record import Progress
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -114,7 +112,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress() -> "Iterator[Progress]":
+def progress() -> Iterator[Progress]:
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
     told = TextColumn("{task.description}")
