@@ -36,8 +36,6 @@ def under_torchrun() -> bool:
 
 
 class Place(NamedTuple):
-    """Where the launcher has put this process."""
-
     rank: int
     world: int
     local_rank: int
@@ -45,7 +43,6 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """What the environment says, or AdviceError."""
     world = _told("WORLD_SIZE", 1)
     rank = _told("RANK", 0, world - 1)
     per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")

@@ -156,8 +156,6 @@ Chunk = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class ChunkedSum:
-    """A sum over ranks: the chunks of its message."""
-
     chunks: tuple[Chunk, ...]
     depth: int = 1  # chunks under way at once
     in_step: bool = False  # each chunk is one stage behind the one before it, and no other message between them
@@ -175,7 +173,6 @@ class ChunkedSum:
 def message(
     numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, dtype: torch.dtype, feedback: str
 ) -> ChunkedSum:
-    """The sum of `numel` elements in a scheme."""
     if scheme.algorithm == "ring":
         return _ringed(numel, scheme.codec, cluster, machine, dtype)
     wire = scheme.codec.wire_bytes(numel, dtype)
@@ -200,7 +197,6 @@ def _groups(cut: chunks.Cut) -> Iterator[tuple[int, int]]:
 
 
 def _chunk(numel: int, count: int, scheme: SumScheme, cluster: Cluster, machine: Machine, feedback: str) -> Chunk:
-    """`count` chunks of `numel` elements, as one."""
     if scheme.across is not None:
         stages = _hierarchical(numel, scheme.codec, scheme.across, cluster, machine)
     else:

@@ -26,7 +26,6 @@ class Verdict:
 
     @property
     def compress(self) -> bool:
-        """Whether compression is advised."""
         return self.advised.scheme.compresses
 
     def speedup(self, prediction: Prediction) -> float:

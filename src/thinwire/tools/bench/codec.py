@@ -48,7 +48,6 @@ def run(
 
 
 def measure(case: CodecCase) -> Row:
-    """Encode, decode, and compare with the input."""
     x = data.sample(case.distribution, case.numel)
     wire = torch.empty(case.codec.wire_bytes(x.numel()), dtype=torch.uint8)
     out = torch.empty_like(x)

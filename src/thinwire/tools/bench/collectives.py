@@ -53,8 +53,6 @@ QUICK = Effort(rounds=3, most=20, seconds=0.2)
 
 @dataclass(frozen=True)
 class Entry:
-    """What one row measures."""
-
     name: str  # a codec, a pair of them, "auto" or "plain"
     codec: Codec  # of a hierarchy: of what goes across nodes
     algorithm: str
@@ -79,8 +77,6 @@ class CollectiveCase:
 
 @dataclass
 class CallSample(Sample):
-    """And what came out of the call."""
-
     lost: float = 0.0  # NMSE against the exact result
     digest: str = ""
     repeats: bool = True  # a second call gave the same bytes; asked only where ranks hold different results
@@ -376,7 +372,6 @@ def output_numel(case: CollectiveCase) -> int:
 
 
 def exact(rank: int, case: CollectiveCase) -> Tensor:
-    """What a rank should get, in fp64."""
     part = slice(rank * (case.numel // case.world), (rank + 1) * (case.numel // case.world))
     if case.verb == "broadcast":
         return inputs(0, case).double()

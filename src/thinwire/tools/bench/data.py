@@ -56,7 +56,6 @@ def gaussian(numel: int, generator: Generator) -> Tensor:
 
 
 def laplace(numel: int, generator: Generator) -> Tensor:
-    """Laplace: the difference of two exponentials."""
     one, other = (torch.empty(numel).exponential_(generator=generator) for _ in range(2))
     return one - other
 

@@ -34,8 +34,6 @@ Quantized = tuple[Tensor, Tensor, Tensor]  # codes, scales, zero points
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase(ABC):
-    """One row of the kernel benchmark."""
-
     part: str
     op: str
     name: str  # in the column `codec`
@@ -122,8 +120,6 @@ def _bytes(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class OpCase(KernelCase):
-    """One op of a backend, in the codec `name`."""
-
     rivals: tuple[str, ...] = (EAGER,)  # EAGER, COMPILE: what it is compared with beside the copies
 
     @property
@@ -240,7 +236,6 @@ class PathCase(KernelCase):
 
 
 def compiled() -> Backend:
-    """The ops of the reference through torch.compile."""
     # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
     torch._dynamo.reset()
     ops = {op: torch.compile(getattr(reference, op), dynamic=False) for op in ("encode", "decode_sum", "recode")}

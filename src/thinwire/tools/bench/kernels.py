@@ -43,8 +43,6 @@ QUICK_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a run measures where nothing else is asked for."""
-
     parts: tuple[str, ...] = ("codecs",)
     codecs: tuple[str, ...] = CODECS
     bf16_codecs: tuple[str, ...] | None = ("int8", "lloyd4")  # measured on bfloat16 tensors too; None: all
@@ -68,8 +66,6 @@ CUDA_QUICK = replace(
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a run measures: what was asked for, the rest by the defaults."""
-
     device: torch.device
     usual: Defaults
     codecs: Sequence[str | Codec] = ()

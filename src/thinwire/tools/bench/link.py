@@ -56,7 +56,6 @@ def parse(text: str) -> ShapedLink:
 
 
 def check() -> None:
-    """Raise LinkError unless links can be shaped here."""
     lacking = [] if os.geteuid() == 0 else ["root (run it with sudo)"]
     lacking += [f"the command {name!r} (package iproute2)" for name in ("ip", "tc") if shutil.which(name) is None]
     if lacking:
@@ -143,7 +142,6 @@ def _stop_once(number: int, frame: FrameType | None) -> None:
 
 
 def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
-    """Make a host and join it to the bridge."""
     port = f"port{number}"
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)

@@ -118,7 +118,6 @@ def train(run: QATRun) -> Result:
 
 @cache
 def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
-    """What all runs of a seed start from."""
     seen = qat_tasks.split(seed, device)
     model = qat_tasks.network(schedule, seed).to(device)
     qat_tasks.train(model, seen, schedule.before, seed)
@@ -126,7 +125,6 @@ def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> 
 
 
 def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
-    """What all seeds of a method came to."""
     recipe = run.schedule.after.at(run.bits)
     method = METHODS[run.method]
     losses = [judgement.train_loss for judgement, _ in results]

@@ -105,11 +105,9 @@ class Subject:
     grad: Tensor
 
     def forward(self) -> None:
-        """The output, ready for a backward, is made and let go."""
         self.apply()
 
     def forward_backward(self) -> None:
-        """The gradients are made and let go."""
         torch.autograd.grad(self.apply(), self.inputs, self.grad)
 
     def calls(self) -> dict[str, Call]:
@@ -172,7 +170,6 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
 
 
 def _host_ms(case: SpeedCase, call: Call | None) -> float | None:
-    """[Note: Host]"""
     if call is None or case.device.type != "cuda":
         return None
     taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
@@ -204,7 +201,6 @@ def _floors(subject: Subject) -> dict[str, Call]:
 
 
 def _times(op: str, times: dict[str, list[float]]) -> Row:
-    """Medians, and what they are beside the floor and torch's."""
     medians = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
     floor = math.fsum(medians[f"floor {part}"] for part in ("forward", "backward") if part in op)
     ours = medians.get(f"ours {op}")

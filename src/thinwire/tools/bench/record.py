@@ -62,8 +62,6 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]  # hands the cases on, and s
 
 @dataclass(frozen=True)
 class Record:
-    """What one benchmark run measured, and under which conditions."""
-
     kind: str
     conditions: dict[str, Value]
     rows: list[Row]
@@ -143,7 +141,6 @@ def as_csv(record: Record) -> str:
 
 
 def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> None:
-    """Write `record` in a form, JSON or CSV, to a file; "-" is standard output."""
     if path == "-":
         sys.stdout.write(form(record))
     else:
@@ -162,7 +159,6 @@ def read(path: str) -> Record:
 
 
 def loads(text: str) -> Record:
-    """The record in a JSON text, checked against the schema."""
     try:
         data = json.loads(text, parse_constant=_refuse)
     except RecordError:

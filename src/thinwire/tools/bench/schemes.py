@@ -136,7 +136,6 @@ class Replica:
 
     @property
     def chosen(self) -> str | None:
-        """What an automatic codec chose, and why."""
         return None if self._handle is None else self._handle.stats().chosen or None
 
     @property

@@ -105,7 +105,6 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def _lost(chosen: Codec, x: Tensor) -> float:
-    """NMSE of the reference on x."""
     wire = torch.empty(chosen.wire_bytes(x.numel()), dtype=torch.uint8)
     out = torch.empty_like(x)
     with use_backend("reference"):

@@ -53,7 +53,6 @@ def name_of(backend: Backend) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" rather than "torch.float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -119,7 +118,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rotate(calls: Sequence[Call]) -> Call:
-    """A call that does one of `calls` each time, in turn."""
     turns = itertools.cycle(calls)
     return lambda: next(turns)()
 
@@ -150,7 +148,6 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def columns(times: Sequence[float]) -> Row:
-    """The columns record.TIMES."""
     p20, p50, p80 = percentiles(times)
     return {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80}
 

@@ -42,8 +42,6 @@ QUICK = Effort(rounds=3, most=10, seconds=0.1)
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What a run measures."""
-
     task: Task
     schemes: tuple[TrainScheme, ...]  # the uncompressed one first
     world: int
@@ -59,8 +57,6 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training of one scheme."""
-
     scheme: TrainScheme
     seed: int
 
@@ -70,8 +66,6 @@ class TrainingRun:
 
 @dataclass
 class StepSample(Sample):
-    """And what the scheme holds after its steps."""
-
     extra_bytes: int | None = None
     chosen: str | None = None
 
@@ -170,7 +164,6 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
 
 
 def losses(results: Results) -> list[float]:
-    """The loss of each seed on the training data."""
     return [tasks.mean([trained.train for trained in ranks]) for ranks in results]
 
 
@@ -289,7 +282,6 @@ class Trainer:
 
 
 def digest(network: torch.nn.Module) -> str:
-    """A digest of all weights, bit by bit."""
     found = hashlib.sha256()
     for parameter in network.parameters():
         found.update(parameter.detach().contiguous().numpy().tobytes())

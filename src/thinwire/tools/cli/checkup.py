@@ -32,7 +32,6 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything thinwire can use here."""
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
     yield _reference()
@@ -133,7 +132,6 @@ def _told(interface: str, what: str) -> str:
 
 
 def _chosen_interfaces() -> Iterator[Finding]:
-    """The interfaces that the environment names, where it does."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(variable)

@@ -104,7 +104,6 @@ def _start_again_as_own_root() -> NoReturn:
 
 
 def _measure(schemes: Sequence[TrainScheme], run: Callable[[Observer], Record]) -> tuple[Record, int]:
-    """The record, and the exit status so far."""
     try:
         with _watch(schemes) as watch:
             return run(watch), 0
@@ -210,7 +209,6 @@ def show(record: Record, machine: Machine, console: Console) -> None:
 
 
 def _write(record: Record, machine: Machine, folder: Path) -> None:
-    """The record always, page and plots where they can be drawn."""
     kept = folder / RECORD
     with contextlib.suppress(RecordError):  # the plots of an earlier demo go: this one may draw fewer
         for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(kept))))):

@@ -15,15 +15,11 @@ from thinwire.tools.cli.screen import usage_errors
 
 
 class Device(StrEnum):
-    """Where tensors are, and kernels run."""
-
     cpu = "cpu"
     cuda = "cuda"
 
 
 class Optimizer(StrEnum):
-    """What a model is trained with, which decides the feedback of narrow codecs."""
-
     adam = "adam"
     sgd = "sgd"
 
@@ -51,7 +47,6 @@ def split_codecs(text: str) -> list[str]:
 
 
 def check_device(device: Device | None) -> None:
-    """Refuse a GPU that is not there."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
 

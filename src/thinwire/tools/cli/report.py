@@ -94,7 +94,6 @@ def _print(records: list[Record], names: list[str], console: Console, markdown: 
 
 
 def _why_not(records: list[Record]) -> str:
-    """Why these are no two records to compare."""
     kinds = list(dict.fromkeys(found.kind for found in records))
     if len(records) != 2:
         return f"expected two records to compare, got {len(records)}"

@@ -31,12 +31,10 @@ class Group(TyperGroup):
     """The root command. A flag or a command that does not exist is answered with those that do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Its own flags."""
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Everything below it."""
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().invoke(ctx)
 

@@ -45,8 +45,6 @@ class Range:
 
 @dataclass(frozen=True)
 class Metric(ABC):
-    """A column to compare."""
-
     column: str
 
     def range(self, old: Row, new: Row) -> Range | None:
@@ -126,8 +124,6 @@ class Promise(Metric):
 
 @dataclass(frozen=True)
 class Change:
-    """One column of one pair of rows."""
-
     labels: tuple[str, ...]
     column: str
     old: str
@@ -144,8 +140,6 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of the rows that two records share."""
-
     old: Record
     new: Record
     changes: list[Change]

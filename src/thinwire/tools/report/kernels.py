@@ -15,7 +15,6 @@ T = TypeVar("T")
 
 
 def grids(record: Record) -> list[TextGrid]:
-    """The tables of a record that has rows."""
     if all(row["device"] == "cpu" and part_of(row) == "codecs" for row in record.rows):
         return [_every_row(record.rows)]
     return by_part(record.rows, _PARTS)

@@ -22,7 +22,6 @@ def element(name: str, /, *children: str | Iterable[str], **attributes: str | No
 
 
 def join(children: Iterable[str | Iterable[str]]) -> Html:
-    """The children one after the other."""
     return Html("".join(_escaped(child) if isinstance(child, str) else join(child) for child in children))
 
 

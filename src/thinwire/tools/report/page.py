@@ -29,8 +29,6 @@ _SUBJECTS = {"collectives": ("link",), "train": ("task", "link"), "qat": ("task"
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
-
     heading: str
     told: str = ""
     charts: Sequence[Chart] = ()
@@ -57,7 +55,6 @@ def write(
 
 
 def save(text_of_page: str, path: Path) -> None:
-    """Write a page, in a directory that is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of_page, encoding="utf-8")
 

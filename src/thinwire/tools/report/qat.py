@@ -38,7 +38,6 @@ def bits(row: Row) -> str:
 
 
 def grids(record: Record) -> list[TextGrid]:
-    """The tables of a record that has rows: of training, of speed."""
     trained = [row for row in record.rows if not is_speed(row)]
     speed = [row for row in record.rows if is_speed(row)]
     told = "Trained at W bits of weights and A bits of activations; means over seeds"

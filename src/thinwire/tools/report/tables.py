@@ -18,7 +18,6 @@ from thinwire.tools.report.cells import ABSENT, Column, TextGrid, counted, disti
 
 
 def grids(record: Record) -> list[TextGrid]:
-    """The tables of a record."""
     return _GRIDS[record.kind](record) if record.rows else [TextGrid(f"{record.kind}: no rows", [], [])]
 
 
@@ -28,7 +27,6 @@ def grid(record: Record) -> TextGrid:
 
 
 def show(record: Record, console: Console) -> None:
-    """Print the tables and the conditions."""
     for place, laid in enumerate(grids(record)):
         if place:
             console.print()
@@ -47,7 +45,6 @@ def show_grid(laid: TextGrid, console: Console) -> None:
 
 
 def markdown(record: Record) -> str:
-    """The same tables in Markdown."""
     return "\n".join([*map(markdown_grid, grids(record)), conditions(record)])
 
 

@@ -43,7 +43,6 @@ class PlotError(ThinwireError, RuntimeError):
 
 
 def check() -> None:
-    """Raise PlotError unless charts can be drawn."""
     if find_spec("matplotlib") is None:
         raise PlotError("plots are drawn by matplotlib, which is not installed: pip install 'thinwire[report]'")
 

@@ -4,15 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinwire.tools.bench.record import Row
-from thinwire.tools.report.cells import text
+from thinwire.tools.report.cells import number, text
 
 Number = float | None
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What is measured, with its unit."""
-
     label: str
     log: bool = False
     most: float | None = None  # what lies beyond would leave the others no room: it is written at the edge
@@ -45,6 +43,9 @@ class Values:
     values: Sequence[Number]
     errors: Sequence[Number] | None = None
 
+    def __bool__(self) -> bool:
+        return any(value is not None for value in self.values)
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -59,7 +60,7 @@ class Bars:
     points: bool = False  # even on an axis with a zero
 
     def __bool__(self) -> bool:
-        return any(value is not None for values in self.series for value in values.values)
+        return any(self.series)
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over a common axis."""
-
     name: str  # of its file
     title: str
     across: Axis
@@ -95,8 +94,12 @@ Name = Callable[[Row], str]
 
 
 def named(column: str) -> Name:
-    """The text of a row in that column."""
     return lambda row: text(row[column])
+
+
+def column(rows: Sequence[Row], name: str, column: str, times: float = 1) -> Values:
+    """The values of a column, `times` as large; an older record may lack it."""
+    return Values(name, [number(row.get(column), times) for row in rows])
 
 
 def by_label(
