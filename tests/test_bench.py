@@ -29,7 +29,7 @@ from thinwire.tools.bench import (
     timing,
 )
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import tables
+from thinwire.tools.report import kinds, tables
 
 CPU = torch.device("cpu")
 CODEC_ROW: record.Row = {
@@ -662,7 +662,7 @@ def gpu_rows() -> list[record.Row]:
 
 def test_the_tables_of_a_gpu() -> None:
     rows = gpu_rows()
-    found = tables.grids(record.Record("kernels", record.conditions(CPU), rows))
+    found = kinds.grids(record.Record("kernels", record.conditions(CPU), rows))
     fp32, bf16, sizes, paths, peers = found
     assert "134217728 elements of float32" in fp32.title
     assert "read 8 wires" in fp32.title
@@ -704,7 +704,7 @@ def test_the_tables_of_a_gpu_in_markdown() -> None:
 @pytest.mark.parametrize("name", ["kernels_cpu_aarch64.json", "kernels_cpu_x86_64.json"])
 def test_records_of_the_cpu_have_one_table(name: str) -> None:
     found = record.read(str(Path(__file__).parent.parent / "benchmarks" / name))
-    (table,) = tables.grids(found)
+    (table,) = kinds.grids(found)
     assert table.header == ["op", "codec", "dtype", "threads", "ms", "×copy", "share", "×eager"]
     assert len(table.rows) == len(found.rows)
 
@@ -749,7 +749,7 @@ def test_a_quick_run_on_a_gpu() -> None:
     for row in found.rows:
         assert min(float(str(row[name])) for name in ("ms_p20", "copy_ms", "copy_same_ms", "copy_share")) > 0
         assert row["cold"] is (row["part"] != "replay")
-    assert len(tables.grids(found)) == 4
+    assert len(kinds.grids(found)) == 4
 
 
 # --- self-test --------------------------------------------------------------------------------------------------------

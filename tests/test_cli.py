@@ -356,7 +356,7 @@ def test_doctor() -> None:
     names = [finding["name"] for finding in found["findings"]]
     assert [line[2:].startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * len(lines)
     assert {"python", "torch", "reference", "C kernels", "triton", "CUDA", "gloo", "nccl", "interfaces", "host name",
-            "shaped links", "scikit-learn", "matplotlib", "lightning", "accelerate"} <= set(names)  # fmt: skip
+            "shaped links", "scikit-learn", "matplotlib"} <= set(names)  # fmt: skip
     assert all(finding["todo"] for finding in found["findings"] if finding["works"] is None)
 
 

@@ -31,7 +31,7 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, charts, compare, page, tables
+from thinwire.tools.report import cells, charts, compare, kinds, page, tables
 from thinwire.tools.report.charts import Bars, Lines, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
 from thinwire.tools.report.markup import element
@@ -155,7 +155,7 @@ def test_pipes_do_not_break_markdown() -> None:
 
 
 def test_qat_tables_are_of_training_and_of_speed() -> None:
-    trained, speed = tables.grids(qat_record())
+    trained, speed = kinds.grids(qat_record())
     assert trained.header == ["method", "W", "A", "seeds", "train loss", "± (loss)", "accuracy"]
     assert trained.title.endswith("(task digits)")
     assert trained.rows[0] == ["lsq", "2", "2", "5", "5.00e-3", "1.00e-3", "97.90%"]
@@ -166,7 +166,7 @@ def test_qat_tables_are_of_training_and_of_speed() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.json")))
 def test_no_two_columns_have_one_name(name: str) -> None:
-    for grid in tables.grids(committed(name)):
+    for grid in kinds.grids(committed(name)):
         assert len(set(grid.header)) == len(grid.header)
         assert 0 < len(grid.told[0]) < 80
         assert "".join(grid.told) == grid.title

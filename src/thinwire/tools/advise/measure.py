@@ -75,9 +75,6 @@ def job(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
 def links(device: torch.device, per_node: int) -> Cluster:
     """The cluster of the default group, in nodes of `per_node` ranks."""
     world = dist.get_world_size()
@@ -108,9 +105,6 @@ def _bytes_per_s(link: MeasuredLink) -> float:
     """Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones."""
     (n0, s0), (n1, s1) = link.points[-2:] if len(link.points) > 1 else ((0, 0.0), link.points[0])
     return (n1 - n0) / (s1 - s0) if s1 > s0 else link.bytes_per_s
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:

@@ -118,9 +118,6 @@ def _why_not(
     )
 
 
-# --- what else a person should know -----------------------------------------------------------------------------------
-
-
 def _alternatives(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
     """What would be faster and loses too much; which buckets the advice is for."""
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
@@ -154,9 +151,6 @@ def _launches(
             f"kernels, {duration(machine.call_s)} each on {machine.source}: without them (a CUDA graph needs next to "
             f"none) a step would take {duration(without.step_s)}"
         )
-
-
-# --- figures in words -------------------------------------------------------------------------------------------------
 
 
 def mebibytes(nbytes: int) -> str:

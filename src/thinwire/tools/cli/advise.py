@@ -155,9 +155,6 @@ def command(
     (_print_json if as_json else _print)(job, cluster, own, found)
 
 
-# --- what was given ---------------------------------------------------------------------------------------------------
-
-
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
     """No flag is accepted and then ignored."""
     for name in names:
@@ -274,9 +271,6 @@ def _measured(
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
-
-
-# --- what is printed --------------------------------------------------------------------------------------------------
 
 
 def _print(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:

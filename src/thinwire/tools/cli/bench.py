@@ -301,7 +301,8 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             record = stop.record
             status = screen.INTERRUPTED
             typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
-    complaints = _write(record, json, csv)  # before the table, whose reader may go away
+    files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
+    written = screen.write_all(files)  # before the table, whose reader may go away
     if "-" not in (json, csv):
         tables.show(record, screen.console())
     for row in record.rows:
@@ -309,9 +310,7 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
-    for complaint in complaints:
-        typer.echo(f"Error: {complaint}", err=True)
-    raise typer.Exit(1 if complaints else status or int(failed))
+    raise typer.Exit(status or int(failed) if written else 1)
 
 
 def _check_targets(json: str | None, csv: str | None) -> None:
@@ -320,17 +319,3 @@ def _check_targets(json: str | None, csv: str | None) -> None:
     flags.writable(csv, "--csv")
     if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
         raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
-
-
-def _write(record: Record, json: str | None, csv: str | None) -> list[str]:
-    """Write what was asked for; what could not be written, in words."""
-    complaints = []
-    for path, form in ((json, dumps), (csv, as_csv)):
-        try:
-            if path is not None:
-                write(record, path, form)
-        except OSError as error:
-            if path == "-":
-                raise
-            complaints.append(f"{path} cannot be written: {error.strerror or error}")
-    return complaints

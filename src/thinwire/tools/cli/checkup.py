@@ -1,13 +1,11 @@
 """What `thinwire doctor` looks at: Python, torch, kernels, transports, interfaces and optional packages."""
 
-import contextlib
 import importlib
 import os
 import platform
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -47,8 +45,6 @@ def examine() -> Iterator[Finding]:
     yield _shaping()
     yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
     yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
-    yield _installed("lightning", "lightning", "pytorch-lightning")
-    yield _installed("accelerate", "accelerate")
 
 
 def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
@@ -179,12 +175,3 @@ def _shaping() -> Finding:
             return Finding("shaped links", True, "network namespaces and tbf work")
     except ThinwireError as error:
         return Finding("shaped links", None, "not here", str(error))
-
-
-def _installed(name: str, *distributions: str) -> Finding:
-    """A version by its metadata: importing these takes seconds."""
-    for distribution in distributions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            told = "has no hook of its own: give compress_ddp the DDP module it makes"
-            return Finding(name, True, f"{metadata.version(distribution)}, {told}")
-    return Finding(name, None, "not installed", "nothing here needs it")

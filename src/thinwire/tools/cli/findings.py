@@ -38,9 +38,6 @@ def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
     return [*told, "For your own model, ranks and links: thinwire advise."] if rows else []
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 def _measured(rows: Sequence[Row]) -> TextGrid:
     first = rows[0]
     seeds, steps, cores = (counted(text(first[name]), name[:-1]) for name in ("seeds", "steps", "cores"))
@@ -124,9 +121,6 @@ def _label(row: Row) -> str:
     """lloyd2@ef21: two rows may share a codec."""
     feedback = text(row["feedback"])
     return text(row["codec"]) if feedback == "none" else f"{text(row['codec'])}@{feedback}"
-
-
-# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def _of_loss(others: Sequence[Row]) -> str:

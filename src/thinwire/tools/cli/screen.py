@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -125,6 +125,21 @@ def progress() -> Iterator[Progress]:
                 bar.advance(task)
 
         yield follow
+
+
+def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
+    """Write each file, and complain of those that cannot be written; whether all could. "-" is standard output."""
+    complaints = []
+    for path, write in files.items():
+        try:
+            write()
+        except OSError as error:
+            if path == "-":
+                raise
+            complaints.append(f"Error: {path} cannot be written: {error.strerror or error}")
+    for complaint in complaints:
+        typer.echo(complaint, err=True)
+    return not complaints
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from thinwire.tools.bench.record import Record, Value, version
-from thinwire.tools.report import charts, compare, tables
+from thinwire.tools.report import charts, compare, kinds, tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, distinct, text
 from thinwire.tools.report.charts import Chart, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT
@@ -89,7 +89,7 @@ def page(
     for record, name in zip(records, names or [""] * len(records), strict=True):
         heading = f"{_heading(record)} ({name})" if name else _heading(record)
         told = tables.conditions(record)
-        sections += [Section(heading, told, charts.of(record), tables.grids(record), record.conditions)]
+        sections += [Section(heading, told, charts.of(record), kinds.grids(record), record.conditions)]
     placed = {f"part{number}": section for number, section in enumerate(sections, 1)}
     footer = element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
     main = element("main", [_drawn(place, section) for place, section in placed.items()])

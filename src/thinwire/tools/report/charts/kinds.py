@@ -21,8 +21,7 @@ from thinwire.tools.report.charts.shapes import (
     in_bytes,
     named,
 )
-from thinwire.tools.report.kernels import by_part, nbytes_of, short
-from thinwire.tools.report.qat import SPEED_LABELS, bits, is_speed
+from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, short
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 SHARE = Axis("speed, % of a copy of the same bytes")
@@ -39,9 +38,6 @@ CODEC = named("codec")
 OP = named("op")
 _FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
-
-
-# --- codec ------------------------------------------------------------------------------------------------------------
 
 
 def _codec(record: Record) -> list[Chart]:
@@ -77,9 +73,6 @@ def _family(row: Row) -> str:
     """int4:block=32 is one of the integers."""
     stem = re.match(r"[a-z]*", CODEC(row))
     return _FAMILIES.get(stem[0] if stem else "", "casts")
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def _kernels(record: Record) -> list[Chart]:
@@ -126,9 +119,6 @@ _PARTS: dict[str, Callable[[list[Row]], list[Chart]]] = {
 }
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
-
-
 def _collectives(record: Record) -> list[Chart]:
     """Two for each world and link; where messages of several sizes were sent, one of speed-up by size for each verb."""
     found: list[Chart] = []
@@ -171,9 +161,6 @@ def _by_size(rows: list[Row]) -> Lines:
     )
     across = Axis("message, elements", log=True)
     return Lines("speedup", f"Speed-up by size: {_where(rows)}", across, GAIN, curves, [EVEN])
-
-
-# --- train ------------------------------------------------------------------------------------------------------------
 
 
 def _train(record: Record) -> list[Chart]:
@@ -252,9 +239,6 @@ def _against_bytes(rows: list[Row], title: str) -> Lines:
         if x is not None and (y := number(row["loss_log_ratio"])) is not None
     ]
     return Lines("loss_bytes", title, across, RATIO, curves, _marks(rows))
-
-
-# --- qat --------------------------------------------------------------------------------------------------------------
 
 
 def _qat(record: Record) -> list[Chart]:
