@@ -476,9 +476,7 @@ def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pyte
 
     broken: Any = SimpleNamespace(encode=BACKENDS["reference"].encode, decode_sum=reference.decode_sum, recode=fails)
     monkeypatch.setattr(timing, "name_of", lambda backend: "broken")
-    rows = [
-        kernels_bench.row_of(a_case(op), broken, FEW, kernels_bench._Inputs()) for op in ("recode", "decode", "encode")
-    ]
+    rows = [kernels_bench.row_of(a_case(op), broken, FEW) for op in ("recode", "decode", "encode")]
     assert [row["note"] for row in rows] == ["RuntimeError: out of memory", None, None]
     assert [row["ms_p50"] is None for row in rows] == [True, False, False]
     assert all(set(record.COLUMNS["kernels"]) <= set(row) for row in rows)
@@ -493,7 +491,7 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     monkeypatch.setattr(cases, "compiled", fails)
     case = replace(a_case("encode"), rivals=(cases.EAGER, cases.COMPILE))
     with use_backend("reference"):
-        row = kernels_bench.row_of(case, BACKENDS["reference"], FEW, kernels_bench._Inputs())
+        row = kernels_bench.row_of(case, BACKENDS["reference"], FEW)
     assert row["note"] == "torch.compile of the reference: TypeError: no"
     assert row["times_compile"] is None
     assert row["ms_p50"] is not None
@@ -516,7 +514,7 @@ def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int)
 @pytest.mark.parametrize("op", kernels_bench.HOOK_OPS)
 def test_a_row_of_torchs_hooks(op: str) -> None:
     case = cases.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
-    row = kernels_bench.row_of(case, reference, FEW, kernels_bench._Inputs())
+    row = kernels_bench.row_of(case, reference, FEW)
     assert row["note"] is None
     assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
     assert row["minimal_bytes"] == 1000 * (4 + 1) + 8 * 2  # two channels of 512
@@ -535,7 +533,7 @@ def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(timing, "captured", captured)
     monkeypatch.setattr(cases, "REPLAYS", 4)
     case = cases.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
-    row = kernels_bench.row_of(case, kernels.select(CPU), FEW, kernels_bench._Inputs())
+    row = kernels_bench.row_of(case, kernels.select(CPU), FEW)
     assert row["note"] is None
     assert len(wrapped) == 3  # the path and both copies
     assert (row["op"], row["part"], row["world"], row["numel"]) == ("codec_path", "replay", 8, 4096)

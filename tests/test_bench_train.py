@@ -17,7 +17,7 @@ from programs import Ended
 from ranks import RankPool
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
-from thinwire.tools.bench import link as links, record, schemes, tasks, train as bench
+from thinwire.tools.bench import link as links, record, schemes, tasks, train as bench, turns
 from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
@@ -68,7 +68,7 @@ def test_the_text_is_cut_into_shards_and_a_tenth_is_held_out() -> None:
 @pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
 def test_a_seed_makes_the_network_and_the_batches(task: Task) -> None:
     before = torch.random.get_rng_state()
-    networks = [bench.digest(task.model(seed)) for seed in (1, 1, 2)]
+    networks = [turns.digest(task.model(seed).parameters()) for seed in (1, 1, 2)]
     assert torch.equal(torch.random.get_rng_state(), before)
     assert networks[0] == networks[1] != networks[2]
     same, again = task.batch(5, 1, 0, 2), task.batch(5, 1, 0, 2)

@@ -34,7 +34,7 @@ from thinwire.tools.cli.app import app
 from thinwire.tools.report import cells, charts, compare, kinds, page, tables
 from thinwire.tools.report.charts import Bars, Lines, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
-from thinwire.tools.report.markup import element
+from thinwire.tools.report.page import element
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"

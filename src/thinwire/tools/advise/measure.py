@@ -31,7 +31,6 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has told this process its rank."""
     return all(name in os.environ for name in ENVIRONMENT)
 
 
@@ -76,7 +75,6 @@ def job(device: torch.device) -> Iterator[None]:
 
 
 def links(device: torch.device, per_node: int) -> Cluster:
-    """The cluster of the default group, in nodes of `per_node` ranks."""
     world = dist.get_world_size()
     transport = TRANSPORTS[device.type]
     if world == 1:

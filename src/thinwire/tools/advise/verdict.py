@@ -16,8 +16,6 @@ BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Predictions, the fastest first, and what to make of them."""
-
     ranked: tuple[Prediction, ...]
     plain: Prediction
     advised: Prediction
@@ -159,7 +157,6 @@ def mebibytes(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"

@@ -8,7 +8,6 @@ Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is
 and across them in the second; a single one is summed flat, whoever is where.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -331,10 +330,10 @@ class _RankBench:
         sample = self.samples[name]
         self._call(name)
         sample.lost = nmse(self.exact, self.out)
-        sample.digest = _digest(self.out)
+        sample.digest = turns.digest([self.out])
         if self.case.verb not in SHARED:
             self._call(name)
-            sample.repeats = _digest(self.out) == sample.digest
+            sample.repeats = turns.digest([self.out]) == sample.digest
 
     def sent(self) -> int:
         """Bytes that thinwire sent: in the group of all, inside the node and across."""
@@ -393,7 +392,3 @@ def _algorithm(case: CollectiveCase, entry: Entry, out: Tensor) -> str:
     verb = case.verb.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
     key = cost.CurveKey(verb, out.dtype, (entry.codec.pick(shape=out.shape),))
     return cost.choice(channel.measured, key, case.numel, channel.world).algorithm
-
-
-def _digest(out: Tensor) -> str:
-    return hashlib.blake2b(out.numpy().data).hexdigest()

@@ -28,8 +28,6 @@ RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce
 
 @dataclass(frozen=True)
 class Tick:
-    """How far the runs of one scheme have come."""
-
     scheme: TrainScheme
     step: int  # done, over all seeds
     steps: int  # in all
@@ -78,7 +76,6 @@ class _WatchedRuns:
         self.losses: dict[int, list[float]] = {}  # of the scheme at hand: by step, then by seed
 
     def train(self, world: World, run: TrainingRun) -> list[Trained]:
-        """One run; what each rank holds after it."""
         if run.seed == 0:
             self.losses = {}
             self._begun = time.monotonic()
@@ -109,7 +106,6 @@ class _WatchedRuns:
 
 
 def _slices(steps: int) -> Iterator[tuple[int, int]]:
-    """Cut the steps of a run where it is looked at."""
     size = -(-steps // LOOKS)
     return ((first, min(first + size, steps)) for first in range(0, steps, size))
 
@@ -136,8 +132,6 @@ _at_work: list[Trainer] = []  # one at most: it stays between calls
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank shows of its last steps."""
-
     loss: float  # the mean of their batches'
     sent: int | None  # bytes since the run began
     params: int

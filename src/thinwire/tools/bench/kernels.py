@@ -11,6 +11,7 @@ Inputs are Gaussian; the speed of the kernels does not hang on the values. A run
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -167,13 +168,12 @@ def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
 
 
 def _rows(cases: Sequence[KernelCase], backend: Backend, effort: Effort, progress: Progress) -> Generator[Row]:
-    inputs = _Inputs()
     for case in progress(cases):
         with timing.threads(case.threads), torch.no_grad():
-            yield row_of(case, backend, effort, inputs)
+            yield row_of(case, backend, effort)
 
 
-def row_of(case: KernelCase, backend: Backend, effort: Effort, inputs: "_Inputs") -> Row:
+def row_of(case: KernelCase, backend: Backend, effort: Effort) -> Row:
     """One row. A case that fails has no times and says why in `note`: the others are still worth having."""
     labels: Row = {
         "op": case.op,
@@ -187,27 +187,14 @@ def row_of(case: KernelCase, backend: Backend, effort: Effort, inputs: "_Inputs"
     }
     nothing: Row = dict.fromkeys((*kernel_cases.COLUMNS, EAGER, COMPILE, "eager_numel", "note"))
     try:
-        measured = case.measure(backend, effort, inputs.of(case))
+        measured = case.measure(backend, effort, _input(case.numel, case.dtype, case.device))
     except Exception as error:  # of a compiler, a driver or an allocator: any kind
         measured = {"note": timing.note_of(error)}
     return {**labels, **nothing, **measured, "part": case.part}
 
 
-class _Inputs:
-    """The tensors that cases read, of one size at a time."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def of(self, case: KernelCase) -> Tensor:
-        """Gaussian numbers, the same for all cases of a size and dtype."""
-        key = (case.numel, case.dtype)
-        if not any(numel == case.numel for numel, _ in self._kept):
-            self._kept.clear()
-            if case.device.type == "cuda":
-                torch.cuda.empty_cache()
-        if key not in self._kept:
-            generator = torch.Generator(device=case.device).manual_seed(0)
-            x = torch.randn(case.numel, generator=generator, device=case.device)
-            self._kept[key] = x.to(case.dtype)
-        return self._kept[key]
+@lru_cache(maxsize=2)  # a size may have two dtypes
+def _input(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gaussian numbers, the same for all cases of a size and dtype."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    return torch.randn(numel, generator=generator, device=device).to(dtype)

@@ -148,7 +148,6 @@ def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> N
 
 
 def read(path: str) -> Record:
-    """The record in a file ("-": standard input), or RecordError."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return loads(text)

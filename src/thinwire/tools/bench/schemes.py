@@ -82,7 +82,6 @@ def parse(text: str) -> TrainScheme:
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
-    """The optimiser of a scheme, whose rate is set before every step."""
     if scheme.label == ONEBIT:
         return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
     if kind == "adam":

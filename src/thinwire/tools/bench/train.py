@@ -6,7 +6,6 @@ as long as on its slowest rank, and medians are compared. torch's own bf16 hook 
 """
 
 import gc
-import hashlib
 import math
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -72,8 +71,6 @@ class StepSample(Sample):
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank holds after a training run."""
-
     train: Total
     val: Total | None
     digest: str
@@ -274,18 +271,13 @@ class Trainer:
         with torch.no_grad():
             train_loss = task.train_loss(self._network, dist.get_rank(), self._plan.world)
             val_loss = task.val_loss(self._network, dist.get_rank(), self._plan.world)
-        trained = Trained(train_loss, val_loss, digest(self._network), self.replica.feedback, self.params)
+        trained = Trained(
+            train_loss, val_loss, turns.digest(self._network.parameters()), self.replica.feedback, self.params
+        )
         self.replica.close()
         del self.replica
         gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
         return trained
-
-
-def digest(network: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for parameter in network.parameters():
-        found.update(parameter.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def time_steps(plan: TrainPlan) -> dict[str, StepSample]:

@@ -1,13 +1,15 @@
 """Calls that all ranks make together, timed by turns: the ranks' side (`take`) and what is made of it."""
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.tools.bench import link as links
 from thinwire.tools.bench.timing import Call, Effort
@@ -73,6 +75,14 @@ def _rank_0_says(mine: bool) -> bool:
     flag = torch.tensor([mine])
     dist.broadcast(flag, 0)
     return bool(flag.item())
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The same where all bits are."""
+    found = hashlib.blake2b()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def slowest(samples: Samples, name: str) -> list[float]:

@@ -39,17 +39,10 @@ BUDGET = "Largest expected error of what is advised, relative, RMS."
 CHECK = "Compare the model with a record of bench collectives or train --link."
 Whole = int | None
 Number = float | None
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 
 
 def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose errors say what is allowed."""
-
     def parsed(text: str) -> T:
         with screen.usage_errors(None, AdviceError):
             return parse(text)

@@ -113,8 +113,7 @@ def kernels_command(
     \b
     Example:
       thinwire bench kernels --device cpu --codecs int8,lloyd4 --threads 1
-      thinwire bench kernels --device cuda --json kernels.json
-      thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
+      thinwire bench kernels --device cuda --parts sizes,replay --json kernels.json
     """
     flags.check_device(device)
     run = partial(
@@ -160,9 +159,7 @@ def collectives_command(
 
     \b
     Example:
-      thinwire bench collectives --world 2,4 --codecs int8,lloyd4,auto
       thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
-      sudo thinwire bench collectives --world 4 --link 100mbit --json collectives.json
       sudo thinwire bench collectives --world 4 --nodes 2 --link 100mbit --codecs lloyd4,bf16/lloyd4
     """
     some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
@@ -211,8 +208,7 @@ def train_command(
 
     \b
     Example:
-      thinwire bench train --codecs int8,lloyd4,lloyd2@none,lloyd2@ef21
-      thinwire bench train --task gpt --codecs lloyd2 --json gpt.json
+      thinwire bench train --task gpt --codecs int8,lloyd2@none,lloyd2@ef21 --json gpt.json
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
@@ -245,14 +241,13 @@ def qat_command(
 
     Speed: all are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing
     each tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is
-    faster). Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an
-    element.
+    faster). Bytes are allocated at the peak beyond the input, the output and the gradient of the output, per element.
 
     Training: all layers are quantised; every method has the same recipe, and the same batches from the same start.
     torch_learnable is torch's own module, learnable is ours by its names. Controls ought to fail: absmax_ste learns no
-    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. Two more tell
-    what thinwire's floor under the scales does: lsq_floor_alone has it instead of the factor, lsq_no_floor lacks it.
-    All but absmax_ste of these are trained at the fewest bits only, unless they are asked for.
+    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. lsq_floor_alone
+    has thinwire's floor instead of the factor, lsq_no_floor lacks it. All five but absmax_ste are trained at the fewest
+    bits only, unless asked for.
 
     \b
     Example:

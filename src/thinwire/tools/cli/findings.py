@@ -19,12 +19,10 @@ TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --chec
 
 
 def grids(rows: Sequence[Row], machine: Machine) -> list[TextGrid]:
-    """What was measured, and what is predicted; nothing for no rows."""
     return [_measured(rows), _predicted(rows, machine)] if rows else []
 
 
 def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
-    """What is predicted; nothing for no rows."""
     outlooks = _outlooks(rows, machine) if rows else []
     series = [Values(name, [number(outlook.steps[name], 1e3) for outlook in outlooks]) for name in map(_label, rows)]
     title = "PREDICTED, not measured: time per step, by link"

@@ -13,17 +13,8 @@ from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
 from thinwire.tools.cli.screen import usage_errors
 
-
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Optimizer(StrEnum):
-    adam = "adam"
-    sgd = "sgd"
-
-
+Device = StrEnum("Device", ["cpu", "cuda"])
+Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
 _OPTION = re.compile(r"\s*\w+\s*=")  # "mode=affine"; a codec has a ":" or "(" before its first "="
 _COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) and byname(...)
 

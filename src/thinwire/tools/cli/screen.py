@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress as Bar,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
@@ -113,9 +106,10 @@ def console(*, stderr: bool = False) -> Console:
 def progress() -> Iterator[Progress]:
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    told = TextColumn("{task.description}")
-    parts = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Bar(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+    told = bars.TextColumn("{task.description}")
+    times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+    parts = (told, bars.BarColumn(), bars.MofNCompleteColumn(), *times)
+    with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
         def follow(cases: Sequence[Any]) -> Iterable[Any]:
             task = bar.add_task("", total=len(cases))

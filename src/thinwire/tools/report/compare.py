@@ -132,12 +132,10 @@ class Comparison:
 
 
 def comparable(records: Sequence[Record]) -> bool:
-    """Whether these are two records of one kind that share a row."""
     return len(records) == 2 and records[0].kind == records[1].kind and bool(_pairs(*records))
 
 
 def compare(old: Record, new: Record) -> Comparison:
-    """Row by row: rows are the same where their labels are."""
     pairs = _pairs(old, new)
     changes = [
         change for key, (before, after) in pairs.items() for change in _changes(old.kind, key[:-1], before, after)

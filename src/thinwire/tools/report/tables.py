@@ -48,7 +48,6 @@ def markdown_grid(laid: TextGrid) -> str:
 
 
 def conditions(record: Record) -> str:
-    """One line that says where the numbers come from."""
     have = {name: text(value) for name, value in record.conditions.items()}
     device = "" if have["device"] == "cpu" else f"{have['device']}, "
     triton = f"triton {have['triton']}, " if device and have["triton"] != ABSENT else ""

@@ -5,22 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from thinwire.tools.bench.record import CURVE, Record, Row
-from thinwire.tools.report.cells import alike, counted, distinct, listed, number, text, varying
-from thinwire.tools.report.charts.shapes import (
-    Axis,
-    Bars,
-    Chart,
-    Curve,
-    Lines,
-    Mark,
-    Number,
-    Values,
-    by_label,
-    by_name,
-    column,
-    in_bytes,
-    named,
-)
+from thinwire.tools.report.cells import alike, counted, distinct, listed, text, varying
+from thinwire.tools.report.charts import shapes
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
 from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, short
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
@@ -34,8 +21,8 @@ LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, 
 MOST_BITS = 9  # casts to 16 bits would leave the others no room
 SPARE = 1.2  # room beyond the largest value
 WIDE = 20.0  # the loss of a run that falls by more is drawn on a logarithmic axis
-CODEC = named("codec")
-OP = named("op")
+CODEC = shapes.named("codec")
+OP = shapes.named("op")
 _FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
 
@@ -45,14 +32,14 @@ def _codec(record: Record) -> list[Chart]:
     names = distinct(record.rows, "distribution")
     lossy = {CODEC(row) for row in record.rows if number(row["nmse"])}
     rows = [row for row in record.rows if CODEC(row) in lossy]
-    values = by_label(rows, CODEC, named("distribution"), lambda row: number(row["nmse"]) or None)
+    values = shapes.by_label(rows, CODEC, shapes.named("distribution"), lambda row: number(row["nmse"]) or None)
     rate = _rate(record.rows, "gaussian" if "gaussian" in names else names[0])
     return [rate, Bars("distributions", "Error by distribution", NMSE, *values)]
 
 
 def _rate(rows: list[Row], distribution: str) -> Lines:
     shown = [row for row in rows if text(row["distribution"]) == distribution and _place(row)[0]]
-    found = by_name(shown, _family, _place, joined=False)
+    found = shapes.by_name(shown, _family, _place, joined=False)
     most = max((x for curve in found for x, _ in curve.points), default=1.0)
     bound = [(bits, 2.0 ** (-2 * bits)) for bits in (0.5, most)]
     levels = [(float(bits), lost) for bits, lost in LLOYD_MAX.items()]
@@ -86,7 +73,7 @@ def _shares(rows: list[Row]) -> Bars:
     )
     where = counted(threads, "CPU thread") if device == "cpu" else card
     title = f"Speed of the {backend} kernels: {where}, {numel} elements of {dtype}"
-    return Bars("kernels", title, SHARE, *by_label(rows, CODEC, OP, _percent), [COPY], points=True)
+    return Bars("kernels", title, SHARE, *shapes.by_label(rows, CODEC, OP, _percent), [COPY], points=True)
 
 
 def _percent(row: Row) -> Number:
@@ -94,20 +81,22 @@ def _percent(row: Row) -> Number:
 
 
 def _sizes(rows: list[Row]) -> Lines:
-    curves = by_name(rows, lambda row: f"{CODEC(row)} {short(row)}", lambda row: (nbytes_of(row) / 1e6, _percent(row)))
+    curves = shapes.by_name(
+        rows, lambda row: f"{CODEC(row)} {short(row)}", lambda row: (number(nbytes_of(row), 1e-6), _percent(row))
+    )
     return Lines("sizes", f"Speed of {OP(rows[0])} by size", Axis("tensor, MB", log=True), SHARE, curves, [COPY])
 
 
 def _replays(rows: list[Row]) -> list[Chart]:
     labels = [f"{CODEC(row)}, {text(row['numel'])} elements" for row in rows]
-    series = [column(rows, "codec", "ms_p50", 1e3), column(rows, "a copy of the message", "copy_ms", 1e3)]
+    series = [shapes.column(rows, "codec", "ms_p50", 1e3), shapes.column(rows, "a copy of the message", "copy_ms", 1e3)]
     title = "Fixed cost of a small message: encode, recode and decode as one CUDA graph"
     return [Bars("replay", title, Axis("time, µs"), labels, series)]
 
 
 def _rivals(rows: list[Row]) -> list[Chart]:
     title = f"Kernels beside torch's quantisation hooks, {listed(rows, 'numel')[0]} elements"
-    values = by_label(rows, CODEC, OP, lambda row: number(row["ms_p50"]))
+    values = shapes.by_label(rows, CODEC, OP, lambda row: number(row["ms_p50"]))
     return [Bars("rivals", title, Axis("time, ms", log=True), *values)]
 
 
@@ -142,9 +131,9 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
     labels = [f"auto: {text(row['algorithm'])}" if row.get("auto") else CODEC(row) for row in rows]
     if len(distinct(rows, "verb")) > 1:
         labels = [f"{text(row['verb'])} {label}" for row, label in zip(rows, labels, strict=True)]
-    series = [column(rows, f"over {rival}", name) for rival, name in _RIVALS.items()]
+    series = [shapes.column(rows, f"over {rival}", name) for rival, name in _RIVALS.items()]
     counted = [(number(row["bytes_per_rank"]), number(row["bytes_formula"])) for row in rows]
-    axis, sent = in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
+    axis, sent = shapes.in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
     return [
         Bars("speedup", f"Speed-up: {_where(rows)}", GAIN, labels, series, [EVEN]),
         Bars("sent", f"Sent per rank: {_where(rows)}", axis, labels, [Values("sent", sent)]),
@@ -154,7 +143,7 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
 def _by_size(rows: list[Row]) -> Lines:
     doubled = [{**row, "rival": rival, "gain": row[column]} for row in rows for rival, column in _RIVALS.items()]
     doubled.sort(key=lambda row: distinct(rows, "codec").index(CODEC(row)))
-    curves = by_name(
+    curves = shapes.by_name(
         doubled,
         lambda row: f"{CODEC(row)} over {row['rival']}",
         lambda row: (number(row["numel"]), number(row["gain"])),
@@ -168,9 +157,9 @@ def _train(record: Record) -> list[Chart]:
     rows = record.rows
     where = "{}, {} ranks, {}".format(*listed(rows, "task", "world", "link"))
     labels = list(map(_scheme, rows))
-    axis, sent = in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
-    limits = column(rows, "compute + bytes / link rate", "limit_ms")
-    times = [column(rows, "step", "step_ms"), *filter(None, [limits])]
+    axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
+    limits = shapes.column(rows, "compute + bytes / link rate", "limit_ms")
+    times = [shapes.column(rows, "step", "step_ms"), *filter(None, [limits])]
     compute = number(rows[0]["compute_ms"])
     alone = [] if compute is None else [Mark("compute alone", compute)]
     return [
@@ -214,7 +203,7 @@ def _marks(rows: list[Row]) -> list[Mark]:
 def _ratios(rows: list[Row], title: str) -> Bars:
     kept = [row for row in rows if not _is_plain(row)]
     errors = [number(row.get("loss_log_ratio_error")) for row in kept]
-    series = [replace(column(kept, "mean ± standard error", "loss_log_ratio"), errors=errors)]
+    series = [replace(shapes.column(kept, "mean ± standard error", "loss_log_ratio"), errors=errors)]
     axis = replace(RATIO, most=_room(kept))
     return Bars("loss_ratio", title, axis, list(map(_scheme, kept)), series, _marks(rows), points=True)
 
@@ -232,7 +221,7 @@ def _against_bytes(rows: list[Row], title: str) -> Lines:
     """Without the controls, which ought to fail and would leave the others no room."""
     placed = [row for row in rows if not row.get("control") and number(row["bytes_per_step"])]
     placed = [] if all(map(_is_plain, placed)) else placed
-    across, sent = in_bytes(SENT, [number(row["bytes_per_step"]) for row in placed], log=True)
+    across, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in placed], log=True)
     curves = [
         Curve(_scheme(row), [(x, y)], [number(row.get("loss_log_ratio_error"))], joined=False)
         for row, x in zip(placed, sent, strict=True)
@@ -246,8 +235,8 @@ def _qat(record: Record) -> list[Chart]:
     found: list[Chart] = []
     for rows in alike([row for row in record.rows if not is_speed(row)], "task"):
         task = text(rows[0]["task"])
-        losses = by_label(rows, bits, named("method"), lambda row: number(row["train_loss"]))
-        shares = by_label(rows, bits, named("method"), lambda row: number(row["accuracy"], 100))
+        losses = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["train_loss"]))
+        shares = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["accuracy"], 100))
         loss = Axis("training loss", log=True)
         right = Axis("test accuracy, %")
         found += [
@@ -261,9 +250,9 @@ def _qat(record: Record) -> list[Chart]:
 def _speeds(rows: list[Row]) -> list[Chart]:
     names = varying(rows, SPEED_LABELS)
     labels = [" ".join(text(row.get(name)) for name in names) for row in rows]
-    costs = [column(rows, "thinwire", "times_floor"), column(rows, "torch", "torch_times_floor")]
+    costs = [shapes.column(rows, "thinwire", "times_floor"), shapes.column(rows, "torch", "torch_times_floor")]
     floor = Axis("time / time of reading and writing each tensor once")
-    gain = [column(rows, GAIN.label, "times_torch")]
+    gain = [shapes.column(rows, GAIN.label, "times_torch")]
     return [
         Bars(
             "qat_floor", "Cost of fake quantisation", floor, labels, list(filter(None, costs)), [Mark("the floor", 1)]

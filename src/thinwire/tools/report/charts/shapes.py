@@ -3,10 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thinwire.tools.bench.record import Row
-from thinwire.tools.report.cells import number, text
+from thinwire.tools.bench.record import Row, Value
+from thinwire.tools.report import cells
+from thinwire.tools.report.cells import text
 
 Number = float | None
+FARTHEST = 1e100  # from zero; matplotlib computes with the ends of an axis
+
+
+def number(value: Value, times: float = 1) -> Number:
+    """The value, `times` as large, where it is a number that an axis can show."""
+    found = cells.number(value, times)
+    return None if found is None or abs(found) > FARTHEST else found
 
 
 @dataclass(frozen=True)
