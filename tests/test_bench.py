@@ -727,6 +727,7 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     assert (plain.exit_code, plain.stderr) == (0, "")
     assert full.exit_code == 1  # a row without a time
     assert "RuntimeError: no" in full.stderr
+    monkeypatch.undo()
     refused = CliRunner().invoke(app, [*command, "--parts", "replay"])
     assert refused.exit_code == 2
     assert "replay measures CUDA graphs" in " ".join(refused.stderr.split())

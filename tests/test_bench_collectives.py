@@ -17,7 +17,7 @@ from thinwire.codecs import codec
 from thinwire.tools.bench import collectives as bench, link as links, record
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import tables
+from thinwire.tools.report import kinds, tables
 
 MBIT = links.parse("100mbit")
 EVERYTHING = ",".join(bench.VERBS)
@@ -221,7 +221,7 @@ def test_a_quick_run_over_loopback(program: Ended) -> None:
         # Two quantisations of half a step, with a step of at most 2/254 of a block's largest, which is below 6 sigma.
         assert float(str(row["rel_error"])) < (6 * 2 / 254 if compressed else 1e-6), row
         assert row["bytes_sent"] is not None or not compressed
-    table = tables.grid(found)
+    table = kinds.grids(found)[0]
     assert table.header[:3] == ["verb", "codec", "algorithm"]
     assert [cells[-1] for cells in table.rows] == ["yes"] * 15
     assert "| all_reduce | int8 | one_shot | 2 | loopback | 20000 |" in tables.markdown(found)

@@ -23,7 +23,7 @@ from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
 from thinwire.tools.cli import bench as cli
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import tables
+from thinwire.tools.report import kinds, tables
 
 MBIT = links.parse("100mbit")
 
@@ -271,7 +271,7 @@ def test_validation_gaps_divergence_and_ranks_that_differ() -> None:
     row = bench.row_of(plan, int8, trained, samples(plan))
     assert row["diverged"] is True
     found = record.Record("train", record.conditions(torch.device("cpu")), [row])
-    assert tables.grid(found).rows[0][2] == "diverged"
+    assert kinds.grids(found)[0].rows[0][2] == "diverged"
     assert '"loss_log_ratio": null' in record.dumps(found)
 
 
@@ -322,7 +322,7 @@ def test_a_quick_run_on_text_and_the_same_losses_again(program: Ended, ranks: Ra
     assert (none["val_gap_nats"], none["identical"], lloyd2["identical"]) == (0, True, True)
     assert 0 < abs(number(lloyd2, "val_gap_nats")) < 0.5
     assert number(lloyd2, "noise_floor") > 0 < number(lloyd2, "val_noise_floor")
-    assert "val. gap" in tables.grid(found).header
+    assert "val. gap" in kinds.grids(found)[0].header
     plan = a_plan("lloyd2", task="gpt")
     trained = list(zip(*ranks(2).run(train, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
     assert fmean(bench.losses(trained)) == lloyd2["loss"]

@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_tables_are_never_folded(columns: int, terminal: bool) -> None:
     """Ruled where the terminal is wide enough, else whole lines, which the terminal may break."""
-    grid = tables.grid(committed("collectives_1gbit.json"))
+    grid = kinds.grids(committed("collectives_1gbit.json"))[0]
     screen = Console(file=io.StringIO(), width=columns, force_terminal=terminal, color_system=None)
     tables.show_grid(dataclasses.replace(grid, title="title"), screen)
     shown = screen.file.getvalue().splitlines()[1:]

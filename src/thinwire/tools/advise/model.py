@@ -78,9 +78,6 @@ class TrainingJob:
         return share * self.step_s
 
 
-# --- hops -------------------------------------------------------------------------------------------------------------
-
-
 class Hop(NamedTuple):
     """Bytes on their way from every rank at once."""
 
@@ -134,9 +131,6 @@ def _slowest(cluster: Cluster) -> float:
 def _crossing(cluster: Cluster, sent: float) -> float:
     """Of what a rank sends in a ring, to other nodes: one rank of a node sends there all of it."""
     return sent / cluster.per_node if cluster.nodes > 1 else 0.0
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class Stage(NamedTuple):
@@ -224,7 +218,7 @@ def _flat(
         yield Stage(numel * (speed.decode_sum(world) + fed_s), 1)
     else:
         yield Stage(first_s, calls, exchange(cluster, part))
-        yield Stage(numel / world * speed.recode_sum(world), 1, gather(cluster, part))
+        yield Stage(numel / world * (speed.recode + speed.wire * (world - 1)), 1, gather(cluster, part))
         yield Stage(numel * (speed.decode + fed_s), parts)
 
 
@@ -252,9 +246,6 @@ def _ringed(numel: int, codec: Codec, cluster: Cluster, machine: Machine, dtype:
     speed = machine.speed(codec)
     cast = ring(cluster, codec.wire_bytes(numel))
     return ChunkedSum(((Stage(numel * speed.encode, 2, cast), Stage(numel * speed.decode, 1)),))
-
-
-# --- times ------------------------------------------------------------------------------------------------------------
 
 
 def alone_s(sent: ChunkedSum, machine: Machine) -> float:
@@ -352,9 +343,6 @@ def _held_s(hop: Hop, machine: Machine) -> float:
     """Until the next may follow: see [Note: Latency in a row]."""
     seconds = _hop_s(hop, machine)
     return max(seconds, (seconds + hop.latency_s) / hop.at_once)
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

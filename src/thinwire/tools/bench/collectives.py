@@ -294,15 +294,12 @@ class _RankBench:
         self.exact = exact(rank, case)
         # Nodes, and the ranks inside them.
         self.mesh = init_device_mesh("cpu", (case.nodes, case.world // case.nodes)) if case.nodes else None
-        self.calls: dict[str, Call] = {FP32: self._in_fp32, BF16: self._in_bf16()}
+        self.calls: dict[str, Call] = {FP32: lambda: TORCH[case.verb](self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.name: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
             self._call(entry.name)  # auto decides at its first call
             self.samples[entry.name] = CallSample(algorithm=_algorithm(case, entry, self.out))
-
-    def _in_fp32(self) -> None:
-        TORCH[self.case.verb](self.out, self.source)
 
     def _in_bf16(self) -> Call:
         """torch's verb on bfloat16 copies, the casts included. Buffers are made once, which favours it."""

@@ -82,20 +82,17 @@ class _WatchedRuns:
             self._sent: float | None = 0.0
         world.run(begin, self._plan, run)
         before = self._sent
-        for first, last in _slices(self._plan.task.steps):
+        task = self._plan.task
+        for first, last in _slices(task.steps):
             looks: list[Look] = world.run(advance, last - first)
             self.losses.setdefault(last, []).append(fmean(look.loss for look in looks))
             sent = self._sent_in(run.scheme, last, looks)
             self._sent = None if before is None or sent is None else before + sent
-            self._watch(self._tick(run, last))
+            done = run.seed * task.steps + last
+            seconds = time.monotonic() - self._begun
+            self._watch(Tick(run.scheme, done, task.seeds * task.steps, self.losses[last][-1], self._sent, seconds))
         trained: list[Trained] = world.run(finish)
         return trained
-
-    def _tick(self, run: TrainingRun, step: int) -> Tick:
-        steps = self._plan.task.steps
-        seconds = time.monotonic() - self._begun
-        done = run.seed * steps + step
-        return Tick(run.scheme, done, self._plan.task.seeds * steps, self.losses[step][-1], self._sent, seconds)
 
     def _sent_in(self, scheme: TrainScheme, steps: int, looks: "list[Look]") -> float | None:
         counted = [look.sent for look in looks if look.sent is not None]

@@ -78,8 +78,8 @@ class KernelPlan:
 
     def cases(self) -> list[KernelCase]:
         """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
-        for part in self.parts:
-            check(part, self.device)
+        if "replay" in self.parts and self.device.type != "cuda":
+            raise BenchError(f"replay measures CUDA graphs, which {self.device} tensors have not: use --device cuda")
         kept = ("codecs",) if self.numels else ("codecs", "sizes") if self.codecs or self.ops else PARTS
         makers: dict[str, Callable[[], Iterator[KernelCase]]] = {
             "codecs": self._by_codec,
@@ -151,12 +151,6 @@ def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Pr
     backend = kernels.select(device)
     plan = KernelPlan(device, defaults(device, backend, quick), **asked)
     return collect("kernels", device, _rows(plan.cases(), backend, timing.effort_on(device, quick), progress))
-
-
-def check(part: str, device: torch.device) -> None:
-    """Raise BenchError where a part cannot be measured on `device`."""
-    if part == "replay" and device.type != "cuda":
-        raise BenchError(f"replay measures CUDA graphs, which {device.type} tensors have not: use --device cuda")
 
 
 def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -104,20 +105,13 @@ class Subject:
     inputs: Sequence[Tensor]
     grad: Tensor
 
-    def forward(self) -> None:
-        self.apply()
-
     def forward_backward(self) -> None:
         torch.autograd.grad(self.apply(), self.inputs, self.grad)
 
     def calls(self) -> dict[str, Call]:
         """By op. The forward of the backward is done beforehand, once."""
-        y = self.apply()
-
-        def backward() -> None:
-            torch.autograd.grad(y, self.inputs, self.grad, retain_graph=True)
-
-        return dict(zip(OPS, (self.forward, backward, self.forward_backward), strict=True))
+        backward = partial(torch.autograd.grad, self.apply(), self.inputs, self.grad, retain_graph=True)
+        return dict(zip(OPS, (self.apply, backward, self.forward_backward), strict=True))
 
 
 def subjects(case: SpeedCase) -> tuple[Subject, Subject]:
@@ -159,10 +153,9 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
     return {
         op: {
-            **_times(op, times),
+            **_times(op, times, peaks),
             "host_ms": _host_ms(case, calls.get(f"ours {op}")),
             "torch_host_ms": _host_ms(case, calls.get(f"torch {op}")),
-            **_peaks(op, peaks),
             **notes,
         }
         for op in OPS
@@ -190,21 +183,15 @@ def _floors(subject: Subject) -> dict[str, Call]:
     whole = {4: torch.int32, 2: torch.int16}[subject.grad.itemsize]
     x, grad = (tensor.detach().view(whole) for tensor in (subject.inputs[0], subject.grad))
     out = torch.empty_like(x)
-
-    def copy() -> None:
-        out.copy_(x)
-
-    def add() -> None:
-        torch.add(x, grad, out=out)
-
-    return {"floor forward": copy, "floor backward": add}
+    return {"floor forward": lambda: out.copy_(x), "floor backward": lambda: torch.add(x, grad, out=out)}
 
 
-def _times(op: str, times: dict[str, list[float]]) -> Row:
+def _times(op: str, times: dict[str, list[float]], peaks: dict[str, float]) -> Row:
     medians = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
     floor = math.fsum(medians[f"floor {part}"] for part in ("forward", "backward") if part in op)
     ours = medians.get(f"ours {op}")
     theirs = medians.get(f"torch {op}")
+    held = peaks if op == "forward_backward" else {}  # one alone has no such figure
     return {
         **(timing.columns(times[f"ours {op}"]) if ours else dict.fromkeys(TIMES)),
         "times_floor": ours / floor if ours else None,
@@ -212,13 +199,9 @@ def _times(op: str, times: dict[str, list[float]]) -> Row:
         "floor_ms": floor,
         "torch_ms": theirs,
         "torch_times_floor": theirs / floor if theirs else None,
+        "peak_bytes_per_element": held.get("ours"),
+        "torch_peak_bytes_per_element": held.get("torch"),
     }
-
-
-def _peaks(op: str, peaks: dict[str, float]) -> Row:
-    """Of the two together; one alone has no such figure."""
-    found = peaks if op == "forward_backward" else {}
-    return {"peak_bytes_per_element": found.get("ours"), "torch_peak_bytes_per_element": found.get("torch")}
 
 
 def peak_bytes(subject: Subject, device: torch.device) -> float:

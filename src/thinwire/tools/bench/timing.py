@@ -15,7 +15,7 @@ import torch
 from thinwire.kernels import BACKENDS, Backend
 from thinwire.tools.bench.record import Row
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 _CYCLES_PER_MS = 2_000_000  # about
 _WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold
 
@@ -134,12 +134,8 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return functools.partial(_replay, graph, call)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, held: Call) -> None:
-    # `held` is the captured call: a graph knows addresses alone, and its buffers must stay as long as it is replayed.
-    graph.replay()
+    # A graph knows addresses alone: the captured call holds its buffers as long as it is replayed.
+    return functools.partial(lambda held: graph.replay(), call)
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:

@@ -6,7 +6,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from thinwire.codecs import codec
@@ -127,9 +126,6 @@ def kernels_command(
         parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),
         quick=quick,
     )
-    with screen.usage_errors("--parts", BenchError):
-        for part in run.keywords["parts"]:
-            kernels_bench.check(part, torch.device(device.value))
     _deliver(run, json, csv)
 
 
@@ -168,11 +164,7 @@ def collectives_command(
     worlds = flags.counts(world, "--world") or list(collectives_bench.WORLDS)
     if not 2 <= min(worlds) <= max(worlds) <= links.MOST_HOSTS:
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
-    shaped = _shaped(link)
-    with screen.usage_errors("--nodes", BenchError):
-        for count in worlds:
-            collectives_bench.check_nodes(nodes, count, shaped, names, some)
-    run = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick, nodes=nodes)
+    run = partial(collectives_bench.run, worlds, flags.shaped(link), sizes, some, names, rounds, quick, nodes=nodes)
     _deliver(run, json, csv)
 
 
@@ -215,8 +207,7 @@ def train_command(
     kind = optimizer.value if optimizer else None
     with screen.usage_errors("--codecs", CodecError):
         train_bench.lineup(task.value, named, kind)
-    shaped = _shaped(link)
-    run = partial(train_bench.run, task.value, world, named, kind, seeds, shaped, steps, quick)
+    run = partial(train_bench.run, task.value, world, named, kind, seeds, flags.shaped(link), steps, quick)
     _deliver(run, json, csv)
 
 
@@ -275,11 +266,6 @@ def _names(given: list[str]) -> list[str]:
     return list(dict.fromkeys(specs))
 
 
-def _shaped(link: str | None) -> links.ShapedLink | None:
-    with screen.usage_errors("--link", BenchError):
-        return links.parse(link) if link else None
-
-
 @links.sigterm_as_ctrl_c()
 def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
@@ -288,7 +274,7 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
     """
     _check_targets(json, csv)
     status = 0
-    with screen.plain_errors():
+    with screen.plain_errors(), screen.usage_errors(None, BenchError):
         try:
             with screen.progress() as progress:
                 record = measure(progress=progress)

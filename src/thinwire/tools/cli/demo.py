@@ -73,8 +73,7 @@ def command(
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     with screen.usage_errors("--codecs", CodecError):
         demo.lineup(named)
-    with screen.usage_errors("--link", ValueError):
-        shaped = links.parse(link) if link else None
+    shaped = flags.shaped(link)
     flags.writable(json, "--json")
     folder = out or FOLDER
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():

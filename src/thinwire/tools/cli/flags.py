@@ -11,6 +11,9 @@ import typer
 
 from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
+from thinwire.tools.bench import link as links
+from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.record import BenchError
 from thinwire.tools.cli.screen import usage_errors
 
 Device = StrEnum("Device", ["cpu", "cuda"])
@@ -71,3 +74,9 @@ def writable(path: str | None, flag: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint=flag)
+
+
+def shaped(link: str | None) -> ShapedLink | None:
+    """The link that --link names, if any."""
+    with usage_errors("--link", BenchError):
+        return links.parse(link) if link else None

@@ -13,11 +13,6 @@ from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, text
 from thinwire.tools.report.kinds import grids
 
 
-def grid(record: Record) -> TextGrid:
-    """The first table of a record, which for most kinds is the only one."""
-    return grids(record)[0]
-
-
 def show(record: Record, console: Console) -> None:
     for place, laid in enumerate(grids(record)):
         if place:
