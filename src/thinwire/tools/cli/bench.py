@@ -70,8 +70,7 @@ def codec_command(
 
     \b
     Example:
-      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero
-      thinwire bench codec --json codec.json
+      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero --json codec.json
     """
     chosen = flags.codecs(codecs, codec_bench.CODECS)
     names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)

@@ -35,8 +35,6 @@ def command(
 
     \b
     Example:
-      thinwire bench codec --quick --json codec.json
-      thinwire report codec.json
       thinwire report --markdown codec.json >> README.md
       thinwire report codec.json train.json --html page.html --png plots
       thinwire report before.json after.json --fail-on-regression
