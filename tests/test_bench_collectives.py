@@ -216,7 +216,7 @@ def test_a_quick_run_over_loopback(program: Ended) -> None:
         assert row["rounds"] == 2
         assert 0 < float(str(row["ms_p20"])) <= float(str(row["ms_p50"])) <= float(str(row["ms_p80"]))
         assert (row["codec"] == "auto") == row["auto"]
-        assert row["algorithm"] in bench.ALGORITHMS[str(row["verb"])][1:]
+        assert row["algorithm"] in ("two_phase", "one_shot", "compressed", "plain")
         compressed = row["algorithm"] != "plain"
         # Two quantisations of half a step, with a step of at most 2/254 of a block's largest, which is below 6 sigma.
         assert float(str(row["rel_error"])) < (6 * 2 / 254 if compressed else 1e-6), row

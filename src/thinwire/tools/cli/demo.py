@@ -115,7 +115,7 @@ def _watching() -> Iterator[Watch]:
     with Bar(
         TextColumn("{task.description}"), BarColumn(20), *texts, console=console, disable=not console.is_terminal
     ) as bar:
-        before = bar.add_task("starting ranks, timing steps", total=None, steps="", loss="", sent="", time="")
+        before = bar.add_task("timing steps", total=None, steps="", loss="", sent="", time="")
 
         def watch(tick: Tick) -> None:
             shown = _shown(tick)
