@@ -29,7 +29,7 @@ from thinwire.tools.bench import (
     timing,
 )
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import tables
+from thinwire.tools.report import kinds, tables
 
 CPU = torch.device("cpu")
 CODEC_ROW: record.Row = {
@@ -390,10 +390,7 @@ def test_what_is_asked_for_narrows_a_run() -> None:
     assert parts(codecs=(codec("int3"),)) == parts(ops=("decode",)) == ["codecs", "sizes"]
     assert {job.name for job in planned(codecs=(codec("int3"),))} == {"int3"}
     assert parts(parts=("rivals", "replay"), codecs=(codec("int3"),)) == ["rivals", "replay"]
-    assert {job.world for job in planned(ranks=3, ops=("recode",))} == {3}
     assert {job.dtype for job in planned(dtypes=("float16",), ops=("recode",))} == {torch.float16}
-    everywhere = planned(compile=True, parts=("codecs",))
-    assert all(job.rivals == (cases.EAGER, cases.COMPILE) for job in everywhere)
 
 
 def test_what_a_run_on_the_cpu_measures() -> None:
@@ -457,10 +454,10 @@ def test_a_kernels_run() -> None:
         assert (row["times_eager"] is None) == (row["backend"] == "reference")
 
 
-def test_a_world_and_several_sizes() -> None:
-    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True, ranks=3)
+def test_several_sizes() -> None:
+    found = kernels_bench.run(codecs=["int4"], numels=[500, 700], ops=["recode"], threads=[1], quick=True)
     assert [(row["numel"], row["world"], row["minimal_bytes"]) for row in found.rows] == [
-        (numel, 3, 4 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
+        (numel, 4, 5 * codec("int4").wire_bytes(numel)) for numel in (500, 700)
     ]
 
 
@@ -479,9 +476,7 @@ def test_a_case_that_fails_says_so_and_the_others_are_measured(monkeypatch: pyte
 
     broken: Any = SimpleNamespace(encode=BACKENDS["reference"].encode, decode_sum=reference.decode_sum, recode=fails)
     monkeypatch.setattr(timing, "name_of", lambda backend: "broken")
-    rows = [
-        kernels_bench.row_of(a_case(op), broken, FEW, kernels_bench._Inputs()) for op in ("recode", "decode", "encode")
-    ]
+    rows = [kernels_bench.row_of(a_case(op), broken, FEW) for op in ("recode", "decode", "encode")]
     assert [row["note"] for row in rows] == ["RuntimeError: out of memory", None, None]
     assert [row["ms_p50"] is None for row in rows] == [True, False, False]
     assert all(set(record.COLUMNS["kernels"]) <= set(row) for row in rows)
@@ -496,7 +491,7 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     monkeypatch.setattr(cases, "compiled", fails)
     case = replace(a_case("encode"), rivals=(cases.EAGER, cases.COMPILE))
     with use_backend("reference"):
-        row = kernels_bench.row_of(case, BACKENDS["reference"], FEW, kernels_bench._Inputs())
+        row = kernels_bench.row_of(case, BACKENDS["reference"], FEW)
     assert row["note"] == "torch.compile of the reference: TypeError: no"
     assert row["times_compile"] is None
     assert row["ms_p50"] is not None
@@ -519,7 +514,7 @@ def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int)
 @pytest.mark.parametrize("op", kernels_bench.HOOK_OPS)
 def test_a_row_of_torchs_hooks(op: str) -> None:
     case = cases.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
-    row = kernels_bench.row_of(case, reference, FEW, kernels_bench._Inputs())
+    row = kernels_bench.row_of(case, reference, FEW)
     assert row["note"] is None
     assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
     assert row["minimal_bytes"] == 1000 * (4 + 1) + 8 * 2  # two channels of 512
@@ -538,7 +533,7 @@ def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(timing, "captured", captured)
     monkeypatch.setattr(cases, "REPLAYS", 4)
     case = cases.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
-    row = kernels_bench.row_of(case, kernels.select(CPU), FEW, kernels_bench._Inputs())
+    row = kernels_bench.row_of(case, kernels.select(CPU), FEW)
     assert row["note"] is None
     assert len(wrapped) == 3  # the path and both copies
     assert (row["op"], row["part"], row["world"], row["numel"]) == ("codec_path", "replay", 8, 4096)
@@ -665,7 +660,7 @@ def gpu_rows() -> list[record.Row]:
 
 def test_the_tables_of_a_gpu() -> None:
     rows = gpu_rows()
-    found = tables.grids(record.Record("kernels", record.conditions(CPU), rows))
+    found = kinds.grids(record.Record("kernels", record.conditions(CPU), rows))
     fp32, bf16, sizes, paths, peers = found
     assert "134217728 elements of float32" in fp32.title
     assert "read 8 wires" in fp32.title
@@ -707,7 +702,7 @@ def test_the_tables_of_a_gpu_in_markdown() -> None:
 @pytest.mark.parametrize("name", ["kernels_cpu_aarch64.json", "kernels_cpu_x86_64.json"])
 def test_records_of_the_cpu_have_one_table(name: str) -> None:
     found = record.read(str(Path(__file__).parent.parent / "benchmarks" / name))
-    (table,) = tables.grids(found)
+    (table,) = kinds.grids(found)
     assert table.header == ["op", "codec", "dtype", "threads", "ms", "×copy", "share", "×eager"]
     assert len(table.rows) == len(found.rows)
 
@@ -724,14 +719,15 @@ def test_the_command_passes_on_what_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels_bench, "run", run)
     command = ["bench", "kernels", "--device", "cpu"]
     plain = CliRunner().invoke(app, command)
-    full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--world", "8", "--parts", "sizes,codecs", "--compile"])
+    full = CliRunner().invoke(app, [*command, "--numel", "7,9", "--parts", "sizes,codecs"])
     assert asked == [
         (("cpu",), {}),
-        (("cpu",), {"numels": [7, 9], "ranks": 8, "parts": ["sizes", "codecs"], "compile": True}),
+        (("cpu",), {"numels": [7, 9], "parts": ["sizes", "codecs"]}),
     ]
     assert (plain.exit_code, plain.stderr) == (0, "")
     assert full.exit_code == 1  # a row without a time
     assert "RuntimeError: no" in full.stderr
+    monkeypatch.undo()
     refused = CliRunner().invoke(app, [*command, "--parts", "replay"])
     assert refused.exit_code == 2
     assert "replay measures CUDA graphs" in " ".join(refused.stderr.split())
@@ -752,7 +748,7 @@ def test_a_quick_run_on_a_gpu() -> None:
     for row in found.rows:
         assert min(float(str(row[name])) for name in ("ms_p20", "copy_ms", "copy_same_ms", "copy_share")) > 0
         assert row["cold"] is (row["part"] != "replay")
-    assert len(tables.grids(found)) == 4
+    assert len(kinds.grids(found)) == 4
 
 
 # --- self-test --------------------------------------------------------------------------------------------------------

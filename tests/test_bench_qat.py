@@ -39,7 +39,7 @@ def call(*arguments: str) -> Result:
 
 
 def a_case(**changes: Any) -> qat_speed.SpeedCase:
-    usual = qat_speed.SpeedCase("channel", torch.float32, "torch", 4096, 1, CPU, timing.Effort(1))
+    usual = qat_speed.SpeedCase("channel", torch.float32, "torch", 4096, CPU, timing.Effort(1))
     return replace(usual, **changes)
 
 
@@ -321,7 +321,6 @@ def test_torchs_module_and_ours_by_its_names_start_alike() -> None:
         (["--bits", "two"], "got 'two'"),
         (["--seeds", "0"], "greater than or equal to 1"),
         (["--numel", "0"], "greater than or equal to 1"),
-        (["--threads", "0"], "greater than or equal to 1"),
         (["--device", "tpu"], "'cpu', 'cuda'"),
     ],
 )

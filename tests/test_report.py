@@ -31,10 +31,10 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, charts, compare, page, tables
+from thinwire.tools.report import cells, charts, compare, kinds, page, tables
 from thinwire.tools.report.charts import Bars, Lines, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
-from thinwire.tools.report.markup import element
+from thinwire.tools.report.page import element
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"
@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_tables_are_never_folded(columns: int, terminal: bool) -> None:
     """Ruled where the terminal is wide enough, else whole lines, which the terminal may break."""
-    grid = tables.grid(committed("collectives_1gbit.json"))
+    grid = kinds.grids(committed("collectives_1gbit.json"))[0]
     screen = Console(file=io.StringIO(), width=columns, force_terminal=terminal, color_system=None)
     tables.show_grid(dataclasses.replace(grid, title="title"), screen)
     shown = screen.file.getvalue().splitlines()[1:]
@@ -155,7 +155,7 @@ def test_pipes_do_not_break_markdown() -> None:
 
 
 def test_qat_tables_are_of_training_and_of_speed() -> None:
-    trained, speed = tables.grids(qat_record())
+    trained, speed = kinds.grids(qat_record())
     assert trained.header == ["method", "W", "A", "seeds", "train loss", "± (loss)", "accuracy"]
     assert trained.title.endswith("(task digits)")
     assert trained.rows[0] == ["lsq", "2", "2", "5", "5.00e-3", "1.00e-3", "97.90%"]
@@ -166,7 +166,7 @@ def test_qat_tables_are_of_training_and_of_speed() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in BENCHMARKS.glob("*.json")))
 def test_no_two_columns_have_one_name(name: str) -> None:
-    for grid in tables.grids(committed(name)):
+    for grid in kinds.grids(committed(name)):
         assert len(set(grid.header)) == len(grid.header)
         assert 0 < len(grid.told[0]) < 80
         assert "".join(grid.told) == grid.title

@@ -26,8 +26,6 @@ BUCKETS = {"mlp": 2}
 
 @dataclass(frozen=True)
 class Checked:
-    """One measured time and its prediction."""
-
     what: str
     scheme: SumScheme
     measured_s: float

@@ -67,7 +67,6 @@ class Cluster:
 
     @property
     def node(self) -> "Cluster":
-        """One node by itself."""
         return Cluster(self.per_node, self.per_node, inside=self.inside, transport=self.transport)
 
     @property

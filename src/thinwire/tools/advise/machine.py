@@ -54,9 +54,6 @@ class CodecSpeed:
     def decode_sum(self, wires: int) -> float:
         return self.decode + self.wire * (wires - 1)
 
-    def recode_sum(self, wires: int) -> float:
-        return self.recode + self.wire * (wires - 1)
-
     def slower(self, times: float) -> "CodecSpeed":
         return CodecSpeed(*(times * seconds for seconds in astuple(self)))
 

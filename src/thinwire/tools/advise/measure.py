@@ -31,13 +31,10 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has told this process its rank."""
     return all(name in os.environ for name in ENVIRONMENT)
 
 
 class Place(NamedTuple):
-    """Where the launcher has put this process."""
-
     rank: int
     world: int
     local_rank: int
@@ -45,7 +42,6 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """What the environment says, or AdviceError."""
     world = _told("WORLD_SIZE", 1)
     rank = _told("RANK", 0, world - 1)
     per_node = _told("LOCAL_WORLD_SIZE", 1, world, default="1")
@@ -78,11 +74,7 @@ def job(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-# --- links ------------------------------------------------------------------------------------------------------------
-
-
 def links(device: torch.device, per_node: int) -> Cluster:
-    """The cluster of the default group, in nodes of `per_node` ranks."""
     world = dist.get_world_size()
     transport = TRANSPORTS[device.type]
     if world == 1:
@@ -111,9 +103,6 @@ def _bytes_per_s(link: MeasuredLink) -> float:
     """Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones."""
     (n0, s0), (n1, s1) = link.points[-2:] if len(link.points) > 1 else ((0, 0.0), link.points[0])
     return (n1 - n0) / (s1 - s0) if s1 > s0 else link.bytes_per_s
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:

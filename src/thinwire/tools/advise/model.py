@@ -78,9 +78,6 @@ class TrainingJob:
         return share * self.step_s
 
 
-# --- hops -------------------------------------------------------------------------------------------------------------
-
-
 class Hop(NamedTuple):
     """Bytes on their way from every rank at once."""
 
@@ -136,9 +133,6 @@ def _crossing(cluster: Cluster, sent: float) -> float:
     return sent / cluster.per_node if cluster.nodes > 1 else 0.0
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
 class Stage(NamedTuple):
     """What a rank does before a hop, or at the end."""
 
@@ -156,8 +150,6 @@ Chunk = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class ChunkedSum:
-    """A sum over ranks: the chunks of its message."""
-
     chunks: tuple[Chunk, ...]
     depth: int = 1  # chunks under way at once
     in_step: bool = False  # each chunk is one stage behind the one before it, and no other message between them
@@ -175,7 +167,6 @@ class ChunkedSum:
 def message(
     numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, dtype: torch.dtype, feedback: str
 ) -> ChunkedSum:
-    """The sum of `numel` elements in a scheme."""
     if scheme.algorithm == "ring":
         return _ringed(numel, scheme.codec, cluster, machine, dtype)
     wire = scheme.codec.wire_bytes(numel, dtype)
@@ -200,7 +191,6 @@ def _groups(cut: chunks.Cut) -> Iterator[tuple[int, int]]:
 
 
 def _chunk(numel: int, count: int, scheme: SumScheme, cluster: Cluster, machine: Machine, feedback: str) -> Chunk:
-    """`count` chunks of `numel` elements, as one."""
     if scheme.across is not None:
         stages = _hierarchical(numel, scheme.codec, scheme.across, cluster, machine)
     else:
@@ -228,7 +218,7 @@ def _flat(
         yield Stage(numel * (speed.decode_sum(world) + fed_s), 1)
     else:
         yield Stage(first_s, calls, exchange(cluster, part))
-        yield Stage(numel / world * speed.recode_sum(world), 1, gather(cluster, part))
+        yield Stage(numel / world * (speed.recode + speed.wire * (world - 1)), 1, gather(cluster, part))
         yield Stage(numel * (speed.decode + fed_s), parts)
 
 
@@ -256,9 +246,6 @@ def _ringed(numel: int, codec: Codec, cluster: Cluster, machine: Machine, dtype:
     speed = machine.speed(codec)
     cast = ring(cluster, codec.wire_bytes(numel))
     return ChunkedSum(((Stage(numel * speed.encode, 2, cast), Stage(numel * speed.decode, 1)),))
-
-
-# --- times ------------------------------------------------------------------------------------------------------------
 
 
 def alone_s(sent: ChunkedSum, machine: Machine) -> float:
@@ -356,9 +343,6 @@ def _held_s(hop: Hop, machine: Machine) -> float:
     """Until the next may follow: see [Note: Latency in a row]."""
     seconds = _hop_s(hop, machine)
     return max(seconds, (seconds + hop.latency_s) / hop.at_once)
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Predictions, the fastest first, and what to make of them."""
-
     ranked: tuple[Prediction, ...]
     plain: Prediction
     advised: Prediction
@@ -26,7 +24,6 @@ class Verdict:
 
     @property
     def compress(self) -> bool:
-        """Whether compression is advised."""
         return self.advised.scheme.compresses
 
     def speedup(self, prediction: Prediction) -> float:
@@ -119,9 +116,6 @@ def _why_not(
     )
 
 
-# --- what else a person should know -----------------------------------------------------------------------------------
-
-
 def _alternatives(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
     """What would be faster and loses too much; which buckets the advice is for."""
     faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
@@ -157,16 +151,12 @@ def _launches(
         )
 
 
-# --- figures in words -------------------------------------------------------------------------------------------------
-
-
 def mebibytes(nbytes: int) -> str:
     """As DDP's bucket_cap_mb counts them, with a decimal where there is one."""
     return f"{nbytes / 2**20:.1f}".removesuffix(".0")
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"

@@ -48,14 +48,9 @@ def run(
 
 
 def measure(case: CodecCase) -> Row:
-    """Encode, decode, and compare with the input."""
     x = data.sample(case.distribution, case.numel)
-    wire = torch.empty(case.codec.wire_bytes(x.numel()), dtype=torch.uint8)
-    out = torch.empty_like(x)
-    case.codec.encode(x, wire)
-    case.codec.decode(wire, out)
-    wire_bits = 8 * wire.numel() / x.numel()
-    lost = nmse(x, out)
+    wire_bits = 8 * case.codec.wire_bytes(x.numel()) / x.numel()
+    lost = lost_by(case.codec, x)
     return {
         "distribution": case.distribution,
         "codec": str(case.codec),
@@ -65,6 +60,15 @@ def measure(case: CodecCase) -> Row:
         "lloyd_max_nmse": lloyd_max_nmse(case.codec.bits) if isinstance(case.codec, Lloyd) else None,
         "numel": x.numel(),
     }
+
+
+def lost_by(chosen: Codec, x: Tensor) -> float:
+    """NMSE of x encoded and decoded."""
+    wire = torch.empty(chosen.wire_bytes(x.numel()), dtype=torch.uint8)
+    out = torch.empty_like(x)
+    chosen.encode(x, wire)
+    chosen.decode(wire, out)
+    return nmse(x, out)
 
 
 def nmse(x: Tensor, decoded: Tensor) -> float:

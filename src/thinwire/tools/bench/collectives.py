@@ -8,7 +8,6 @@ Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is
 and across them in the second; a single one is summed flat, whoever is where.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,14 +34,7 @@ from thinwire.tools.bench.record import BenchError, Progress, Record, Row, colle
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
 
-ALGORITHMS = {
-    "all_reduce": ("auto", "two_phase", "one_shot", "plain"),
-    "reduce_scatter_tensor": ("auto", "compressed", "plain"),
-    "all_gather_into_tensor": ("auto", "compressed", "plain"),
-    "all_to_all_single": ("auto", "compressed", "plain"),
-    "broadcast": ("auto", "compressed", "plain"),
-}
-VERBS = tuple(ALGORITHMS)
+VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
 SHARED = (*IN_PLACE, "all_gather_into_tensor")  # after them all ranks hold the same
 PAIR = "/"  # between the codec inside a node and that across
@@ -60,8 +52,6 @@ QUICK = Effort(rounds=3, most=20, seconds=0.2)
 
 @dataclass(frozen=True)
 class Entry:
-    """What one row measures."""
-
     name: str  # a codec, a pair of them, "auto" or "plain"
     codec: Codec  # of a hierarchy: of what goes across nodes
     algorithm: str
@@ -86,8 +76,6 @@ class CollectiveCase:
 
 @dataclass
 class CallSample(Sample):
-    """And what came out of the call."""
-
     lost: float = 0.0  # NMSE against the exact result
     digest: str = ""
     repeats: bool = True  # a second call gave the same bytes; asked only where ranks hold different results
@@ -103,19 +91,18 @@ def run(
     numels: Sequence[int] | None = None,
     verbs: Sequence[str] = ("all_reduce",),
     codecs: Sequence[str] = CODECS,
-    algorithm: str | None = None,
     rounds: int | None = None,
     quick: bool = False,
     nodes: int | None = None,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "collectives", on gloo. algorithm None: the one that sends least; rounds None: by the clock."""
+    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows."""
     if link is not None:
         links.check()
     for world in worlds:
         check_nodes(nodes, world, link, codecs, verbs)
     cases = [
-        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world, algorithm), nodes)
+        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world), nodes)
         for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
@@ -152,9 +139,9 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(names: Sequence[str], verb: str, world: int, algorithm: str | None = None) -> tuple[Entry, ...]:
-    """The entries of codecs, "auto" and "plain"; a codec always compresses unless `algorithm` says otherwise."""
-    return tuple(_entry(name, algorithm or compressing(verb, world)) for name in names)
+def entries(names: Sequence[str], verb: str, world: int) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress, of "auto" and of "plain"."""
+    return tuple(_entry(name, compressing(verb, world)) for name in names)
 
 
 def _entry(name: str, algorithm: str) -> Entry:
@@ -251,7 +238,6 @@ def _byte_columns(case: CollectiveCase, entry: Entry, parts: Parts) -> Row:
         "bytes_formula": least,
         "wire_limit_share": share,
         "bytes_sent": sent,
-        "bytes_payload": turns.sent(parts, entry.name, "interface_payload") if case.link else None,
     }
 
 
@@ -308,15 +294,12 @@ class _RankBench:
         self.exact = exact(rank, case)
         # Nodes, and the ranks inside them.
         self.mesh = init_device_mesh("cpu", (case.nodes, case.world // case.nodes)) if case.nodes else None
-        self.calls: dict[str, Call] = {FP32: self._in_fp32, BF16: self._in_bf16()}
+        self.calls: dict[str, Call] = {FP32: lambda: TORCH[case.verb](self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.name: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
             self._call(entry.name)  # auto decides at its first call
             self.samples[entry.name] = CallSample(algorithm=_algorithm(case, entry, self.out))
-
-    def _in_fp32(self) -> None:
-        TORCH[self.case.verb](self.out, self.source)
 
     def _in_bf16(self) -> Call:
         """torch's verb on bfloat16 copies, the casts included. Buffers are made once, which favours it."""
@@ -344,10 +327,10 @@ class _RankBench:
         sample = self.samples[name]
         self._call(name)
         sample.lost = nmse(self.exact, self.out)
-        sample.digest = _digest(self.out)
+        sample.digest = turns.digest([self.out])
         if self.case.verb not in SHARED:
             self._call(name)
-            sample.repeats = _digest(self.out) == sample.digest
+            sample.repeats = turns.digest([self.out]) == sample.digest
 
     def sent(self) -> int:
         """Bytes that thinwire sent: in the group of all, inside the node and across."""
@@ -385,7 +368,6 @@ def output_numel(case: CollectiveCase) -> int:
 
 
 def exact(rank: int, case: CollectiveCase) -> Tensor:
-    """What a rank should get, in fp64."""
     part = slice(rank * (case.numel // case.world), (rank + 1) * (case.numel // case.world))
     if case.verb == "broadcast":
         return inputs(0, case).double()
@@ -407,7 +389,3 @@ def _algorithm(case: CollectiveCase, entry: Entry, out: Tensor) -> str:
     verb = case.verb.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
     key = cost.CurveKey(verb, out.dtype, (entry.codec.pick(shape=out.shape),))
     return cost.choice(channel.measured, key, case.numel, channel.world).algorithm
-
-
-def _digest(out: Tensor) -> str:
-    return hashlib.blake2b(out.numpy().data).hexdigest()

@@ -35,7 +35,6 @@ def sample(name: str, numel: int, seed: int = 0) -> Tensor:
 
 
 def check(names: Iterable[str]) -> None:
-    """Raise unless every named distribution can be drawn here."""
     for name in names:
         if name not in DISTRIBUTIONS:
             raise BenchError(f"unknown distribution {name!r}; known: {', '.join(DISTRIBUTIONS)}")
@@ -56,7 +55,6 @@ def gaussian(numel: int, generator: Generator) -> Tensor:
 
 
 def laplace(numel: int, generator: Generator) -> Tensor:
-    """Laplace: the difference of two exponentials."""
     one, other = (torch.empty(numel).exponential_(generator=generator) for _ in range(2))
     return one - other
 
@@ -93,7 +91,6 @@ def gradient(numel: int, generator: Generator) -> Tensor:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits: images from 0 to 1, and labels."""
     from sklearn.datasets import load_digits  # an optional dependency, see check_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -1,14 +1,13 @@
-"""The demonstration: the small GPT trained plainly and in a few codecs, observed while it trains.
+"""The demonstration: the small GPT trained plainly and in a few codecs, watched while it trains.
 
 Seeds, batches, timing and columns are those of `bench train`. Its rows have a `curve` beside them, and bytes of torch's
 own all_reduce too: by formula, where no interface counts them (`bytes_from` says which).
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Protocol
 
 import torch
 
@@ -29,8 +28,6 @@ RING_BYTES = {NONE: 4, BF16: 2}  # of a weight, in torch's own all_reduce
 
 @dataclass(frozen=True)
 class Tick:
-    """How far the runs of one scheme have come."""
-
     scheme: TrainScheme
     step: int  # done, over all seeds
     steps: int  # in all
@@ -39,14 +36,7 @@ class Tick:
     seconds: float  # since the first step
 
 
-class Observer(Protocol):
-    """Whoever looks on."""
-
-    def stage(self, text: str) -> None:
-        """What is done before the runs."""
-
-    def tick(self, tick: Tick) -> None:
-        """After every few steps."""
+Watch = Callable[[Tick], None]  # called after every few steps
 
 
 def lineup(codecs: Sequence[str] | None) -> tuple[TrainScheme, ...]:
@@ -55,7 +45,7 @@ def lineup(codecs: Sequence[str] | None) -> tuple[TrainScheme, ...]:
 
 
 def run(
-    observer: Observer,
+    watch: Watch,
     world: int = WORLD,
     codecs: Sequence[str] | None = None,
     steps: int | None = None,
@@ -66,54 +56,43 @@ def run(
     task = tasks.QUICK_DEMO if quick else tasks.DEMO
     task = replace(task, steps=steps or task.steps)
     plan = TrainPlan(task, lineup(codecs), world, link, task.optimizer, train.QUICK if quick else EFFORT)
-    return train.recorded(plan, _rows(plan, observer))
+    return train.recorded(plan, _rows(plan, watch))
 
 
-def _rows(plan: TrainPlan, observer: Observer) -> Generator[Row]:
-    def staged(cases: Sequence[Any]) -> Iterator[Any]:
-        for case in cases:
-            if case == train.STEP_TIMES:
-                observer.stage("timing steps")
-            yield case
-
-    observer.stage(f"starting {plan.world} ranks")
-    runs = _ObservedRuns(plan, observer)
-    for scheme, row in zip(plan.schemes, train.rows(plan, staged, runs.train), strict=True):
+def _rows(plan: TrainPlan, watch: Watch) -> Generator[Row]:
+    runs = _WatchedRuns(plan, watch)
+    for scheme, row in zip(plan.schemes, train.rows(plan, iter, runs.train), strict=True):
         # [step, loss of the batches since the last point]: the mean over ranks and seeds
         curve: Row = {CURVE: [[step, fmean(losses)] for step, losses in runs.losses.items()]}
         yield row | _bytes_columns(plan, scheme, row) | curve
 
 
-class _ObservedRuns:
+class _WatchedRuns:
     """Runs in pieces, with a tick after each; a scheme's are told from its first seed on."""
 
-    def __init__(self, plan: TrainPlan, observer: Observer) -> None:
+    def __init__(self, plan: TrainPlan, watch: Watch) -> None:
         self._plan = plan
-        self._observer = observer
+        self._watch = watch
         self.losses: dict[int, list[float]] = {}  # of the scheme at hand: by step, then by seed
 
     def train(self, world: World, run: TrainingRun) -> list[Trained]:
-        """One run; what each rank holds after it."""
         if run.seed == 0:
             self.losses = {}
             self._begun = time.monotonic()
             self._sent: float | None = 0.0
         world.run(begin, self._plan, run)
         before = self._sent
-        for first, last in _slices(self._plan.task.steps):
+        task = self._plan.task
+        for first, last in _slices(task.steps):
             looks: list[Look] = world.run(advance, last - first)
             self.losses.setdefault(last, []).append(fmean(look.loss for look in looks))
             sent = self._sent_in(run.scheme, last, looks)
             self._sent = None if before is None or sent is None else before + sent
-            self._observer.tick(self._tick(run, last))
+            done = run.seed * task.steps + last
+            seconds = time.monotonic() - self._begun
+            self._watch(Tick(run.scheme, done, task.seeds * task.steps, self.losses[last][-1], self._sent, seconds))
         trained: list[Trained] = world.run(finish)
         return trained
-
-    def _tick(self, run: TrainingRun, step: int) -> Tick:
-        steps = self._plan.task.steps
-        seconds = time.monotonic() - self._begun
-        done = run.seed * steps + step
-        return Tick(run.scheme, done, self._plan.task.seeds * steps, self.losses[step][-1], self._sent, seconds)
 
     def _sent_in(self, scheme: TrainScheme, steps: int, looks: "list[Look]") -> float | None:
         counted = [look.sent for look in looks if look.sent is not None]
@@ -124,7 +103,6 @@ class _ObservedRuns:
 
 
 def _slices(steps: int) -> Iterator[tuple[int, int]]:
-    """Cut the steps of a run where it is looked at."""
     size = -(-steps // LOOKS)
     return ((first, min(first + size, steps)) for first in range(0, steps, size))
 
@@ -151,8 +129,6 @@ _at_work: list[Trainer] = []  # one at most: it stays between calls
 
 @dataclass(frozen=True)
 class Look:
-    """What one rank shows of its last steps."""
-
     loss: float  # the mean of their batches'
     sent: int | None  # bytes since the run began
     params: int

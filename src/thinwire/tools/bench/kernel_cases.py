@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from thinwire.codecs import codec
 from thinwire.kernels import Backend, Encoding, hashing, reference
@@ -29,13 +31,12 @@ EAGER, COMPILE = "times_eager", "times_compile"  # columns, and the rivals they 
 CHANNEL = 512  # elements: the default of torch's per-channel hook
 REPLAYS = 50  # of a graph in a row
 _KEY = hashing.key(0, 0, hashing.ROTATION)
+_torch: Any = quantization_hooks  # untyped
 Quantized = tuple[Tensor, Tensor, Tensor]  # codes, scales, zero points
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase(ABC):
-    """One row of the kernel benchmark."""
-
     part: str
     op: str
     name: str  # in the column `codec`
@@ -107,11 +108,7 @@ def _ring(source: Tensor, make: Callable[[Tensor], Call], wrap: Callable[[Call],
 
 def _copy(source: Tensor) -> Call:
     target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    return copy
+    return lambda: target.copy_(source)
 
 
 def _bytes(x: Tensor, count: int) -> Tensor:
@@ -122,8 +119,6 @@ def _bytes(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class OpCase(KernelCase):
-    """One op of a backend, in the codec `name`."""
-
     rivals: tuple[str, ...] = (EAGER,)  # EAGER, COMPILE: what it is compared with beside the copies
 
     @property
@@ -240,7 +235,6 @@ class PathCase(KernelCase):
 
 
 def compiled() -> Backend:
-    """The ops of the reference through torch.compile."""
     # Past its limit of recompilations dynamo falls back to eager in silence, so every case starts afresh.
     torch._dynamo.reset()
     ops = {op: torch.compile(getattr(reference, op), dynamic=False) for op in ("encode", "decode_sum", "recode")}
@@ -278,13 +272,9 @@ class HookCase(KernelCase):
     def prepare(self, x: Tensor) -> Call:
         hook = HOOKS[self.name]
         if self.op == "encode":
-            return lambda: _drop(hook.encode(x))
+            return lambda: hook.encode(x)
         quantized = hook.encode(x)
-        return lambda: _drop(hook.decode(*quantized))
-
-
-def _drop(result: object) -> None:
-    """A timed call returns nothing."""
+        return lambda: hook.decode(*quantized)
 
 
 @dataclass(frozen=True)
@@ -297,43 +287,33 @@ class TorchHook:
     slow: bool = False  # a loop over channels: over a second for 2**24 elements
 
 
-def _torch_hooks() -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    return quantization_hooks
-
-
 def _per_tensor_encode(x: Tensor) -> Quantized:
     """As in `quantization_pertensor_hook`: observe, bring scale and zero point to the device, quantise."""
-    from torch.ao.quantization import MinMaxObserver
-
     observer = MinMaxObserver().to(x.device)
     observer(x)
     scale, zero = torch.FloatTensor([*observer.calculate_qparams()]).to(x.device)
-    return _torch_hooks()._quantize_per_tensor_backend(x, scale, zero), scale, zero
+    return _torch._quantize_per_tensor_backend(x, scale, zero), scale, zero
 
 
 def _per_channel_encode(x: Tensor) -> Quantized:
     """As in `quantization_perchannel_hook`: pad to channels, observe, quantise channel by channel."""
-    from torch.ao.quantization import PerChannelMinMaxObserver
-
     padded = torch.nn.functional.pad(x, (0, CHANNEL - len(x) % CHANNEL), mode="constant", value=0)
     x_CB = padded.view(-1, CHANNEL).to(x.device)
     observer = PerChannelMinMaxObserver().to(x.device)
     observer(x_CB)
     scale_C, zero_C = torch.stack(observer.calculate_qparams()).to(x.device)
-    return _torch_hooks()._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
+    return _torch._quantize_per_channel_backend(x_CB, scale_C, zero_C), scale_C, zero_C
 
 
 HOOKS = {
     "torch:per_tensor": TorchHook(
         encode=_per_tensor_encode,
-        decode=lambda *quantized: _torch_hooks()._dequantize_per_tensor_backend(*quantized),
+        decode=lambda *quantized: _torch._dequantize_per_tensor_backend(*quantized),
         scales=lambda numel: 1,
     ),
     "torch:per_channel": TorchHook(
         encode=_per_channel_encode,
-        decode=lambda *quantized: _torch_hooks()._dequantize_per_channel_backend(*quantized).flatten(),
+        decode=lambda *quantized: _torch._dequantize_per_channel_backend(*quantized).flatten(),
         scales=lambda numel: numel // CHANNEL + 1,
         slow=True,
     ),

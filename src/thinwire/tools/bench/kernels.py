@@ -11,6 +11,7 @@ Inputs are Gaussian; the speed of the kernels does not hang on the values. A run
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -38,14 +39,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PATH_CODECS = ("int8", "int4", "lloyd4")
 PATH_NUMELS = (4096, 65536, 262144)
 HOOK_OPS = ("encode", "decode")
-MOST_RANKS = 64
 QUICK_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a run measures where nothing else is asked for."""
-
     parts: tuple[str, ...] = ("codecs",)
     codecs: tuple[str, ...] = CODECS
     bf16_codecs: tuple[str, ...] | None = ("int8", "lloyd4")  # measured on bfloat16 tensors too; None: all
@@ -69,8 +67,6 @@ CUDA_QUICK = replace(
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a run measures: what was asked for, the rest by the defaults."""
-
     device: torch.device
     usual: Defaults
     codecs: Sequence[str | Codec] = ()
@@ -79,13 +75,11 @@ class KernelPlan:
     dtypes: Sequence[str] = ()
     threads: Sequence[int] = ()
     parts: Sequence[str] = ()
-    ranks: int | None = None
-    compile: bool = False  # True => torch.compile beside every case of the codecs; seconds more per case
 
     def cases(self) -> list[KernelCase]:
         """A size that is asked for is the codecs' alone; codecs and ops that are asked for, theirs and the sizes'."""
-        for part in self.parts:
-            check(part, self.device)
+        if "replay" in self.parts and self.device.type != "cuda":
+            raise BenchError(f"replay measures CUDA graphs, which {self.device} tensors have not: use --device cuda")
         kept = ("codecs",) if self.numels else ("codecs", "sizes") if self.codecs or self.ops else PARTS
         makers: dict[str, Callable[[], Iterator[KernelCase]]] = {
             "codecs": self._by_codec,
@@ -97,12 +91,11 @@ class KernelPlan:
         return [case for part in parts for case in makers[part]()]
 
     def _by_codec(self) -> Iterator[KernelCase]:
-        beside = (EAGER, COMPILE) if self.compile else (EAGER,)
         for numel, count in product(self.numels or (self.usual.numel,), self._threads):
             for name in self._codecs(self.usual.codecs):
                 for dtype, op in product(self._dtypes(name), self.ops or OPS):
                     if self._tells(op, dtype):
-                        yield replace(self._op("codecs", name, op, numel, beside), dtype=dtype, threads=count)
+                        yield replace(self._op("codecs", name, op, numel, (EAGER,)), dtype=dtype, threads=count)
 
     def _by_size(self) -> Iterator[KernelCase]:
         for size, dtype in product(self.numels or self.usual.size_bytes, DTYPES.values()):
@@ -113,19 +106,21 @@ class KernelPlan:
 
     def _replays(self) -> Iterator[KernelCase]:
         for name, numel in product(self._codecs(PATH_CODECS), self.numels or self.usual.path_numels):
-            yield PathCase(name=name, numel=numel, world=self._ranks, threads=self._threads[-1], device=self.device)
+            yield PathCase(
+                name=name, numel=numel, world=self.usual.ranks, threads=self._threads[-1], device=self.device
+            )
 
     def _rivals(self) -> Iterator[KernelCase]:
         numel = min(self.numels or (self.usual.rival_numel,))
         ops = [op for op in self.ops or OPS if op in HOOK_OPS]
         for name, op in product(HOOKS, ops):
             yield HookCase(op=op, name=name, numel=numel, threads=self._threads[-1], device=self.device)
-        beside = (EAGER, COMPILE) if self.usual.compile or self.compile else (EAGER,)
+        beside = (EAGER, COMPILE) if self.usual.compile else (EAGER,)
         for name, op in product(self._codecs(COMPILED), ops):
             yield self._op("rivals", name, op, numel, beside)
 
     def _op(self, part: str, name: str, op: str, numel: int, beside: tuple[str, ...]) -> OpCase:
-        world = self._ranks if op in SUMS else 1
+        world = self.usual.ranks if op in SUMS else 1
         threads = self._threads[-1]
         return OpCase(
             part=part, op=op, name=name, numel=numel, world=world, threads=threads, device=self.device, rivals=beside
@@ -149,10 +144,6 @@ class KernelPlan:
         every = torch.get_num_threads()
         return self.threads or (sorted({1, every}) if self.device.type == "cpu" else [every])
 
-    @property
-    def _ranks(self) -> int:
-        return self.ranks or self.usual.ranks
-
 
 def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Progress = iter, **asked: Any) -> Record:
     """A record of kind "kernels"; what is asked for are fields of KernelPlan."""
@@ -160,12 +151,6 @@ def run(device: str | torch.device = "cpu", *, quick: bool = False, progress: Pr
     backend = kernels.select(device)
     plan = KernelPlan(device, defaults(device, backend, quick), **asked)
     return collect("kernels", device, _rows(plan.cases(), backend, timing.effort_on(device, quick), progress))
-
-
-def check(part: str, device: torch.device) -> None:
-    """Raise BenchError where a part cannot be measured on `device`."""
-    if part == "replay" and device.type != "cuda":
-        raise BenchError(f"replay measures CUDA graphs, which {device.type} tensors have not: use --device cuda")
 
 
 def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
@@ -177,13 +162,12 @@ def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
 
 
 def _rows(cases: Sequence[KernelCase], backend: Backend, effort: Effort, progress: Progress) -> Generator[Row]:
-    inputs = _Inputs()
     for case in progress(cases):
         with timing.threads(case.threads), torch.no_grad():
-            yield row_of(case, backend, effort, inputs)
+            yield row_of(case, backend, effort)
 
 
-def row_of(case: KernelCase, backend: Backend, effort: Effort, inputs: "_Inputs") -> Row:
+def row_of(case: KernelCase, backend: Backend, effort: Effort) -> Row:
     """One row. A case that fails has no times and says why in `note`: the others are still worth having."""
     labels: Row = {
         "op": case.op,
@@ -197,27 +181,14 @@ def row_of(case: KernelCase, backend: Backend, effort: Effort, inputs: "_Inputs"
     }
     nothing: Row = dict.fromkeys((*kernel_cases.COLUMNS, EAGER, COMPILE, "eager_numel", "note"))
     try:
-        measured = case.measure(backend, effort, inputs.of(case))
+        measured = case.measure(backend, effort, _input(case.numel, case.dtype, case.device))
     except Exception as error:  # of a compiler, a driver or an allocator: any kind
         measured = {"note": timing.note_of(error)}
     return {**labels, **nothing, **measured, "part": case.part}
 
 
-class _Inputs:
-    """The tensors that cases read, of one size at a time."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def of(self, case: KernelCase) -> Tensor:
-        """Gaussian numbers, the same for all cases of a size and dtype."""
-        key = (case.numel, case.dtype)
-        if not any(numel == case.numel for numel, _ in self._kept):
-            self._kept.clear()
-            if case.device.type == "cuda":
-                torch.cuda.empty_cache()
-        if key not in self._kept:
-            generator = torch.Generator(device=case.device).manual_seed(0)
-            x = torch.randn(case.numel, generator=generator, device=case.device)
-            self._kept[key] = x.to(case.dtype)
-        return self._kept[key]
+@lru_cache(maxsize=2)  # a size may have two dtypes
+def _input(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gaussian numbers, the same for all cases of a size and dtype."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    return torch.randn(numel, generator=generator, device=device).to(dtype)

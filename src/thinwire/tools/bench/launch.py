@@ -42,8 +42,6 @@ class RankError(ThinwireError, RuntimeError):
 
 
 class World:
-    """Ranks that wait for calls."""
-
     def __init__(self, pipes: Sequence[Connection], folder: Path) -> None:
         self._pipes = pipes  # in rank order
         self._folder = folder  # of what they write on standard error
@@ -60,7 +58,6 @@ class World:
                 pipe.send_bytes(call)
 
     def answers(self) -> list[Any]:
-        """One answer of every rank."""
         found: dict[int, Any] = {}
         while len(found) < len(self._pipes):
             silent = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}

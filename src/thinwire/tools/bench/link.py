@@ -17,13 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import BenchError
 
 INTERFACE = "eth0"  # of every host
-HEADER = 14 + 20 + 32  # bytes of Ethernet, IPv4, and TCP with timestamps
 MOST_HOSTS = 254  # in 10.77.0.0/24
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
@@ -58,7 +56,6 @@ def parse(text: str) -> ShapedLink:
 
 
 def check() -> None:
-    """Raise LinkError unless links can be shaped here."""
     lacking = [] if os.geteuid() == 0 else ["root (run it with sudo)"]
     lacking += [f"the command {name!r} (package iproute2)" for name in ("ip", "tc") if shutil.which(name) is None]
     if lacking:
@@ -113,24 +110,12 @@ def enter(host: str) -> None:
             raise LinkError(f"cannot enter the network namespace {host}: {os.strerror(ctypes.get_errno())}")
 
 
-class Sent(NamedTuple):
-    """What an interface has sent: all bytes, and in how many packets."""
-
-    total: int  # headers, acknowledgements and retries included
-    packets: int
-
-    @property
-    def payload(self) -> int:
-        """Bytes without headers. A large packet that the kernel cuts up later counts as one."""
-        return self.total - HEADER * self.packets
-
-
-def sent() -> Sent:
-    """What the interface of this thread's host has sent."""
+def sent() -> int:
+    """Bytes that the interface of this thread's host has sent; headers, acknowledgements and retries included."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
-            return Sent(*map(int, counters.split()[8:10]))
+            return int(counters.split()[8])
     raise LinkError(f"no interface {INTERFACE} here: this thread has entered no host")
 
 
@@ -157,7 +142,6 @@ def _stop_once(number: int, frame: FrameType | None) -> None:
 
 
 def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
-    """Make a host and join it to the bridge."""
     port = f"port{number}"
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)

@@ -30,7 +30,7 @@ QUICK_BITS = (2,)
 SEEDS = 5
 QUICK_SEEDS = 2
 LATER = 1 << 16  # added to a seed: other batches than in fp32
-MOST_WORKERS = 8  # unless asked for: each holds a torch of its own
+MOST_WORKERS = 8  # each holds a torch of its own
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,10 @@ def run(
     bits: Sequence[int] | None = None,
     seeds: int | None = None,
     numel: int | None = None,
-    threads: int = 1,
-    workers: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
 ) -> Record:
-    """A record of kind "qat"; what is None is the usual.
-
-    `numel` and `threads`, the CPU's, are of the speed part; `workers` are processes of one thread that train.
-    """
+    """A record of kind "qat"; what is None is the usual. `numel` is of the speed part."""
     device = torch.device(device)
     chosen = parts or PARTS
     if "train" in chosen:
@@ -85,16 +80,16 @@ def run(
     schedule = qat_tasks.QUICK if quick else qat_tasks.FULL
     seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
     trainings = runs(schedule, methods, bits or (QUICK_BITS if quick else BITS), seeds, device)
-    workers = workers or (1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS))
+    workers = 1 if quick or device.type == "cuda" else min(os.cpu_count() or 1, MOST_WORKERS)
 
     def rows() -> Generator[Row]:
         if "speed" in chosen:
-            for case in progress(qat_speed.cases(device, numel, threads, quick)):
+            for case in progress(qat_speed.cases(device, numel, quick)):
                 yield from case.rows()
         if "train" in chosen:
             yield from _trained_rows(trainings, seeds, workers, progress)
 
-    with timing.threads(threads):
+    with timing.threads(qat_speed.THREADS):
         return collect("qat", device, rows())
 
 
@@ -123,7 +118,6 @@ def train(run: QATRun) -> Result:
 
 @cache
 def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
-    """What all runs of a seed start from."""
     seen = qat_tasks.split(seed, device)
     model = qat_tasks.network(schedule, seed).to(device)
     qat_tasks.train(model, seen, schedule.before, seed)
@@ -131,7 +125,6 @@ def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> 
 
 
 def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
-    """What all seeds of a method came to."""
     recipe = run.schedule.after.at(run.bits)
     method = METHODS[run.method]
     losses = [judgement.train_loss for judgement, _ in results]

@@ -62,7 +62,6 @@ class AbsmaxStart(LSQ):
     """LSQ whose scales start where nothing is clipped: at max|x| / quant_max."""
 
     def estimate(self, x: Tensor) -> Start | None:
-        """Of this process alone, which is all that a benchmark has."""
         start = super().estimate(x)
         if start is None:
             return None

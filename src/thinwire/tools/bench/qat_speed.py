@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -37,6 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NUMEL = {"cpu": 1 << 22, "cuda": 1 << 25}
 QUICK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 22}
 BITS = 4  # the work does not hang on it
+THREADS = 1  # of the CPU
 _AHEAD_MS = 8.0  # longer than the host takes to queue the launches of a measurement
 _LO = -(1 << (BITS - 1))
 _HI = (1 << (BITS - 1)) - 1
@@ -50,7 +52,6 @@ class SpeedCase:
     dtype: torch.dtype
     gradient: Gradient
     numel: int
-    threads: int
     device: torch.device
     effort: Effort
 
@@ -65,7 +66,7 @@ class SpeedCase:
 
     def rows(self) -> Iterator[Row]:
         """One of each op. An implementation that fails has no times: the row says why, ours in `note`."""
-        with timing.threads(self.threads), torch.enable_grad():
+        with torch.enable_grad():
             measured = _measure(self)
         for op in OPS:
             yield {
@@ -78,17 +79,17 @@ class SpeedCase:
                 "channels": 1 if self.grain == "tensor" else self.shape[0],
                 "gradient": self.gradient,
                 "bits": BITS,
-                "threads": self.threads,
+                "threads": THREADS,
                 "rounds": self.effort.rounds,
                 **measured[op],
             }
 
 
-def cases(device: torch.device, numel: int | None, threads: int, quick: bool) -> list[SpeedCase]:
+def cases(device: torch.device, numel: int | None, quick: bool) -> list[SpeedCase]:
     size = numel or (QUICK_NUMEL if quick else NUMEL)["cuda" if device.type == "cuda" else "cpu"]
     effort = timing.effort_on(device, quick)
     return [
-        SpeedCase(grain, dtype, gradient, size, threads, device, effort)
+        SpeedCase(grain, dtype, gradient, size, device, effort)
         for dtype in DTYPES
         for gradient in GRADIENTS
         for grain in GRAINS
@@ -104,22 +105,13 @@ class Subject:
     inputs: Sequence[Tensor]
     grad: Tensor
 
-    def forward(self) -> None:
-        """The output, ready for a backward, is made and let go."""
-        self.apply()
-
     def forward_backward(self) -> None:
-        """The gradients are made and let go."""
         torch.autograd.grad(self.apply(), self.inputs, self.grad)
 
     def calls(self) -> dict[str, Call]:
         """By op. The forward of the backward is done beforehand, once."""
-        y = self.apply()
-
-        def backward() -> None:
-            torch.autograd.grad(y, self.inputs, self.grad, retain_graph=True)
-
-        return dict(zip(OPS, (self.forward, backward, self.forward_backward), strict=True))
+        backward = partial(torch.autograd.grad, self.apply(), self.inputs, self.grad, retain_graph=True)
+        return dict(zip(OPS, (self.apply, backward, self.forward_backward), strict=True))
 
 
 def subjects(case: SpeedCase) -> tuple[Subject, Subject]:
@@ -153,21 +145,17 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
     ours, theirs = subjects(case)
     calls: dict[str, Call] = _floors(ours)
     peaks: dict[str, float] = {}
-    notes: Row = {"note": None, "torch_note": None, "graph_note": None}
+    notes: Row = {"note": None, "torch_note": None}
     for subject, note in ((ours, "note"), (theirs, "torch_note")):
         with _noted(notes, note):
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
-    if case.device.type == "cuda" and notes["note"] is None:
-        with _noted(notes, "graph_note"):
-            calls |= _graphs(case)
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
     return {
         op: {
-            **_times(op, times),
+            **_times(op, times, peaks),
             "host_ms": _host_ms(case, calls.get(f"ours {op}")),
             "torch_host_ms": _host_ms(case, calls.get(f"torch {op}")),
-            **_peaks(op, peaks),
             **notes,
         }
         for op in OPS
@@ -175,7 +163,6 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
 
 
 def _host_ms(case: SpeedCase, call: Call | None) -> float | None:
-    """[Note: Host]"""
     if call is None or case.device.type != "cuda":
         return None
     taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
@@ -196,34 +183,15 @@ def _floors(subject: Subject) -> dict[str, Call]:
     whole = {4: torch.int32, 2: torch.int16}[subject.grad.itemsize]
     x, grad = (tensor.detach().view(whole) for tensor in (subject.inputs[0], subject.grad))
     out = torch.empty_like(x)
-
-    def copy() -> None:
-        out.copy_(x)
-
-    def add() -> None:
-        torch.add(x, grad, out=out)
-
-    return {"floor forward": copy, "floor backward": add}
+    return {"floor forward": lambda: out.copy_(x), "floor backward": lambda: torch.add(x, grad, out=out)}
 
 
-def _graphs(case: SpeedCase) -> dict[str, Call]:
-    """Ours replayed as one CUDA graph. A backward must be captured with its forward, so that it is not there alone.
-
-    On inputs of their own: a graph of autograd that lives on ties its leaves to the stream that it was made on.
-    """
-    ours, _ = subjects(case)
-    return {
-        "graph forward": timing.captured(ours.forward),
-        "graph forward_backward": timing.captured(ours.forward_backward),
-    }
-
-
-def _times(op: str, times: dict[str, list[float]]) -> Row:
-    """Medians, and what they are beside the floor and torch's."""
+def _times(op: str, times: dict[str, list[float]], peaks: dict[str, float]) -> Row:
     medians = {name: timing.percentiles(taken)[1] for name, taken in times.items()}
     floor = math.fsum(medians[f"floor {part}"] for part in ("forward", "backward") if part in op)
     ours = medians.get(f"ours {op}")
     theirs = medians.get(f"torch {op}")
+    held = peaks if op == "forward_backward" else {}  # one alone has no such figure
     return {
         **(timing.columns(times[f"ours {op}"]) if ours else dict.fromkeys(TIMES)),
         "times_floor": ours / floor if ours else None,
@@ -231,14 +199,9 @@ def _times(op: str, times: dict[str, list[float]]) -> Row:
         "floor_ms": floor,
         "torch_ms": theirs,
         "torch_times_floor": theirs / floor if theirs else None,
-        "graph_ms": medians.get(f"graph {op}"),
+        "peak_bytes_per_element": held.get("ours"),
+        "torch_peak_bytes_per_element": held.get("torch"),
     }
-
-
-def _peaks(op: str, peaks: dict[str, float]) -> Row:
-    """Of the two together; one alone has no such figure."""
-    found = peaks if op == "forward_backward" else {}
-    return {"peak_bytes_per_element": found.get("ours"), "torch_peak_bytes_per_element": found.get("torch")}
 
 
 def peak_bytes(subject: Subject, device: torch.device) -> float:

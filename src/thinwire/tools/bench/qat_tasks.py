@@ -125,7 +125,6 @@ def train(model: nn.Module, seen: Split, recipe: Recipe, seed: int) -> bool:
 
 @torch.no_grad()
 def judge(model: nn.Module, seen: Split) -> Judgement:
-    """On all training and all test images."""
     model.eval()
     loss = functional.cross_entropy(model(seen.images), seen.labels).item()
     right = model(seen.test_images).argmax(1) == seen.test_labels

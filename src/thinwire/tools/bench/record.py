@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import RecordError, ThinwireError
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = 1
 TIMES = ("ms_p50", "ms_p20", "ms_p80")
@@ -61,8 +62,6 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]  # hands the cases on, and s
 
 @dataclass(frozen=True)
 class Record:
-    """What one benchmark run measured, and under which conditions."""
-
     kind: str
     conditions: dict[str, Value]
     rows: list[Row]
@@ -84,7 +83,7 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
-def collect(kind: str, device: torch.device, rows: Generator[Row]) -> Record:
+def collect(kind: str, device: "torch.device", rows: Generator[Row]) -> Record:
     """The record of `rows`, measured one by one as they are drawn. Ctrl-C raises Interrupted with those finished."""
     record = Record(kind, conditions(device), [])
     try:
@@ -96,8 +95,10 @@ def collect(kind: str, device: torch.device, rows: Generator[Row]) -> Record:
     return record
 
 
-def conditions(device: torch.device) -> dict[str, Value]:
+def conditions(device: "torch.device") -> dict[str, Value]:
     """Where, when and with what a run measures: one value for each of CONDITIONS."""
+    import torch  # those who read records need none
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "thinwire": version(),
@@ -140,7 +141,6 @@ def as_csv(record: Record) -> str:
 
 
 def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> None:
-    """Write `record` in a form, JSON or CSV, to a file; "-" is standard output."""
     if path == "-":
         sys.stdout.write(form(record))
     else:
@@ -148,7 +148,6 @@ def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> N
 
 
 def read(path: str) -> Record:
-    """The record in a file ("-": standard input), or RecordError."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
         return loads(text)
@@ -159,7 +158,6 @@ def read(path: str) -> Record:
 
 
 def loads(text: str) -> Record:
-    """The record in a JSON text, checked against the schema."""
     try:
         data = json.loads(text, parse_constant=_refuse)
     except RecordError:

@@ -60,10 +60,10 @@ class TrainScheme:
         return self.name
 
 
-def parse(text: str, feedback: str = "auto") -> TrainScheme:
-    """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's; `feedback` serves where none is named."""
+def parse(text: str) -> TrainScheme:
+    """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's."""
     label, named, asked = text.strip().partition("@")
-    asked = asked if named else feedback
+    asked = asked if named else "auto"
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if not named and label in PEERS:
@@ -82,7 +82,6 @@ def parse(text: str, feedback: str = "auto") -> TrainScheme:
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
-    """The optimiser of a scheme, whose rate is set before every step."""
     if scheme.label == ONEBIT:
         return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
     if kind == "adam":
@@ -136,7 +135,6 @@ class Replica:
 
     @property
     def chosen(self) -> str | None:
-        """What an automatic codec chose, and why."""
         return None if self._handle is None else self._handle.stats().chosen or None
 
     @property

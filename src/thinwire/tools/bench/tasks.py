@@ -38,8 +38,6 @@ def mean(totals: Sequence[Total]) -> float:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One network on one set of data, and how it is trained."""
-
     name: str
     steps: int
     seeds: int
@@ -161,7 +159,6 @@ class Transformer(nn.Module):
             nn.init.normal_(weights, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Logits of the next character at every place."""
         here = self.places.weight[: codes.shape[-1]]
         logits: Tensor = self.head(self.norm(self.blocks(self.letters(codes) + here)))
         return logits
@@ -237,7 +234,6 @@ def held_out_text() -> Tensor:
 
 
 def vocabulary() -> str:
-    """Every character of the text, sorted."""
     return _corpus()[0]
 
 

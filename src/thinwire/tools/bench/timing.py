@@ -15,7 +15,7 @@ import torch
 from thinwire.kernels import BACKENDS, Backend
 from thinwire.tools.bench.record import Row
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 _CYCLES_PER_MS = 2_000_000  # about
 _WARM_UPS = 3  # calls before a capture: kernels are compiled and tables made, which no graph can hold
 
@@ -53,7 +53,6 @@ def name_of(backend: Backend) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" rather than "torch.float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -119,7 +118,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rotate(calls: Sequence[Call]) -> Call:
-    """A call that does one of `calls` each time, in turn."""
     turns = itertools.cycle(calls)
     return lambda: next(turns)()
 
@@ -136,12 +134,8 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return functools.partial(_replay, graph, call)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, held: Call) -> None:
-    # `held` is the captured call: a graph knows addresses alone, and its buffers must stay as long as it is replayed.
-    graph.replay()
+    # A graph knows addresses alone: the captured call holds its buffers as long as it is replayed.
+    return functools.partial(lambda held: graph.replay(), call)
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
@@ -150,7 +144,6 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def columns(times: Sequence[float]) -> Row:
-    """The columns record.TIMES."""
     p20, p50, p80 = percentiles(times)
     return {"ms_p50": p50, "ms_p20": p20, "ms_p80": p80}
 

@@ -6,7 +6,6 @@ as long as on its slowest rank, and medians are compared. torch's own bf16 hook 
 """
 
 import gc
-import hashlib
 import math
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -42,8 +41,6 @@ QUICK = Effort(rounds=3, most=10, seconds=0.1)
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What a run measures."""
-
     task: Task
     schemes: tuple[TrainScheme, ...]  # the uncompressed one first
     world: int
@@ -59,8 +56,6 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training of one scheme."""
-
     scheme: TrainScheme
     seed: int
 
@@ -70,16 +65,12 @@ class TrainingRun:
 
 @dataclass
 class StepSample(Sample):
-    """And what the scheme holds after its steps."""
-
     extra_bytes: int | None = None
     chosen: str | None = None
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank holds after a training run."""
-
     train: Total
     val: Total | None
     digest: str
@@ -98,7 +89,6 @@ def run(
     optimizer: str | None = None,
     seeds: int | None = None,
     link: ShapedLink | None = None,
-    feedback: str = "auto",
     steps: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
@@ -106,7 +96,7 @@ def run(
     """A record of kind "train", of DDP on gloo; what is None is the task's own."""
     chosen = tasks.find(task, quick=quick)
     chosen = replace(chosen, seeds=seeds or chosen.seeds, steps=steps or chosen.steps)
-    lined_up = lineup(task, codecs, feedback, optimizer)
+    lined_up = lineup(task, codecs, optimizer)
     plan = TrainPlan(chosen, lined_up, world, link, optimizer or chosen.optimizer, QUICK if quick else FULL)
     return recorded(plan, rows(plan, progress))
 
@@ -119,12 +109,10 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
         return collect("train", torch.device("cpu"), rows)
 
 
-def lineup(
-    task: str, names: Sequence[str] | None = None, feedback: str = "auto", optimizer: str | None = None
-) -> tuple[TrainScheme, ...]:
+def lineup(task: str, names: Sequence[str] | None = None, optimizer: str | None = None) -> tuple[TrainScheme, ...]:
     """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once."""
     adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
-    found = [schemes.parse(name, feedback) for name in names or CODECS[task] if names or adam or name != ONEBIT]
+    found = [schemes.parse(name) for name in names or CODECS[task] if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
     return tuple(dict.fromkeys([schemes.parse(NONE), *found]))
@@ -173,7 +161,6 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
 
 
 def losses(results: Results) -> list[float]:
-    """The loss of each seed on the training data."""
     return [tasks.mean([trained.train for trained in ranks]) for ranks in results]
 
 
@@ -284,19 +271,13 @@ class Trainer:
         with torch.no_grad():
             train_loss = task.train_loss(self._network, dist.get_rank(), self._plan.world)
             val_loss = task.val_loss(self._network, dist.get_rank(), self._plan.world)
-        trained = Trained(train_loss, val_loss, digest(self._network), self.replica.feedback, self.params)
+        trained = Trained(
+            train_loss, val_loss, turns.digest(self._network.parameters()), self.replica.feedback, self.params
+        )
         self.replica.close()
         del self.replica
         gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
         return trained
-
-
-def digest(network: torch.nn.Module) -> str:
-    """A digest of all weights, bit by bit."""
-    found = hashlib.sha256()
-    for parameter in network.parameters():
-        found.update(parameter.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def time_steps(plan: TrainPlan) -> dict[str, StepSample]:

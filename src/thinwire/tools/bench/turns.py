@@ -1,16 +1,17 @@
 """Calls that all ranks make together, timed by turns: the ranks' side (`take`) and what is made of it."""
 
+import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.tools.bench import link as links
-from thinwire.tools.bench.link import Sent
 from thinwire.tools.bench.timing import Call, Effort
 
 NOTHING = "nothing"  # a call beside the others: it shows what the barriers around a call send
@@ -23,7 +24,6 @@ class Sample:
     ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     interface_bytes: list[int] = field(default_factory=list)
-    interface_payload: list[int] = field(default_factory=list)  # without headers
     transport_bytes: list[int] = field(default_factory=list)  # empty where torch sends by itself
 
 
@@ -57,7 +57,7 @@ def take(
 
 def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None]) -> None:
     dist.barrier()
-    interface = _at_interface(shaped)
+    interface = links.sent() if shaped else 0
     handed = transport()
     cpu = time.process_time()
     start = time.perf_counter()
@@ -66,9 +66,7 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
     sample.cpu_ms.append(1e3 * (time.process_time() - cpu))
     # A call is over when all was received; what this rank still has in its buffers is sent by then.
     dist.barrier()
-    now = _at_interface(shaped)
-    sample.interface_bytes.append(now.total - interface.total)
-    sample.interface_payload.append(now.payload - interface.payload)
+    sample.interface_bytes.append((links.sent() if shaped else 0) - interface)
     if handed is not None:
         sample.transport_bytes.append((transport() or 0) - handed)
 
@@ -79,8 +77,12 @@ def _rank_0_says(mine: bool) -> bool:
     return bool(flag.item())
 
 
-def _at_interface(shaped: bool) -> Sent:
-    return links.sent() if shaped else Sent(0, 0)
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The same where all bits are."""
+    found = hashlib.blake2b()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def slowest(samples: Samples, name: str) -> list[float]:

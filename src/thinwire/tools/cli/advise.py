@@ -39,19 +39,10 @@ BUDGET = "Largest expected error of what is advised, relative, RMS."
 CHECK = "Compare the model with a record of bench collectives or train --link."
 Whole = int | None
 Number = float | None
-
-
-class Dtype(StrEnum):
-    """Of the gradients."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 
 
 def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose errors say what is allowed."""
-
     def parsed(text: str) -> T:
         with screen.usage_errors(None, AdviceError):
             return parse(text)
@@ -157,9 +148,6 @@ def command(
     (_print_json if as_json else _print)(job, cluster, own, found)
 
 
-# --- what was given ---------------------------------------------------------------------------------------------------
-
-
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
     """No flag is accepted and then ignored."""
     for name in names:
@@ -210,8 +198,6 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 class _Links(NamedTuple):
-    """The flags of the links."""
-
     inter: float | None
     intra: float | None
     latency: float | None
@@ -240,7 +226,6 @@ class _Links(NamedTuple):
 def _described(
     ask: _Ask, world: int | None, per_node: int | None, links: _Links, own: Machine, cores: int | None
 ) -> tuple[Cluster, Machine]:
-    """What the flags say, and the answers to questions."""
     ranks: int = ask("--world", world)
     if per_node is None and ask.asking and ranks > 1:
         per_node = ask("--gpus-per-node", per_node, default="1")
@@ -272,7 +257,6 @@ def _machine(device: Device | None, kernels: str | None) -> Machine:
 def _measured(
     place: measure.Place, device: Device | None, per_node: int | None, codecs: Sequence[Codec]
 ) -> tuple[Cluster, Machine]:
-    """What the ranks that torchrun started find."""
     flags.check_device(device)
     on_cpu = device is Device.cpu or not torch.cuda.is_available()
     where = torch.device("cpu") if on_cpu else torch.device("cuda", place.local_rank)
@@ -280,9 +264,6 @@ def _measured(
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
-
-
-# --- what is printed --------------------------------------------------------------------------------------------------
 
 
 def _print(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
@@ -377,7 +358,6 @@ def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
 
 
 def _compare(path: str, kernels: str | None, as_json: bool) -> None:
-    """The model beside a record."""
     own = _machine(Device.cpu, kernels)
     with screen.usage_errors("--check", RecordError):
         found = checks.compare(record.read(path), own)

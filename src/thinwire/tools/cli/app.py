@@ -41,8 +41,7 @@ class _Commands(UserDict[str, Any]):
     """The commands by name. One is imported when it is asked for: most need torch, `thinwire --help` does not."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(name)
+        super().__getitem__(name)
         module = importlib.import_module(f"thinwire.tools.cli.{name}")
         holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
         if hasattr(module, "app"):

@@ -6,7 +6,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from thinwire.codecs import codec
@@ -18,14 +17,13 @@ from thinwire.tools.bench import (
     kernels as kernels_bench,
     link as links,
     qat as qat_bench,
-    qat_speed,
-    schemes,
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.record import Interrupted, Record, as_csv, dumps, write
+from thinwire.tools.bench.record import BenchError, Interrupted, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli.flags import Device, Optimizer
 from thinwire.tools.report import tables
 
 app = typer.Typer(
@@ -36,42 +34,31 @@ app = typer.Typer(
 )
 MOST = 1 << 60  # elements; torch cannot count more of them
 
-BenchDevice = StrEnum("BenchDevice", ["cpu", "cuda"])
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp"])
-OptimizerName = StrEnum("OptimizerName", ["adam", "sgd"])
-FeedbackName = StrEnum("FeedbackName", ["auto", "none", "classic", "ef21"])
 Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 
 
-def _words(text: str, metavar: str = "A,B") -> Any:
+def _text(text: str, metavar: str = "A,B") -> Any:
     return typer.Option(metavar=metavar, help=text)
 
 
-def _count(text: str, least: int = 1, most: int | None = None, metavar: str = "N") -> Any:
-    return typer.Option(min=least, max=most, metavar=metavar, help=text)
+def _count(text: str, least: int = 1, most: int | None = None) -> Any:
+    return typer.Option(min=least, max=most, metavar="N", help=text)
 
 
-Codecs = Annotated[Words, _words("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
-LinkRate = Annotated[
-    str | None, typer.Option(metavar="RATE", help="Such as 100mbit or 1gbit: a shaped link for every rank; needs root.")
-]
-Json = Annotated[
-    str | None, typer.Option(metavar="FILE", help='Write the record there; "-" is standard output, with no table.')
-]
-Csv = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help='Write rows and conditions there as CSV; "-" is standard output, with no table.'),
-]
+Codecs = Annotated[Words, _text("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
+LinkRate = Annotated[str | None, _text("A shaped link for every rank, such as 100mbit or 1gbit; needs root.", "RATE")]
+Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
+Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
+DeviceOption = Annotated[Device, typer.Option(help="Where the tensors are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
 
 
 @app.command("codec")
 def codec_command(
     codecs: Codecs = None,
-    distributions: Annotated[Words, _words(f"Among {', '.join(DISTRIBUTIONS)}; default all.")] = None,
-    numel: Annotated[
-        int | None, _count(f"Elements; default {codec_bench.NUMEL}, quick {codec_bench.QUICK_NUMEL}.", most=MOST)
-    ] = None,
+    distributions: Annotated[Words, _text(f"Among {', '.join(DISTRIBUTIONS)}; default all.")] = None,
+    numel: Annotated[int | None, _count("Elements; default 2**22, quick 2**18.", most=MOST)] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -83,8 +70,7 @@ def codec_command(
 
     \b
     Example:
-      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero
-      thinwire bench codec --json codec.json
+      thinwire bench codec --codecs int8,int4:block=32,lloyd4 --distributions gaussian,hetero --json codec.json
     """
     chosen = flags.codecs(codecs, codec_bench.CODECS)
     names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
@@ -94,38 +80,15 @@ def codec_command(
 
 @app.command("kernels")
 def kernels_command(
-    device: Annotated[BenchDevice, typer.Option(help="Where the tensors are.")],
+    device: DeviceOption,
     codecs: Codecs = None,
     numel: Annotated[
-        Words,
-        _words(
-            "Elements; default 25 million on the CPU, on a GPU 2**27 and by size; quick, or for the reference, 2**20.",
-            "N,M",
-        ),
+        Words, _text("Elements; default 25 million, GPU 2**27; quick, or the reference, 2**20.", "N,M")
     ] = None,
-    ops: Annotated[Words, _words(f"Among {', '.join(kernels_bench.OPS)}; default all.")] = None,
-    dtypes: Annotated[
-        Words,
-        _words(
-            f"Among {', '.join(kernels_bench.DTYPES)}; default float32, and bfloat16: on a GPU for all codecs, on the "
-            "CPU for int8 and lloyd4."
-        ),
-    ] = None,
-    threads: Annotated[Words, _words("CPU threads, each measured; default 1 and all.", "N,M")] = None,
-    world: Annotated[
-        int | None,
-        _count("Wires of decode_sum and recode; default 4, GPU 8.", most=kernels_bench.MOST_RANKS, metavar="W"),
-    ] = None,
-    parts: Annotated[
-        Words,
-        _words(
-            f"Among {', '.join(kernels_bench.PARTS)}; default codecs on the CPU and with --numel, on a GPU all, with "
-            "--codecs or --ops the first two."
-        ),
-    ] = None,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Compare with torch.compile of the reference too: seconds more per case.")
-    ] = False,
+    ops: Annotated[Words, _text(f"Among {', '.join(kernels_bench.OPS)}; default all.")] = None,
+    dtypes: Annotated[Words, _text(f"Among {', '.join(kernels_bench.DTYPES)}; default the first two.")] = None,
+    threads: Annotated[Words, _text("CPU threads, each measured; default 1 and all.", "N,M")] = None,
+    parts: Annotated[Words, _text(f"Among {', '.join(kernels_bench.PARTS)}; default codecs, on a GPU all.")] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -135,7 +98,8 @@ def kernels_command(
     All are timed by turns in one run; medians are compared. ×copy is the kernel's time over that of copying a tensor
     of the same size and dtype; share is that of a copy of as many bytes as the kernel cannot avoid, over the kernel's;
     ×eager is torch eager's time over the kernel's (above 1: the kernel is faster), on at most 2**21 elements (GPU:
-    2**24). decode_sum and recode read the wires of --world ranks.
+    2**24). decode_sum and recode read the wires of 4 ranks, on a GPU of 8. On the CPU bfloat16 is measured for int8 and
+    lloyd4 only; with --numel a GPU measures the first part only, with --codecs or --ops the first two.
 
     \b
     Parts:
@@ -147,10 +111,9 @@ def kernels_command(
     \b
     Example:
       thinwire bench kernels --device cpu --codecs int8,lloyd4 --threads 1
-      thinwire bench kernels --device cuda --json kernels.json
-      thinwire bench kernels --device cuda --parts sizes,replay --codecs lloyd4
+      thinwire bench kernels --device cuda --parts sizes,replay --json kernels.json
     """
-    _check_device(device)
+    flags.check_device(device)
     run = partial(
         kernels_bench.run,
         device.value,
@@ -160,43 +123,19 @@ def kernels_command(
         dtypes=flags.words(dtypes, kernels_bench.DTYPES, "--dtypes") or (),
         threads=flags.counts(threads, "--threads") or (),
         parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),
-        ranks=world,
-        compile=compile,
         quick=quick,
     )
-    with screen.usage_errors("--parts", ValueError):
-        for part in run.keywords["parts"]:
-            kernels_bench.check(part, torch.device(device.value))
     _deliver(run, json, csv)
 
 
 @app.command("collectives")
 def collectives_command(
-    world: Annotated[Words, _words("Numbers of ranks, each measured; default 2,4.", "N,M")] = None,
+    world: Annotated[Words, _text("Numbers of ranks, each measured; default 2,4.", "N,M")] = None,
     link: LinkRate = None,
-    nodes: Annotated[
-        int | None,
-        _count(
-            "With --link: ranks share so many links, as on machines of several GPUs; codecs may be pairs, inside a "
-            "node and across: int8/lloyd4.",
-            least=2,
-        ),
-    ] = None,
-    numel: Annotated[
-        Words, _words("Floats of a message; default 25 million, 8 million below 1gbit, quick 2**18.", "N,M")
-    ] = None,
-    verbs: Annotated[Words, _words(f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce.")] = None,
-    codecs: Annotated[
-        Words,
-        _words(
-            "Codecs; also auto (int8 where it pays) and plain (thinwire's uncompressed path); "
-            f"default {','.join(collectives_bench.CODECS)}."
-        ),
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="For all codecs; default the one that sends least and always compresses."),
-    ] = None,
+    nodes: Annotated[int | None, _count("With --link: ranks share so many links.", least=2)] = None,
+    numel: Annotated[Words, _text("Floats; default 25 million, 8 million below 1gbit, quick 2**18.", "N,M")] = None,
+    verbs: Annotated[Words, _text(f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce.")] = None,
+    codecs: Annotated[Words, _text(f"Codecs, auto, plain; default {','.join(collectives_bench.CODECS)}.")] = None,
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
     csv: Csv = None,
@@ -207,30 +146,24 @@ def collectives_command(
     All are run by turns in one run, by gloo ranks of one thread each on this machine; a round takes as long as its
     slowest rank, and medians are compared. ×plain and ×bf16 are torch's time over thinwire's (above 1: thinwire is
     faster). bytes are what a rank sends; limit is the share of the link's rate that the payload reaches; CPU is the
-    processor time of a rank.
+    processor time of a rank. The codec auto is int8 where it pays, plain is thinwire's uncompressed path.
 
     With --link every rank has a network namespace of its own, and its bytes are counted at the interface. With --nodes
-    the ranks of a node share one; bytes are then what a node sends to others.
+    the ranks of a node share one, as on machines of several GPUs; bytes are then what a node sends to others. Codecs
+    may then be pairs, inside a node and across: int8/lloyd4.
 
     \b
     Example:
-      thinwire bench collectives --world 2,4 --codecs int8,lloyd4,auto
       thinwire bench collectives --world 2 --numel 1024,65536,4194304 --codecs auto
-      sudo thinwire bench collectives --world 4 --link 100mbit --json collectives.json
       sudo thinwire bench collectives --world 4 --nodes 2 --link 100mbit --codecs lloyd4,bf16/lloyd4
     """
     some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
     names = _names(codecs or list(collectives_bench.CODECS))
     sizes = flags.counts(numel, "--numel")
-    _check_algorithm(algorithm, some)
     worlds = flags.counts(world, "--world") or list(collectives_bench.WORLDS)
     if not 2 <= min(worlds) <= max(worlds) <= links.MOST_HOSTS:
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
-    shaped = _shaped(link)
-    with screen.usage_errors("--nodes", ValueError):
-        for count in worlds:
-            collectives_bench.check_nodes(nodes, count, shaped, names, some)
-    run = partial(collectives_bench.run, worlds, shaped, sizes, some, names, algorithm, rounds, quick, nodes=nodes)
+    run = partial(collectives_bench.run, worlds, flags.shaped(link), sizes, some, names, rounds, quick, nodes=nodes)
     _deliver(run, json, csv)
 
 
@@ -238,19 +171,10 @@ def collectives_command(
 def train_command(
     task: Annotated[TaskName, typer.Option(help="digits and gpt for losses, mlp for times.")] = TaskName.digits,
     world: Annotated[int, _count("Ranks.", least=2, most=links.MOST_HOSTS)] = train_bench.WORLD,
-    codecs: Annotated[
-        Words,
-        _words(
-            "Codecs, with a feedback after @ if not --feedback's; also auto, auto:2.5, onebit, the controls "
-            f"{' and '.join(schemes.CONTROLS)}, torch's own {', '.join(schemes.PEERS)}; default by task."
-        ),
-    ] = None,
-    optimizer: Annotated[OptimizerName | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    codecs: Annotated[Words, _text("Codecs, and the other names below; default by task.")] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
     seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")] = None,
     link: LinkRate = None,
-    feedback: Annotated[
-        FeedbackName, typer.Option(help="Error feedback of codecs that name none.")
-    ] = FeedbackName.auto,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
     json: Json = None,
     csv: Csv = None,
@@ -260,7 +184,10 @@ def train_command(
 
     Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run. log
     ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
-    validation loss less fp32's, in nats. Controls ought to fail; peers are torch's own hooks.
+    validation loss less fp32's, in nats.
+
+    Codecs may name their error feedback: lloyd2@none, @classic, @ef21. There are also auto, auto:2.5 and onebit, the
+    controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
 
     \b
     Tasks:
@@ -272,36 +199,25 @@ def train_command(
 
     \b
     Example:
-      thinwire bench train --codecs int8,lloyd4,lloyd2@none,lloyd2@ef21
-      thinwire bench train --task gpt --codecs lloyd2 --json gpt.json
+      thinwire bench train --task gpt --codecs int8,lloyd2@none,lloyd2@ef21 --json gpt.json
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     kind = optimizer.value if optimizer else None
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, feedback.value, kind)
-    shaped = _shaped(link)
-    run = partial(train_bench.run, task.value, world, named, kind, seeds, shaped, feedback.value, steps, quick)
+        train_bench.lineup(task.value, named, kind)
+    run = partial(train_bench.run, task.value, world, named, kind, seeds, flags.shaped(link), steps, quick)
     _deliver(run, json, csv)
 
 
 @app.command("qat")
 def qat_command(
-    parts: Annotated[Words, _words(f"Among {', '.join(qat_bench.PARTS)}; default all.")] = None,
-    methods: Annotated[Words, _words(f"To train, among {', '.join(METHODS)}; default all.")] = None,
-    bits: Annotated[
-        Words, _words("To train at, of weights and activations alike; default 2,3,4,8, quick 2.", "N,M")
-    ] = None,
+    parts: Annotated[Words, _text(f"Among {', '.join(qat_bench.PARTS)}; default all.")] = None,
+    methods: Annotated[Words, _text(f"To train, among {', '.join(METHODS)}; default all.")] = None,
+    bits: Annotated[Words, _text("Of weights and activations alike; default 2,3,4,8, quick 2.", "N,M")] = None,
     seeds: Annotated[int | None, _count("Trainings of each method; default 5, quick 2.")] = None,
-    device: Annotated[BenchDevice, typer.Option(help="Where the tensors are.")] = BenchDevice.cpu,
-    numel: Annotated[
-        int | None,
-        _count(f"Of the speed part; default {qat_speed.NUMEL['cpu']}, GPU {qat_speed.NUMEL['cuda']}.", most=MOST),
-    ] = None,
-    threads: Annotated[int, _count("CPU threads of the speed part.")] = 1,
-    workers: Annotated[
-        int | None, _count("Processes that train; default one per core, at most 8, quick and GPU 1.")
-    ] = None,
+    device: DeviceOption = Device.cpu,
+    numel: Annotated[int | None, _count("Of the speed part; default 2**22, GPU 2**25.", most=MOST)] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -315,27 +231,26 @@ def qat_command(
 
     Speed: all are timed by turns in one run; medians are compared. ×floor is the time over that of reading and writing
     each tensor once, by plain copies; ×torch is the time of torch's own learnable op over ours (above 1: ours is
-    faster). Extra bytes are those allocated at the peak beyond the input, the output and the gradient of the output, an
-    element.
+    faster). Bytes are allocated at the peak beyond the input, the output and the gradient of the output, per element.
 
     Training: all layers are quantised; every method has the same recipe, and the same batches from the same start.
     torch_learnable is torch's own module, learnable is ours by its names. Controls ought to fail: absmax_ste learns no
-    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. Two more tell
-    what thinwire's floor under the scales does: lsq_floor_alone has it instead of the factor, lsq_no_floor lacks it.
-    All but absmax_ste of these are trained at the fewest bits only, unless they are asked for.
+    scales, lsq_absmax_init starts where nothing is clipped, lsq_no_grad_scale lacks the paper's factor. lsq_floor_alone
+    has thinwire's floor instead of the factor, lsq_no_floor lacks it. All five but absmax_ste are trained at the fewest
+    bits only, unless asked for.
 
     \b
     Example:
       thinwire bench qat --parts train --methods lsq,torch_learnable --bits 2,4 --seeds 3
       thinwire bench qat --parts speed --device cuda --json qat.json
     """
-    _check_device(device)
+    flags.check_device(device)
     pieces = flags.words(parts, qat_bench.PARTS, "--parts")
     chosen = flags.words(methods, METHODS, "--methods")
     widths = flags.counts(bits, "--bits")
     if not all(width in BITS for width in widths or ()):
         raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
-    run = partial(qat_bench.run, device.value, pieces, chosen, widths, seeds, numel, threads, workers, quick)
+    run = partial(qat_bench.run, device.value, pieces, chosen, widths, seeds, numel, quick)
     _deliver(run, json, csv)
 
 
@@ -350,23 +265,6 @@ def _names(given: list[str]) -> list[str]:
     return list(dict.fromkeys(specs))
 
 
-def _shaped(link: str | None) -> links.ShapedLink | None:
-    with screen.usage_errors("--link", ValueError):
-        return links.parse(link) if link else None
-
-
-def _check_device(device: BenchDevice) -> None:
-    if device is BenchDevice.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
-
-
-def _check_algorithm(algorithm: str | None, verbs: list[str]) -> None:
-    for verb in verbs:
-        known = collectives_bench.ALGORITHMS[verb]
-        if algorithm is not None and algorithm not in known:
-            raise typer.BadParameter(f"{verb} has {', '.join(known)}, not {algorithm!r}", param_hint="--algorithm")
-
-
 @links.sigterm_as_ctrl_c()
 def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
@@ -375,7 +273,7 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
     """
     _check_targets(json, csv)
     status = 0
-    with screen.plain_errors():
+    with screen.plain_errors(), screen.usage_errors(None, BenchError):
         try:
             with screen.progress() as progress:
                 record = measure(progress=progress)
@@ -383,7 +281,8 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             record = stop.record
             status = screen.INTERRUPTED
             typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
-    complaints = _write(record, json, csv)  # before the table, whose reader may go away
+    files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
+    written = screen.write_all(files)  # before the table, whose reader may go away
     if "-" not in (json, csv):
         tables.show(record, screen.console())
     for row in record.rows:
@@ -391,9 +290,7 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             what = " ".join(str(row[name]) for name in ("op", "codec", "dtype") if name in row)
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
-    for complaint in complaints:
-        typer.echo(f"Error: {complaint}", err=True)
-    raise typer.Exit(1 if complaints else status or int(failed))
+    raise typer.Exit(status or int(failed) if written else 1)
 
 
 def _check_targets(json: str | None, csv: str | None) -> None:
@@ -402,17 +299,3 @@ def _check_targets(json: str | None, csv: str | None) -> None:
     flags.writable(csv, "--csv")
     if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
         raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
-
-
-def _write(record: Record, json: str | None, csv: str | None) -> list[str]:
-    """Write what was asked for; what could not be written, in words."""
-    complaints = []
-    for path, form in ((json, dumps), (csv, as_csv)):
-        try:
-            if path is not None:
-                write(record, path, form)
-        except OSError as error:
-            if path == "-":
-                raise
-            complaints.append(f"{path} cannot be written: {error.strerror or error}")
-    return complaints

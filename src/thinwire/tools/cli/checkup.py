@@ -1,13 +1,11 @@
 """What `thinwire doctor` looks at: Python, torch, kernels, transports, interfaces and optional packages."""
 
-import contextlib
 import importlib
 import os
 import platform
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -32,7 +30,6 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything thinwire can use here."""
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
     yield _reference()
@@ -48,8 +45,6 @@ def examine() -> Iterator[Finding]:
     yield _shaping()
     yield _package("scikit-learn", "sklearn", "`bench codec` needs it for gradients: pip install 'thinwire[bench]'")
     yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
-    yield _installed("lightning", "lightning", "pytorch-lightning")
-    yield _installed("accelerate", "accelerate")
 
 
 def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:
@@ -133,7 +128,6 @@ def _told(interface: str, what: str) -> str:
 
 
 def _chosen_interfaces() -> Iterator[Finding]:
-    """The interfaces that the environment names, where it does."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(variable)
@@ -181,12 +175,3 @@ def _shaping() -> Finding:
             return Finding("shaped links", True, "network namespaces and tbf work")
     except ThinwireError as error:
         return Finding("shaped links", None, "not here", str(error))
-
-
-def _installed(name: str, *distributions: str) -> Finding:
-    """A version by its metadata: importing these takes seconds."""
-    for distribution in distributions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            told = "has no hook of its own: give compress_ddp the DDP module it makes"
-            return Finding(name, True, f"{metadata.version(distribution)}, {told}")
-    return Finding(name, None, "not installed", "nothing here needs it")

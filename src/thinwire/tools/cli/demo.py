@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +17,7 @@ from thinwire.errors import CodecError, RecordError
 from thinwire.tools.advise import machine as machines
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
-from thinwire.tools.bench.demo import Observer, Tick
+from thinwire.tools.bench.demo import Tick, Watch
 from thinwire.tools.bench.record import Interrupted, Record, read, write
 from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.cli import findings, flags, screen
@@ -61,13 +61,7 @@ def command(
     The report is one page (index.html) with plots (PNG files) and the record (demo.json). In the directory of an
     earlier demo its files are replaced; others are left alone. Without matplotlib (the extra "report") the tables are
     printed, the record is written, and the page is left out; with --out that is an error.
-
-    \b
-    Exit status:
-      0    done
-      1    it failed: links cannot be shaped here, a rank died, no matplotlib for --out
-      2    a flag was not understood
-      130  interrupted; codecs that were finished are printed and written
+    After Ctrl-C the codecs that were finished are printed and written, and the exit status is 130.
 
     \b
     Example:
@@ -78,9 +72,8 @@ def command(
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     with screen.usage_errors("--codecs", CodecError):
-        schemes = demo.lineup(named)
-    with screen.usage_errors("--link", ValueError):
-        shaped = links.parse(link) if link else None
+        demo.lineup(named)
+    shaped = flags.shaped(link)
     flags.writable(json, "--json")
     folder = out or FOLDER
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
@@ -91,7 +84,7 @@ def command(
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
         with _made(folder):
-            record, status = _measure(schemes, lambda watch: demo.run(watch, world, named, steps, shaped, quick))
+            record, status = _measure(lambda watch: demo.run(watch, world, named, steps, shaped, quick))
             written = _deliver(record, folder, json)
     raise typer.Exit(status if written else 1)
 
@@ -103,10 +96,9 @@ def _start_again_as_own_root() -> NoReturn:
     os.execvp(again[0], again)
 
 
-def _measure(schemes: Sequence[TrainScheme], run: Callable[[Observer], Record]) -> tuple[Record, int]:
-    """The record, and the exit status so far."""
+def _measure(run: Callable[[Watch], Record]) -> tuple[Record, int]:
     try:
-        with _watch(schemes) as watch:
+        with _watching() as watch:
             return run(watch), 0
     except Interrupted as stop:
         kept = ", ".join(str(row["codec"]) for row in stop.record.rows)
@@ -114,54 +106,28 @@ def _measure(schemes: Sequence[TrainScheme], run: Callable[[Observer], Record]) 
         return stop.record, screen.INTERRUPTED
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def _watch(schemes: Sequence[TrainScheme]) -> Iterator[Observer]:
-    """Bars on standard error; one line per run where that is no terminal."""
+def _watching() -> Iterator[Watch]:
+    """A bar for each codec on standard error; a line for each, when it is done, where that is no terminal."""
     console = screen.console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines()
-        return
     texts = (TextColumn(f"{{task.fields[{name}]}}", justify="right") for name in ("steps", "loss", "sent", "time"))
-    with Bar(TextColumn("{task.description}"), BarColumn(20), *texts, console=console) as bar:
-        yield _Bars(bar, schemes)
+    bars: dict[TrainScheme, TaskID] = {}
+    with Bar(
+        TextColumn("{task.description}"), BarColumn(20), *texts, console=console, disable=not console.is_terminal
+    ) as bar:
+        before = bar.add_task("timing steps", total=None, steps="", loss="", sent="", time="")
 
-
-class _Lines:
-    """A line when the runs of a codec are done."""
-
-    def stage(self, text: str) -> None:
-        """Not worth a line."""
-
-    def tick(self, tick: Tick) -> None:
-        """After every few steps."""
-        if tick.step == tick.steps:
+        def watch(tick: Tick) -> None:
             shown = _shown(tick)
-            told = f"{tick.scheme}: {tick.steps} steps, {shown['loss']}, {shown['sent']} sent, {shown['time']}"
-            typer.echo(told, err=True)
+            bar.update(before, visible=False)
+            if tick.scheme not in bars:
+                bars[tick.scheme] = bar.add_task(str(tick.scheme), total=tick.steps, **shown)
+            bar.update(bars[tick.scheme], completed=tick.step, **shown)
+            if tick.step == tick.steps and not console.is_terminal:
+                told = f"{tick.scheme}: {tick.steps} steps, {shown['loss']}, {shown['sent']} sent, {shown['time']}"
+                typer.echo(told, err=True)
 
-
-class _Bars:
-    """A bar for the runs of each codec, and before them one for what else takes time."""
-
-    def __init__(self, bar: Bar, schemes: Sequence[TrainScheme]) -> None:
-        self._bar = bar
-        self._stage = self._add("", None)
-        self._runs = {scheme: self._add(str(scheme), 1.0) for scheme in schemes}
-
-    def stage(self, text: str) -> None:
-        """What is done before the runs."""
-        self._bar.update(self._stage, description=text)
-
-    def tick(self, tick: Tick) -> None:
-        """After every few steps."""
-        self._bar.update(self._stage, visible=False)
-        self._bar.update(self._runs[tick.scheme], completed=tick.step, total=tick.steps, **_shown(tick))
-
-    def _add(self, text: str, total: float | None) -> TaskID:
-        return self._bar.add_task(text, total=total, steps="", loss="", sent="", time="")
+        yield watch
 
 
 def _shown(tick: Tick) -> dict[str, Any]:
@@ -174,29 +140,19 @@ def _shown(tick: Tick) -> dict[str, Any]:
     }
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
 def _deliver(record: Record, folder: Path, json: str | None) -> bool:
     """Print the tables and what they mean, write the record and the report; whether all could be written."""
     own = machines.recorded("cpu")
     writes: dict[str, Callable[[], None]] = {} if json is None else {json: lambda: write(record, json)}
     if record.rows:
         writes[str(folder)] = lambda: _write(record, own, folder)
-    written = []
+    written = False
     try:
         if record.rows and json != "-":
             show(record, own, screen.console())
     finally:  # the reader of the tables may go away; what was measured is kept
-        for where, do in writes.items():
-            try:
-                do()
-                written.append(where)
-            except OSError as error:
-                if where == "-":
-                    raise
-                typer.echo(f"Error: {where} cannot be written: {error.strerror or error}", err=True)
-    return len(written) == len(writes)
+        written = screen.write_all(writes)
+    return written
 
 
 def show(record: Record, machine: Machine, console: Console) -> None:
@@ -210,7 +166,6 @@ def show(record: Record, machine: Machine, console: Console) -> None:
 
 
 def _write(record: Record, machine: Machine, folder: Path) -> None:
-    """The record always, page and plots where they can be drawn."""
     kept = folder / RECORD
     with contextlib.suppress(RecordError):  # the plots of an earlier demo go: this one may draw fewer
         for name in (findings.CHART, *(chart.name for chart in charts.of(read(str(kept))))):

@@ -19,12 +19,10 @@ TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --chec
 
 
 def grids(rows: Sequence[Row], machine: Machine) -> list[TextGrid]:
-    """What was measured, and what is predicted; nothing for no rows."""
     return [_measured(rows), _predicted(rows, machine)] if rows else []
 
 
 def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
-    """What is predicted; nothing for no rows."""
     outlooks = _outlooks(rows, machine) if rows else []
     series = [Values(name, [number(outlook.steps[name], 1e3) for outlook in outlooks]) for name in map(_label, rows)]
     title = "PREDICTED, not measured: time per step, by link"
@@ -36,9 +34,6 @@ def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
     others = [row for row in rows if row["codec"] != NONE]
     told = [_of_loss(others), _of_steps(rows[0], others), *_of_links(_outlooks(rows, machine))] if others else []
     return [*told, "For your own model, ranks and links: thinwire advise."] if rows else []
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _measured(rows: Sequence[Row]) -> TextGrid:
@@ -124,9 +119,6 @@ def _label(row: Row) -> str:
     """lloyd2@ef21: two rows may share a codec."""
     feedback = text(row["feedback"])
     return text(row["codec"]) if feedback == "none" else f"{text(row['codec'])}@{feedback}"
-
-
-# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def _of_loss(others: Sequence[Row]) -> str:

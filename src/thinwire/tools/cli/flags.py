@@ -11,23 +11,13 @@ import typer
 
 from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
+from thinwire.tools.bench import link as links
+from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.record import BenchError
 from thinwire.tools.cli.screen import usage_errors
 
-
-class Device(StrEnum):
-    """Where tensors are, and kernels run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Optimizer(StrEnum):
-    """What a model is trained with, which decides the feedback of narrow codecs."""
-
-    adam = "adam"
-    sgd = "sgd"
-
-
+Device = StrEnum("Device", ["cpu", "cuda"])
+Optimizer = StrEnum("Optimizer", ["adam", "sgd"])
 _OPTION = re.compile(r"\s*\w+\s*=")  # "mode=affine"; a codec has a ":" or "(" before its first "="
 _COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) and byname(...)
 
@@ -51,7 +41,6 @@ def split_codecs(text: str) -> list[str]:
 
 
 def check_device(device: Device | None) -> None:
-    """Refuse a GPU that is not there."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu", param_hint="--device")
 
@@ -85,3 +74,9 @@ def writable(path: str | None, flag: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise typer.BadParameter(f"{path} cannot be written: name a file in a folder that exists", param_hint=flag)
+
+
+def shaped(link: str | None) -> ShapedLink | None:
+    """The link that --link names, if any."""
+    with usage_errors("--link", BenchError):
+        return links.parse(link) if link else None

@@ -35,8 +35,6 @@ def command(
 
     \b
     Example:
-      thinwire bench codec --quick --json codec.json
-      thinwire report codec.json
       thinwire report --markdown codec.json >> README.md
       thinwire report codec.json train.json --html page.html --png plots
       thinwire report before.json after.json --fail-on-regression
@@ -94,7 +92,6 @@ def _print(records: list[Record], names: list[str], console: Console, markdown: 
 
 
 def _why_not(records: list[Record]) -> str:
-    """Why these are no two records to compare."""
     kinds = list(dict.fromkeys(found.kind for found in records))
     if len(records) != 2:
         return f"expected two records to compare, got {len(records)}"

@@ -4,25 +4,16 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress as Bar,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-
-if TYPE_CHECKING:
-    from thinwire.tools.bench.record import Progress  # with torch
+from thinwire.tools.bench.record import Progress
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -33,12 +24,10 @@ class Group(TyperGroup):
     """The root command. A flag or a command that does not exist is answered with those that do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Its own flags."""
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Everything below it."""
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().invoke(ctx)
 
@@ -114,12 +103,13 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress() -> "Iterator[Progress]":
+def progress() -> Iterator[Progress]:
     """A bar on standard error with the case at hand and the time left; nothing where that is no terminal."""
     shown = console(stderr=True)
-    told = TextColumn("{task.description}")
-    parts = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Bar(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+    told = bars.TextColumn("{task.description}")
+    times = (bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn())
+    parts = (told, bars.BarColumn(), bars.MofNCompleteColumn(), *times)
+    with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
 
         def follow(cases: Sequence[Any]) -> Iterable[Any]:
             task = bar.add_task("", total=len(cases))
@@ -129,6 +119,21 @@ def progress() -> "Iterator[Progress]":
                 bar.advance(task)
 
         yield follow
+
+
+def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
+    """Write each file, and complain of those that cannot be written; whether all could. "-" is standard output."""
+    complaints = []
+    for path, write in files.items():
+        try:
+            write()
+        except OSError as error:
+            if path == "-":
+                raise
+            complaints.append(f"Error: {path} cannot be written: {error.strerror or error}")
+    for complaint in complaints:
+        typer.echo(complaint, err=True)
+    return not complaints
 
 
 @contextlib.contextmanager

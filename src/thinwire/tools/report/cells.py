@@ -43,14 +43,12 @@ class Column:
 
 
 def grid(title: str, rows: Sequence[Row], columns: Sequence[Column], labels: int) -> TextGrid:
-    """One line per row."""
     return TextGrid(
         title, [column.header for column in columns], [[c.cell(row) for c in columns] for row in rows], labels
     )
 
 
 def filled(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """The columns in which some row has a value."""
     return [column for column in columns if any(column.cell(row) != ABSENT for row in rows)]
 
 

@@ -12,14 +12,13 @@ one side of 1 is called a change.
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thinwire.tools.bench.record import Record, Row, Value
 from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, fixed, number, significant, text
-from thinwire.tools.report.qat import SPEED_LABELS
+from thinwire.tools.report.kinds import SPEED_LABELS
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
 ROUNDING = 1e-6  # relative; sums in another order differ by less
@@ -43,91 +42,67 @@ class Range:
     high: float | None = None
 
 
+Judge = Callable[[float, float, Row, Row], Range | None]  # of the old and the new number, and of their rows
+
+
 @dataclass(frozen=True)
-class Metric(ABC):
-    """A column to compare."""
+class Metric:
+    """A column to compare, and how: upwards is worse. Nothing is said where a row has no number."""
 
     column: str
-
-    def range(self, old: Row, new: Row) -> Range | None:
-        """What became of it, upwards being worse; None where one of the rows has no number."""
-        before = number(old.get(self.column))
-        after = number(new.get(self.column))
-        return None if before is None or after is None else self._range(before, after, old, new)
-
-    @abstractmethod
-    def _range(self, before: float, after: float, old: Row, new: Row) -> Range: ...
+    judge: Judge
 
 
-@dataclass(frozen=True)
-class Timed(Metric):
+def _timed(column: str, p20: str, p80: str, control: str) -> Metric:
     """A median with the columns of its 20th and 80th percentile, and of a time that should not have changed."""
 
-    p20: str
-    p80: str
-    control: str
-
-    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
-        low = _ratio(new.get(self.p20), old.get(self.p80))
-        high = _ratio(new.get(self.p80), old.get(self.p20))
+    def judge(before: float, after: float, old: Row, new: Row) -> Range:
+        low = _ratio(new.get(p20), old.get(p80))
+        high = _ratio(new.get(p80), old.get(p20))
         if low is None or high is None:
             return Range(_quotient(after, before))
-        drift = _ratio(new.get(self.control), old.get(self.control)) or 1.0
+        drift = _ratio(new.get(control), old.get(control)) or 1.0
         return Range(_quotient(after, before), low / max(1.0, drift), high / min(1.0, drift))
 
+    return Metric(column, judge)
 
-@dataclass(frozen=True)
-class Mean(Metric):
-    """A mean over seeds, with the column of its standard error."""
 
-    error: str
-    log: bool = False  # the column is a logarithm already: new over old is the exponential of its change
-    more_is_better: bool = False
+def _mean(column: str, error: str, over: Callable[[float, float], float], least: float = 0.0) -> Metric:
+    """A mean over seeds, with the column of its standard error; `over` says how much worse a number is than another."""
 
-    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
-        errors = [error for row in (old, new) if (error := number(row.get(self.error))) is not None]
+    def judge(before: float, after: float, old: Row, new: Row) -> Range:
+        errors = [found for row in (old, new) if (found := number(row.get(error))) is not None]
         if len(errors) < 2:
-            return Range(self._over(after, before))
+            return Range(over(after, before))
         slack = SIGMAS * math.hypot(*errors)
-        ends = [after - slack, after + slack] if self.log else _either_way(after, slack)
-        return Range(self._over(after, before), *sorted(self._over(end, before) for end in ends))
+        ends = [max(least, after - slack), after + slack]
+        return Range(over(after, before), *sorted(over(end, before) for end in ends))
 
-    def _over(self, after: float, before: float) -> float:
-        if self.log:
-            return math.exp(after - before) if after - before < MOST_LOG else math.inf
-        return _quotient(before, after) if self.more_is_better else _quotient(after, before)
+    return Metric(column, judge)
 
 
-@dataclass(frozen=True)
-class Computed(Metric):
+def _computed(column: str, relative: float = ROUNDING, absolute: float = 0.0) -> Metric:
     """A number that a run computes rather than times."""
 
-    relative: float = ROUNDING
-    absolute: float = 0.0
+    def judge(before: float, after: float, old: Row, new: Row) -> Range:
+        slack = relative * abs(before) + absolute
+        return Range(*(_quotient(end, before) for end in (after, max(0.0, after - slack), after + slack)))
 
-    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
-        slack = self.relative * abs(before) + self.absolute
-        return Range(_quotient(after, before), *(_quotient(end, before) for end in _either_way(after, slack)))
+    return Metric(column, judge)
 
 
-@dataclass(frozen=True)
-class Promise(Metric):
+def _promise(column: str, kept: bool) -> Metric:
     """Something that has to hold, true or false; that it no longer does is always a regression."""
 
-    kept: bool
+    def judge(before: float, after: float, old: Row, new: Row) -> Range | None:
+        change = 0.0 if after == kept else math.inf
+        return None if before == after else Range(change, change, change)
 
-    def range(self, old: Row, new: Row) -> Range | None:
-        return None if old.get(self.column) == new.get(self.column) else super().range(old, new)
-
-    def _range(self, before: float, after: float, old: Row, new: Row) -> Range:
-        change = 0.0 if after == self.kept else math.inf
-        return Range(change, change, change)
+    return Metric(column, judge)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One column of one pair of rows."""
-
     labels: tuple[str, ...]
     column: str
     old: str
@@ -144,8 +119,6 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of the rows that two records share."""
-
     old: Record
     new: Record
     changes: list[Change]
@@ -159,12 +132,10 @@ class Comparison:
 
 
 def comparable(records: Sequence[Record]) -> bool:
-    """Whether these are two records of one kind that share a row."""
     return len(records) == 2 and records[0].kind == records[1].kind and bool(_pairs(*records))
 
 
 def compare(old: Record, new: Record) -> Comparison:
-    """Row by row: rows are the same where their labels are."""
     pairs = _pairs(old, new)
     changes = [
         change for key, (before, after) in pairs.items() for change in _changes(old.kind, key[:-1], before, after)
@@ -232,7 +203,11 @@ def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator
         column = metric.column
         # A number was there and now is not: the run diverged, or a kernel failed.
         gone = number(old.get(column)) is not None and column in new and new[column] is None
-        found = Range(math.inf, math.inf, math.inf) if gone else metric.range(old, new)
+        before = number(old.get(column))
+        after = number(new.get(column))
+        found = Range(math.inf, math.inf, math.inf) if gone else None
+        if before is not None and after is not None:
+            found = metric.judge(before, after, old, new)
         if found is not None:
             yield Change(labels, column, _shown(old.get(column)), _shown(new.get(column)), found)
 
@@ -251,9 +226,9 @@ def _quotient(new: float, old: float) -> float:
     return 1.0 if new == old else new / old if old else math.inf
 
 
-def _either_way(value: float, slack: float) -> list[float]:
-    """Of a value that is never negative, so that nothing over nothing stays in the range."""
-    return [max(0.0, value - slack), value + slack]
+def _log_quotient(new: float, old: float) -> float:
+    """Of numbers that are logarithms already."""
+    return math.exp(new - old) if new - old < MOST_LOG else math.inf
 
 
 LABELS: dict[str, tuple[str, ...]] = {
@@ -264,26 +239,26 @@ LABELS: dict[str, tuple[str, ...]] = {
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
 }
 METRICS: dict[str, tuple[Metric, ...]] = {
-    "codec": (Computed("wire_bits"), Computed("nmse")),
-    "kernels": (Timed("ms_p50", "ms_p20", "ms_p80", control="copy_ms"),),
+    "codec": (_computed("wire_bits"), _computed("nmse")),
+    "kernels": (_timed("ms_p50", "ms_p20", "ms_p80", control="copy_ms"),),
     "collectives": (
-        Timed("ms_p50", "ms_p20", "ms_p80", control="plain_ms"),
-        Computed("bytes_formula"),
-        Computed("rel_error", absolute=FP32),
-        Promise("identical", kept=True),
+        _timed("ms_p50", "ms_p20", "ms_p80", control="plain_ms"),
+        _computed("bytes_formula"),
+        _computed("rel_error", absolute=FP32),
+        _promise("identical", kept=True),
     ),
     "train": (
-        Mean("loss_log_ratio", "loss_log_ratio_error", log=True),
-        Mean("val_gap_nats", "val_gap_error", log=True),
-        Timed("step_ms", "step_ms_p20", "step_ms_p80", control="compute_ms"),
-        Computed("bytes_per_step", relative=HEADERS),
-        Promise("diverged", kept=False),
-        Promise("identical", kept=True),
+        _mean("loss_log_ratio", "loss_log_ratio_error", _log_quotient, -math.inf),
+        _mean("val_gap_nats", "val_gap_error", _log_quotient, -math.inf),
+        _timed("step_ms", "step_ms_p20", "step_ms_p80", control="compute_ms"),
+        _computed("bytes_per_step", relative=HEADERS),
+        _promise("diverged", kept=False),
+        _promise("identical", kept=True),
     ),
     "qat": (
-        Mean("train_loss", "train_loss_error"),
-        Mean("accuracy", "accuracy_error", more_is_better=True),
-        Timed("ms_p50", "ms_p20", "ms_p80", control="floor_ms"),
-        Computed("peak_bytes_per_element"),
+        _mean("train_loss", "train_loss_error", _quotient),
+        _mean("accuracy", "accuracy_error", lambda new, old: _quotient(old, new)),
+        _timed("ms_p50", "ms_p20", "ms_p80", control="floor_ms"),
+        _computed("peak_bytes_per_element"),
     ),
 }

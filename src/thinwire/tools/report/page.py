@@ -1,21 +1,22 @@
 """One self-contained HTML page: tables, and charts as inline SVG. No scripts, no fonts, nothing to fetch."""
 
+import html
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
 from thinwire.tools.bench.record import Record, Value, version
-from thinwire.tools.report import charts, compare, tables
+from thinwire.tools.report import charts, compare, kinds, tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, distinct, text
 from thinwire.tools.report.charts import Chart, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT
-from thinwire.tools.report.markup import Html, element, join, trusted
 
 TITLE = "thinwire report"
 INDEX = "index.html"
 # Nothing may be fetched, whatever a record says; a browser that finds an icon here does not ask a server for one.
+_EMPTY = {"meta", "link", "br"}  # elements without an end
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _NOUNS = {
     "codec": "Codecs",
@@ -27,10 +28,29 @@ _NOUNS = {
 _SUBJECTS = {"collectives": ("link",), "train": ("task", "link"), "qat": ("task",)}
 
 
+class Html(str):
+    """Text that is HTML: what is not is escaped when it becomes part of an element."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *children: str | Iterable[str], **attributes: str | None) -> Html:
+    """<name attributes>children</name>; an attribute's "_" is a "-", a last one is dropped: class_="x"."""
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    start = "".join((name, *(f' {key}="{_escaped(value)}"' for key, value in given.items())))
+    return Html(f"<{start}>" if name in _EMPTY else f"<{start}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[str | Iterable[str]]) -> Html:
+    return Html("".join(_escaped(child) if isinstance(child, str) else join(child) for child in children))
+
+
+def _escaped(child: str) -> str:
+    return child if isinstance(child, Html) else html.escape(text(child))
+
+
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it."""
-
     heading: str
     told: str = ""
     charts: Sequence[Chart] = ()
@@ -57,7 +77,6 @@ def write(
 
 
 def save(text_of_page: str, path: Path) -> None:
-    """Write a page, in a directory that is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text_of_page, encoding="utf-8")
 
@@ -92,7 +111,7 @@ def page(
     for record, name in zip(records, names or [""] * len(records), strict=True):
         heading = f"{_heading(record)} ({name})" if name else _heading(record)
         told = tables.conditions(record)
-        sections += [Section(heading, told, charts.of(record), tables.grids(record), record.conditions)]
+        sections += [Section(heading, told, charts.of(record), kinds.grids(record), record.conditions)]
     placed = {f"part{number}": section for number, section in enumerate(sections, 1)}
     footer = element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
     main = element("main", [_drawn(place, section) for place, section in placed.items()])
@@ -118,7 +137,7 @@ def _head(title: str) -> Html:
         element("meta", name="color-scheme", content="light dark"),
         element("link", rel="icon", href="data:,"),
         element("title", title),
-        element("style", trusted(_style())),
+        element("style", Html(_style())),
     )
 
 
@@ -130,7 +149,7 @@ def _header(title: str, notes: Sequence[str], placed: Mapping[str, Section]) -> 
 
 def _drawn(place: str, section: Section) -> Html:
     figures = [
-        element("figure", element("figcaption", chart.title), trusted(draw.svg(chart, f"{place}c{number}")))
+        element("figure", element("figcaption", chart.title), Html(draw.svg(chart, f"{place}c{number}")))
         for number, chart in enumerate(section.charts)
     ]
     terms = [join([element("dt", name), element("dd", text(value))]) for name, value in section.conditions.items()]

@@ -1,10 +1,6 @@
-"""Records as tables, for a terminal and for Markdown.
-
-To add the tables of a kind: write a function Record -> list[Grid] and enter it in `_GRIDS`.
-"""
+"""Records as tables, for a terminal and for Markdown."""
 
 import sys
-from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,23 +8,12 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.tools.bench.record import Record, Row, Value
-from thinwire.tools.report import cells, kernels, qat
-from thinwire.tools.report.cells import ABSENT, Column, TextGrid, counted, distinct, fixed, listed, significant, text
-
-
-def grids(record: Record) -> list[TextGrid]:
-    """The tables of a record."""
-    return _GRIDS[record.kind](record) if record.rows else [TextGrid(f"{record.kind}: no rows", [], [])]
-
-
-def grid(record: Record) -> TextGrid:
-    """The first table of a record, which for most kinds is the only one."""
-    return grids(record)[0]
+from thinwire.tools.bench.record import Record
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, text
+from thinwire.tools.report.kinds import grids
 
 
 def show(record: Record, console: Console) -> None:
-    """Print the tables and the conditions."""
     for place, laid in enumerate(grids(record)):
         if place:
             console.print()
@@ -47,7 +32,6 @@ def show_grid(laid: TextGrid, console: Console) -> None:
 
 
 def markdown(record: Record) -> str:
-    """The same tables in Markdown."""
     return "\n".join([*map(markdown_grid, grids(record)), conditions(record)])
 
 
@@ -59,7 +43,6 @@ def markdown_grid(laid: TextGrid) -> str:
 
 
 def conditions(record: Record) -> str:
-    """One line that says where the numbers come from."""
     have = {name: text(value) for name, value in record.conditions.items()}
     device = "" if have["device"] == "cpu" else f"{have['device']}, "
     triton = f"triton {have['triton']}, " if device and have["triton"] != ABSENT else ""
@@ -71,107 +54,7 @@ def conditions(record: Record) -> str:
     return "; ".join([*parts, "interrupted"] if record.conditions.get("interrupted") else parts)
 
 
-def _codec_grids(record: Record) -> list[TextGrid]:
-    names = distinct(record.rows, "distribution")
-    at = {(text(row["codec"]), text(row["distribution"])): row for row in record.rows}
-    scored = "gaussian" if "gaussian" in names else names[0]
-    rows = []
-    for codec in distinct(record.rows, "codec"):
-        found: list[Row] = [at.get((codec, name), {}) for name in names]
-        bits = next(row["wire_bits"] for row in found if row)
-        lost = (cells.scientific(row.get("nmse")) for row in found)
-        rows.append([codec, fixed(bits, 2), *lost, fixed(at.get((codec, scored), {}).get("db_above_rd"), 2)])
-    title = f"NMSE by distribution. bits: all bytes of the wire; dB: above the Gaussian bound at those bits ({scored})"
-    return [TextGrid(title, ["codec", "bits", *names, "dB"], rows)]
-
-
-def _collectives_grids(record: Record) -> list[TextGrid]:
-    threads, cores = listed(record.rows, "threads", "cores")
-    title = (
-        f"Ranks of {counted(threads, 'thread')} on {counted(cores, 'core')}. ×plain, ×bf16: torch's time over "
-        "thinwire's; bytes: sent per rank; limit: share of the link's rate; CPU ms: per rank"
-    )
-    return [cells.grid(title, record.rows, _COLLECTIVES, 5)]
-
-
-def _algorithm(row: Row) -> str:
-    return f"auto: {text(row['algorithm'])}" if row.get("auto") else text(row["algorithm"])
-
-
-def _world(row: Row) -> str:
-    return f"{text(row['world'])} on {text(row['nodes'])} nodes" if row.get("nodes") else text(row["world"])
-
-
-def _train_grids(record: Record) -> list[TextGrid]:
-    columns = [Column("codec", _scheme), Column.of("feedback", "feedback", text), *cells.filled(_TRAIN, record.rows)]
-    return [cells.grid(_train_title(record.rows), record.rows, columns, 2)]
-
-
-def _train_title(rows: Sequence[Row]) -> str:
-    task, optimizer, world, link, seeds, steps = listed(rows, "task", "optimizer", "world", "link", "seeds", "steps")
-    floors = [f"{fixed(rows[0]['noise_floor'], 3)} in ln(loss)"] if rows[0]["noise_floor"] is not None else []
-    floors += [f"{fixed(rows[0]['val_noise_floor'], 3)} nats"] if rows[0].get("val_noise_floor") is not None else []
-    parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
-    parts += [f"two fp32 seeds differ by {' and '.join(floors)}"] if floors else []
-    parts += ["×plain, ×bf16, ×PowerSGD: torch's time per step over this one's"]
-    shaped = any(row.get("over_limit") is not None for row in rows)
-    parts += ["limit: compute plus bytes over the link's rate"] if shaped else []
-    return (
-        f"{task} with {optimizer}, {world} ranks, {link}, {counted(seeds, 'seed')} of {steps} steps. {'; '.join(parts)}"
-    )
-
-
-def _scheme(row: Row) -> str:
-    return f"{text(row['codec'])}{' (control)' if row.get('control') else ' (peer)' if row.get('peer') else ''}"
-
-
-def _log_ratio(row: Row) -> str:
-    return "diverged" if row.get("diverged") else cells.signed(row.get("loss_log_ratio"))
-
-
-def _verdict(value: Value) -> str:
-    return ABSENT if value is None else "yes" if value else "NO"
-
-
-_SPEEDUPS = (Column.of("×plain", "speedup_plain", significant), Column.of("×bf16", "speedup_bf16", significant))
-_IDENTICAL = Column.of("identical", "identical", _verdict)
-_COLLECTIVES = (
-    *(Column.of(name, name, text) for name in ("verb", "codec")),
-    Column("algorithm", _algorithm),
-    Column("world", _world),
-    *(Column.of(name, name, text) for name in ("link", "numel")),
-    Column.of("ms", "ms_p50", significant),
-    *_SPEEDUPS,
-    Column.of("bytes", "bytes_per_rank", lambda value: fixed(value, 0)),
-    Column.of("limit", "wire_limit_share", cells.percent),
-    Column.of("CPU ms", "cpu_ms_per_rank", significant),
-    Column.of("rel. error", "rel_error", cells.scientific),
-    _IDENTICAL,
-)
-_TRAIN = (
-    Column.of("loss", "loss", significant),
-    Column("log ratio", _log_ratio),
-    Column.of("± (loss)", "loss_log_ratio_error", lambda value: fixed(value, 3)),
-    Column.of("val. gap", "val_gap_nats", lambda value: cells.signed(value, 4)),
-    Column.of("± (val.)", "val_gap_error", lambda value: fixed(value, 4)),
-    Column.of("ms", "step_ms", significant),
-    *_SPEEDUPS,
-    Column.of("×PowerSGD", "speedup_powersgd", significant),
-    Column.of("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
-    Column.of("over limit", "over_limit", cells.percent),
-    Column.of("extra MB", "extra_bytes", lambda value: significant(value, 1e-6)),
-    _IDENTICAL,
-)
-_GRIDS: dict[str, Callable[[Record], list[TextGrid]]] = {
-    "codec": _codec_grids,
-    "kernels": kernels.grids,
-    "collectives": _collectives_grids,
-    "train": _train_grids,
-    "qat": qat.grids,
-}
-
-
-_STYLES: dict[cells.Tone, str] = {"": "", "good": "green", "bad": "bold red"}
+_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red"}
 
 
 def _rich(laid: TextGrid, *, ruled: bool) -> Table:

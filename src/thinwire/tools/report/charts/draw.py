@@ -7,9 +7,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MANY = 24  # bars; more of them are not written beside
-FARTHEST = 1e100  # from zero, on an axis
 MARGIN = 0.75  # inches, as the next two
 LEGEND_LINE = 0.2
 LEAST = 2.2
@@ -43,7 +40,6 @@ class PlotError(ThinwireError, RuntimeError):
 
 
 def check() -> None:
-    """Raise PlotError unless charts can be drawn."""
     if find_spec("matplotlib") is None:
         raise PlotError("plots are drawn by matplotlib, which is not installed: pip install 'thinwire[report]'")
 
@@ -76,35 +72,12 @@ def svg(chart: Chart, prefix: str) -> str:
 
 
 def _save(chart: Chart, form: str, *, title: bool, **options: Any) -> bytes:
-    chart = _drawable(chart)
     with _settings() as figure_of:
         figure = figure_of(figsize=(WIDTH, _height(chart, title)))
         _fill(figure, chart, title)
         data = io.BytesIO()
         figure.savefig(data, format=form, **options)
     return data.getvalue()
-
-
-def _drawable(chart: Chart) -> Chart:
-    """The chart without what is farther than any axis can show: matplotlib computes with the ends of an axis."""
-    marks = [mark for mark in chart.marks if _is_near(mark.low) and _is_near(mark.high or 0.0)]
-    if isinstance(chart, Lines):
-        return replace(chart, curves=list(map(_near, chart.curves)), marks=marks)
-    series = [
-        replace(part, values=[value if value is not None and _is_near(value) else None for value in part.values])
-        for part in chart.series
-    ]
-    return replace(chart, series=series, marks=marks)
-
-
-def _near(curve: Curve) -> Curve:
-    kept = [_is_near(x) and _is_near(y) for x, y in curve.points]
-    errors = curve.errors and list(compress(curve.errors, kept))
-    return replace(curve, points=list(compress(curve.points, kept)), errors=errors)
-
-
-def _is_near(value: float) -> bool:
-    return abs(value) < FARTHEST
 
 
 @contextlib.contextmanager
@@ -232,7 +205,7 @@ def _cut(axes: "Axes", chart: Bars) -> None:
 
 def _width_of(error: float | None) -> float:
     """Of an error bar; a record may say that an error is negative, which none is."""
-    return min(max(0.0, error or 0.0), FARTHEST)
+    return max(0.0, error or 0.0)
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:

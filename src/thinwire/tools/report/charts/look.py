@@ -10,8 +10,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of a page and of what is drawn on it."""
-
     page: str
     ink: str
     grid: str

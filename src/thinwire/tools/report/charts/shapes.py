@@ -3,16 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thinwire.tools.bench.record import Row
+from thinwire.tools.bench.record import Row, Value
+from thinwire.tools.report import cells
 from thinwire.tools.report.cells import text
 
 Number = float | None
+FARTHEST = 1e100  # from zero; matplotlib computes with the ends of an axis
+
+
+def number(value: Value, times: float = 1) -> Number:
+    """The value, `times` as large, where it is a number that an axis can show."""
+    found = cells.number(value, times)
+    return None if found is None or abs(found) > FARTHEST else found
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What is measured, with its unit."""
-
     label: str
     log: bool = False
     most: float | None = None  # what lies beyond would leave the others no room: it is written at the edge
@@ -45,6 +51,9 @@ class Values:
     values: Sequence[Number]
     errors: Sequence[Number] | None = None
 
+    def __bool__(self) -> bool:
+        return any(value is not None for value in self.values)
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -59,7 +68,7 @@ class Bars:
     points: bool = False  # even on an axis with a zero
 
     def __bool__(self) -> bool:
-        return any(value is not None for values in self.series for value in values.values)
+        return any(self.series)
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves over a common axis."""
-
     name: str  # of its file
     title: str
     across: Axis
@@ -95,8 +102,12 @@ Name = Callable[[Row], str]
 
 
 def named(column: str) -> Name:
-    """The text of a row in that column."""
     return lambda row: text(row[column])
+
+
+def column(rows: Sequence[Row], name: str, column: str, times: float = 1) -> Values:
+    """The values of a column, `times` as large; an older record may lack it."""
+    return Values(name, [number(row.get(column), times) for row in rows])
 
 
 def by_label(

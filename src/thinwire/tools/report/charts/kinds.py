@@ -1,0 +1,275 @@
+"""The charts of every kind of record. To add those of a kind: write a function Record -> list[Chart], and list it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from thinwire.tools.bench.record import CURVE, Record, Row
+from thinwire.tools.report.cells import alike, counted, distinct, listed, text, varying
+from thinwire.tools.report.charts import shapes
+from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
+from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, short
+
+NMSE = Axis("NMSE: squared error / squared norm", log=True)
+SHARE = Axis("speed, % of a copy of the same bytes")
+GAIN = Axis("speed-up: torch's time / thinwire's")
+RATIO = Axis("ln(loss / fp32's loss)")
+COPY = Mark("a copy", 100.0)
+EVEN = Mark("as fast as torch", 1.0)
+SENT = "sent per rank, {} per step"
+LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
+MOST_BITS = 9  # casts to 16 bits would leave the others no room
+SPARE = 1.2  # room beyond the largest value
+WIDE = 20.0  # the loss of a run that falls by more is drawn on a logarithmic axis
+CODEC = shapes.named("codec")
+OP = shapes.named("op")
+_FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
+_RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
+
+
+def _codec(record: Record) -> list[Chart]:
+    """Error against bits on a Gaussian, or on the first distribution there is; error by codec and distribution."""
+    names = distinct(record.rows, "distribution")
+    lossy = {CODEC(row) for row in record.rows if number(row["nmse"])}
+    rows = [row for row in record.rows if CODEC(row) in lossy]
+    values = shapes.by_label(rows, CODEC, shapes.named("distribution"), lambda row: number(row["nmse"]) or None)
+    rate = _rate(record.rows, "gaussian" if "gaussian" in names else names[0])
+    return [rate, Bars("distributions", "Error by distribution", NMSE, *values)]
+
+
+def _rate(rows: list[Row], distribution: str) -> Lines:
+    shown = [row for row in rows if text(row["distribution"]) == distribution and _place(row)[0]]
+    found = shapes.by_name(shown, _family, _place, joined=False)
+    most = max((x for curve in found for x, _ in curve.points), default=1.0)
+    bound = [(bits, 2.0 ** (-2 * bits)) for bits in (0.5, most)]
+    levels = [(float(bits), lost) for bits, lost in LLOYD_MAX.items()]
+    known = {"Lloyd-Max quantiser of a Gaussian": levels, "rate-distortion bound of a Gaussian": bound}
+    curves = [*found, *(Curve(name, points, known=True) for name, points in known.items())]
+    across = Axis("bits per element, scales and header included")
+    return Lines("rate", f"Error against bits on the wire, {distribution} data", across, NMSE, curves)
+
+
+def _place(row: Row) -> tuple[Number, Number]:
+    """(bits, NMSE) of a row that can be drawn on a logarithmic axis."""
+    bits = number(row["wire_bits"])
+    lost = number(row["nmse"])
+    return (bits, lost) if bits and lost and bits <= MOST_BITS and lost > 0 else (None, None)
+
+
+def _family(row: Row) -> str:
+    """int4:block=32 is one of the integers."""
+    stem = re.match(r"[a-z]*", CODEC(row))
+    return _FAMILIES.get(stem[0] if stem else "", "casts")
+
+
+def _kernels(record: Record) -> list[Chart]:
+    card = record.conditions["device"]
+    return by_part([{**row, "card": card} for row in record.rows], _PARTS)
+
+
+def _shares(rows: list[Row]) -> Bars:
+    backend, device, dtype, numel, threads, card = (
+        text(rows[0][name]) for name in ("backend", "device", "dtype", "numel", "threads", "card")
+    )
+    where = counted(threads, "CPU thread") if device == "cpu" else card
+    title = f"Speed of the {backend} kernels: {where}, {numel} elements of {dtype}"
+    return Bars("kernels", title, SHARE, *shapes.by_label(rows, CODEC, OP, _percent), [COPY], points=True)
+
+
+def _percent(row: Row) -> Number:
+    return number(row["copy_share"], 100)
+
+
+def _sizes(rows: list[Row]) -> Lines:
+    curves = shapes.by_name(
+        rows, lambda row: f"{CODEC(row)} {short(row)}", lambda row: (number(nbytes_of(row), 1e-6), _percent(row))
+    )
+    return Lines("sizes", f"Speed of {OP(rows[0])} by size", Axis("tensor, MB", log=True), SHARE, curves, [COPY])
+
+
+def _replays(rows: list[Row]) -> list[Chart]:
+    labels = [f"{CODEC(row)}, {text(row['numel'])} elements" for row in rows]
+    series = [shapes.column(rows, "codec", "ms_p50", 1e3), shapes.column(rows, "a copy of the message", "copy_ms", 1e3)]
+    title = "Fixed cost of a small message: encode, recode and decode as one CUDA graph"
+    return [Bars("replay", title, Axis("time, µs"), labels, series)]
+
+
+def _rivals(rows: list[Row]) -> list[Chart]:
+    title = f"Kernels beside torch's quantisation hooks, {listed(rows, 'numel')[0]} elements"
+    values = shapes.by_label(rows, CODEC, OP, lambda row: number(row["ms_p50"]))
+    return [Bars("rivals", title, Axis("time, ms", log=True), *values)]
+
+
+_PARTS: dict[str, Callable[[list[Row]], list[Chart]]] = {
+    "codecs": lambda rows: list(map(_shares, alike(rows, "backend", "device", "dtype", "numel", "threads"))),
+    "sizes": lambda rows: list(map(_sizes, alike(rows, "op"))),
+    "replay": _replays,
+    "rivals": _rivals,
+}
+
+
+def _collectives(record: Record) -> list[Chart]:
+    """Two for each world and link; where messages of several sizes were sent, one of speed-up by size for each verb."""
+    found: list[Chart] = []
+    for rows in alike(record.rows, "world", "link"):
+        if len(distinct(rows, "numel")) > 1:
+            found += map(_by_size, alike(rows, "verb"))
+        else:
+            found += _by_codec(rows)
+    return found
+
+
+def _where(rows: list[Row]) -> str:
+    return f"{', '.join(distinct(rows, 'verb'))} of {text(rows[0]['world'])} ranks, {text(rows[0]['link'])}"
+
+
+def _by_codec(rows: list[Row]) -> list[Chart]:
+    """Codecs, after their verbs where there are several; of an automatic choice, the algorithm it took.
+
+    Bytes are those counted, else what the schedule says.
+    """
+    labels = [f"auto: {text(row['algorithm'])}" if row.get("auto") else CODEC(row) for row in rows]
+    if len(distinct(rows, "verb")) > 1:
+        labels = [f"{text(row['verb'])} {label}" for row, label in zip(rows, labels, strict=True)]
+    series = [shapes.column(rows, f"over {rival}", name) for rival, name in _RIVALS.items()]
+    counted = [(number(row["bytes_per_rank"]), number(row["bytes_formula"])) for row in rows]
+    axis, sent = shapes.in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
+    return [
+        Bars("speedup", f"Speed-up: {_where(rows)}", GAIN, labels, series, [EVEN]),
+        Bars("sent", f"Sent per rank: {_where(rows)}", axis, labels, [Values("sent", sent)]),
+    ]
+
+
+def _by_size(rows: list[Row]) -> Lines:
+    doubled = [{**row, "rival": rival, "gain": row[column]} for row in rows for rival, column in _RIVALS.items()]
+    doubled.sort(key=lambda row: distinct(rows, "codec").index(CODEC(row)))
+    curves = shapes.by_name(
+        doubled,
+        lambda row: f"{CODEC(row)} over {row['rival']}",
+        lambda row: (number(row["numel"]), number(row["gain"])),
+    )
+    across = Axis("message, elements", log=True)
+    return Lines("speedup", f"Speed-up by size: {_where(rows)}", across, GAIN, curves, [EVEN])
+
+
+def _train(record: Record) -> list[Chart]:
+    """Loss curves, what compression did to the loss, what it sends, what a step takes."""
+    rows = record.rows
+    where = "{}, {} ranks, {}".format(*listed(rows, "task", "world", "link"))
+    labels = list(map(_scheme, rows))
+    axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
+    limits = shapes.column(rows, "compute + bytes / link rate", "limit_ms")
+    times = [shapes.column(rows, "step", "step_ms"), *filter(None, [limits])]
+    compute = number(rows[0]["compute_ms"])
+    alone = [] if compute is None else [Mark("compute alone", compute)]
+    return [
+        _losses(rows, f"Training loss: {where}"),
+        _ratios(rows, f"Loss against fp32: {where}"),
+        _against_bytes(rows, f"Loss against bytes: {where}"),
+        Bars("bytes", f"Bytes: {where}", axis, labels, [Values("sent", sent)]),
+        Bars("step_time", f"Time per step: {where}", Axis("time, ms"), labels, times, alone),
+    ]
+
+
+def _scheme(row: Row) -> str:
+    """lloyd2 @ ef21: the codec, and its feedback where it has one."""
+    feedback = text(row["feedback"])
+    return CODEC(row) if feedback == "none" else f"{CODEC(row)} @ {feedback}"
+
+
+def _is_plain(row: Row) -> bool:
+    return row["codec"] == "none"
+
+
+def _losses(rows: list[Row], title: str) -> Lines:
+    curves = [Curve(_scheme(row), _points(row), dots=False, under=_is_plain(row)) for row in rows]
+    losses = [loss for curve in curves for _, loss in curve.points]
+    log = bool(losses) and min(losses) > 0 and max(losses) > WIDE * min(losses)
+    return Lines("loss", title, Axis("step"), Axis("loss", log), curves)
+
+
+def _points(row: Row) -> list[tuple[float, float]]:
+    curve = row.get(CURVE)
+    places = [(number(step), number(loss)) for step, loss in curve] if isinstance(curve, list) else []
+    return [(step, loss) for step, loss in places if step is not None and loss is not None]
+
+
+def _marks(rows: list[Row]) -> list[Mark]:
+    """fp32, and what another seed does to it."""
+    floor = number(rows[0]["noise_floor"])
+    return [Mark("fp32", 0.0), *([] if floor is None else [Mark("noise of fp32's seeds", -floor, floor)])]
+
+
+def _ratios(rows: list[Row], title: str) -> Bars:
+    kept = [row for row in rows if not _is_plain(row)]
+    errors = [number(row.get("loss_log_ratio_error")) for row in kept]
+    series = [replace(shapes.column(kept, "mean ± standard error", "loss_log_ratio"), errors=errors)]
+    axis = replace(RATIO, most=_room(kept))
+    return Bars("loss_ratio", title, axis, list(map(_scheme, kept)), series, _marks(rows), points=True)
+
+
+def _room(rows: list[Row]) -> Number:
+    """What the axis needs for all but the controls, which ought to fail; None where that is as much as all need."""
+    ends = {True: [0.0], False: [number(row["noise_floor"]) or 0.0 for row in rows]}
+    for row in rows:
+        ends[bool(row.get("control"))].append(number(row["loss_log_ratio"]) or 0.0)
+    most = SPARE * max(ends[False], default=0.0)
+    return most if 0 < most < max(ends[True]) else None
+
+
+def _against_bytes(rows: list[Row], title: str) -> Lines:
+    """Without the controls, which ought to fail and would leave the others no room."""
+    placed = [row for row in rows if not row.get("control") and number(row["bytes_per_step"])]
+    placed = [] if all(map(_is_plain, placed)) else placed
+    across, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in placed], log=True)
+    curves = [
+        Curve(_scheme(row), [(x, y)], [number(row.get("loss_log_ratio_error"))], joined=False)
+        for row, x in zip(placed, sent, strict=True)
+        if x is not None and (y := number(row["loss_log_ratio"])) is not None
+    ]
+    return Lines("loss_bytes", title, across, RATIO, curves, _marks(rows))
+
+
+def _qat(record: Record) -> list[Chart]:
+    """Loss and accuracy by method and bits, two for each task; what the kernels cost, two."""
+    found: list[Chart] = []
+    for rows in alike([row for row in record.rows if not is_speed(row)], "task"):
+        task = text(rows[0]["task"])
+        losses = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["train_loss"]))
+        shares = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["accuracy"], 100))
+        loss = Axis("training loss", log=True)
+        right = Axis("test accuracy, %")
+        found += [
+            Bars("qat_loss", f"Training loss by method and bits: {task}", loss, *losses, points=True),
+            Bars("qat_accuracy", f"Test accuracy by method and bits: {task}", right, *shares, points=True),
+        ]
+    speed = [row for row in record.rows if is_speed(row)]
+    return [*found, *_speeds(speed)] if speed else found
+
+
+def _speeds(rows: list[Row]) -> list[Chart]:
+    names = varying(rows, SPEED_LABELS)
+    labels = [" ".join(text(row.get(name)) for name in names) for row in rows]
+    costs = [shapes.column(rows, "thinwire", "times_floor"), shapes.column(rows, "torch", "torch_times_floor")]
+    floor = Axis("time / time of reading and writing each tensor once")
+    gain = [shapes.column(rows, GAIN.label, "times_torch")]
+    return [
+        Bars(
+            "qat_floor", "Cost of fake quantisation", floor, labels, list(filter(None, costs)), [Mark("the floor", 1)]
+        ),
+        Bars("qat_speedup", "Fake quantisation beside torch's", GAIN, labels, gain, [EVEN]),
+    ]
+
+
+_KINDS: dict[str, Callable[[Record], list[Chart]]] = {
+    "codec": _codec,
+    "kernels": _kernels,
+    "collectives": _collectives,
+    "train": _train,
+    "qat": _qat,
+}
+
+
+def of(record: Record) -> list[Chart]:
+    """The charts of a record, those with nothing to show left out."""
+    return [chart for chart in _KINDS[record.kind](record) if chart] if record.rows else []
