@@ -240,7 +240,7 @@ def test_every_tensor_at_an_odd_address(codec: Codec, place: Place) -> None:
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     n = 3 * 2**13 + 4099
     before = torch.get_num_threads()
-    monkeypatch.setattr(cpu, "_ELEMENTS_A_THREAD", 2**13)
+    monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 2**13)
     x = cases.content("gaussian", n)
     x[2345] = torch.nan
     x[n // 3 : n // 3 + 900] *= 1e-30
@@ -275,7 +275,7 @@ def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPa
 @each_place
 @pytest.mark.parametrize("codec", [BlockInt(8), BlockInt(3, 40, "affine", "stochastic"), Lloyd(4)], ids=str)
 def test_callers_at_once(codec: Codec, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_ELEMENTS_A_THREAD", 2**15)
+    monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 2**15)
     n = 2**16 + 13
     xs = [cases.content("gaussian", n, seed=caller).to(place.device) for caller in range(4)]
 

@@ -266,7 +266,7 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @custom_op("thinwire::reduce_scatter", mutates_args=())
 def _reduce_scatter(
-    x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int
+    x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
 ) -> Tensor:
     _check(op, codec, backward_codec)
     dim = _check_dim(x, dim)
