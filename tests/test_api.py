@@ -1,7 +1,10 @@
 """What callers of verbs rely on: counted steps, explanations that communicate nothing, torch's kind of Work."""
 
 import logging
+import subprocess
+import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -132,7 +135,6 @@ def test_measuring_goes_up_to_the_size_asked_for_and_says_so_once(ranks: RankPoo
         assert algorithm in ("plain", "one_shot", "two_phase")
         assert "Gbit/s per rank" in told
         assert largest <= max(numel, 256)
-        assert numel <= 2 * largest
     first, second = (lines for *_, lines in found)
     assert len(first) == 1
     assert "measuring the link of this group" in first[0]
@@ -221,3 +223,73 @@ def many_sizes(group: Group, most: int) -> int:
 def test_plans_of_ever_new_sizes_are_forgotten(ranks: RankPool) -> None:
     for count in ranks(2).run(many_sizes, 8):
         assert 0 < count <= 8
+
+
+def exchange_by_size(group: Group) -> list[str]:
+    """A codec that depends on sizes, which only their own rank knows."""
+    fresh = dist.new_group()
+    codec = "bysize(small=bf16; large=int8; min_numel=100)"
+    found = []
+    for rows in (10, 200 if group.rank() == 0 else 10):
+        splits = [rows if rank == group.rank() else 10 for rank in range(group.size())]
+        sent = [torch.ones(10) for _ in splits]
+        sent[group.rank()] = torch.ones(splits[group.rank()])
+        came = [torch.zeros(tensor.numel()) for tensor in sent]
+        thinwire.all_to_all(came, sent, fresh, codec=codec, algorithm="compressed")
+        found.append(str([float(tensor.mean()) for tensor in came]))
+    return found
+
+
+def test_ranks_exchange_with_a_codec_that_depends_on_sizes(ranks: RankPool) -> None:
+    for found in ranks(2).run(exchange_by_size):
+        assert found == ["[1.0, 1.0]"] * 2
+
+
+def measure_differently(group: Group) -> str:
+    fresh = dist.new_group()
+    with pytest.raises(thinwire.DisagreementError) as told:
+        thinwire.measure(torch.zeros(1000 * (1 + group.rank())), fresh)
+    thinwire.measure(torch.zeros(10), fresh)  # the group stays usable
+    return str(told.value)
+
+
+def test_ranks_that_measure_different_things_are_told(ranks: RankPool) -> None:
+    for told in ranks(2).run(measure_differently):
+        assert "measure(numel=1000" in told
+        assert "measure(numel=2000" in told
+
+
+def waits(group: Group) -> bool:
+    """As torch's own code waits: a timeout of zero is none."""
+    for algorithm in ("plain", "two_phase"):
+        x = torch.ones(100_000)
+        work = thinwire.all_reduce(x, group=group, algorithm=algorithm, async_op=True)  # type: ignore[arg-type]
+        assert work is not None
+        work.wait(timedelta(0))
+        assert (x - group.size()).abs().max() < 0.1
+    return True
+
+
+def test_a_timeout_of_zero_is_none(ranks: RankPool) -> None:
+    assert ranks(2).run(waits) == [True, True]
+
+
+def any_dtype(group: Group) -> list[bool]:
+    found = []
+    for dtype in (torch.int16, torch.float8_e4m3fn):
+        x = torch.arange(8).to(dtype)
+        out = torch.zeros(8, dtype=dtype)
+        thinwire.all_reduce(x, group=group)
+        thinwire.all_gather_into_tensor(out, x, group)
+        found.append(torch.equal(out.float(), torch.arange(8).float()))
+    return found
+
+
+def test_one_rank_alone_takes_any_dtype(ranks: RankPool) -> None:
+    assert ranks(1).run(any_dtype) == [[True, True]]
+
+
+def test_rooms_are_attributes_of_the_package() -> None:
+    told = "import thinwire; print(thinwire.collectives.traffic.__name__, thinwire.errors.QatError.__name__)"
+    run = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=50)
+    assert run.stdout.split() == ["traffic", "QatError"], run.stderr

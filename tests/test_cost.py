@@ -125,7 +125,8 @@ def test_before_anything_was_measured_there_is_no_choice() -> None:
 @over("case", [(1, 10, "int8"), (2, 0, "int8"), (2, 10, "none")])
 def test_where_there_is_nothing_to_choose_nothing_is_measured(case: tuple[int, int, str]) -> None:
     world, numel, codec = case
-    found = recalled((Measured(), world), numel, codec)
+    key = CurveKey("all_reduce", torch.float32, (thinwire.codec(codec),))
+    found = cost.explained(Measured(), key, numel, world)
     assert found.algorithm == "plain"
     assert "nothing to choose" in str(found)
 

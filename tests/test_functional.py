@@ -240,7 +240,7 @@ def bfloat16_strides_and_no_gradient(group: Group) -> list[str]:
         if (y.dtype, grad.dtype) != (torch.bfloat16,) * 2:
             wrong.append(f"{name}: {y.dtype} and {grad.dtype} for bfloat16")
         strided = x.mT.contiguous().mT
-        if not torch.equal(verb(strided), verb(x)):
+        if not torch.equal(verb(strided, step=5), verb(x, step=5)):
             wrong.append(f"{name}: strides change the result")
         x.requires_grad_()
         verb(x).sum().backward()  # its gradient is an expanded scalar

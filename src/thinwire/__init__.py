@@ -96,13 +96,14 @@ _NAMES = {
     "thinwire.integrations": "DDPHandle DDPState Stats compress_ddp ddp_hook",
     "thinwire.kernels": "use_backend",
 }
+_ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not typing.TYPE_CHECKING:  # which would let a checker take any name
 
     def __getattr__(name: str) -> object:
         """A public name, from its module; `functional`, `hooks`, `optim` and `qat` are modules themselves."""
-        if name not in __all__:
+        if name not in __all__ and name not in _ROOMS:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         if name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)

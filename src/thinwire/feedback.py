@@ -188,8 +188,8 @@ class Classic:
         self._gaps = gaps
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
-        """out = x + W * error."""
-        self._error.add_to(span, x, self._world, out)
+        """out = x + W * error, rounded as `encode` rounds it."""
+        torch.add(x, self._error.times(span, self._world), out=out)
         self._gaps.clear(span, out)
 
     def owed(self, span: Span, x: Tensor) -> Tensor:

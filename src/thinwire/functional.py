@@ -53,7 +53,7 @@ def all_reduce(
     """The sum ("sum") or mean ("avg") of every rank's x, the same bits on every rank.
 
     `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call; None
-    counts the calls of the group.
+    counts the calls of the group. Pass it under activation checkpointing, where a call is made again.
     """
     forth = _spell(codec)
     back = forth if backward_codec is None else _spell(backward_codec)

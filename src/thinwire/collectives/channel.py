@@ -60,7 +60,7 @@ class Channel:
             return self._steps - 1
 
     def remember(self, key: PlanKey, plan: CallPlan) -> None:
-        """Keep the plan of calls of one kind; with very many kinds the oldest are forgotten, and agreed on again."""
+        """Keep the plan of calls of one kind; very many kinds are all forgotten, and agreed on again."""
         if len(self.plans) >= _MOST_PLANS:
             self.plans.clear()
             self.quick.clear()

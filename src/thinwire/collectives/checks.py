@@ -71,8 +71,8 @@ def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
     return codec.pick(shape=shape)
 
 
-def codecs_for(specs: Codecs, shape: Sequence[int]) -> tuple[Codec | str, ...]:
-    """The codecs that a call names, one or two.
+def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec | str, ...]:
+    """The codecs that a call names, one or two; those that serve a tensor of `shape`, where all ranks have the same.
 
     A string that names none is kept as it is: whoever plans the call says what is wrong, after the ranks compared it.
     """
@@ -81,7 +81,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int]) -> tuple[Codec | str, ...]:
         if not isinstance(spec, str | Codec):
             raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
         try:
-            found.append(codec_for(spec, shape))
+            found.append(registry.codec(spec) if shape is None else codec_for(spec, shape))
         except CodecError:
             found.append(str(spec))
     return tuple(found)

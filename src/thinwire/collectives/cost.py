@@ -102,11 +102,16 @@ class Choice:
         return "\n".join(lines)
 
 
+def explained(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
+    """What `auto` does with a call in a group, which measures nothing where there is nothing to choose."""
+    if world == 1 or numel == 0 or isinstance(key.codecs[0], Identity):
+        return Choice(key.verb, str(key.codecs[0]), numel, world, None, (Estimate("plain", 0.0, 0),))
+    return choice(measured, key, numel, world)
+
+
 def choice(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
     """What `auto` does with a message of `numel` elements in all, by what was measured so far."""
     codec = key.codecs[-1]
-    if world == 1 or numel == 0 or isinstance(codec, Identity):
-        return Choice(key.verb, str(codec), numel, world, None, (Estimate("plain", 0.0, 0),))
     curves = measured.curves.get(key)
     link = measured.link(world)
     if link is None or curves is None:

@@ -44,7 +44,7 @@ def all_to_all_single(
     whole = target.detach().contiguous()
     parts_out = whole.split(splits[0])
     parts_in = source.detach().contiguous().split(splits[1])
-    codecs = checks.codecs_for(codec, source.shape)
+    codecs = checks.codecs_for(codec)
     key = PlanKey("all_to_all_single", (), source.dtype, codecs, algorithm, row=tuple(source.shape[1:]))
     call, plan = _planned(channel, key, parts_out, parts_in)
     if plan.codec is None:
@@ -80,7 +80,7 @@ def all_to_all(
             f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
             f"got {len(outputs)} outputs and {len(inputs)} inputs"
         )
-    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec, inputs[0].shape), algorithm)
+    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
     call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
         lengths = _lengths(outputs, inputs)

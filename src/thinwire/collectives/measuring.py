@@ -79,7 +79,7 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
 def _missing(points: Points, wanted: int) -> list[int]:
     """Sizes to measure so that `wanted` is at most twice as large as one of them; none once calls take long enough."""
     largest, seconds = points[-1] if points else (0, 0.0)
-    if largest and (seconds > _ENOUGH_S or wanted <= 2 * largest):
+    if largest and (wanted <= 2 * largest or (seconds > _ENOUGH_S and largest > _SIZES[0])):
         return []
     sizes = [size for size in _SIZES if size <= wanted] or [_SIZES[0]]
     top = min(wanted, _SIZES[-1])
@@ -118,7 +118,7 @@ def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: 
                 transport.barrier(member.group, channel.device)
             start = time.perf_counter()
             call()
-            channel.transport.synchronize()
+            channel.transport.synchronize(channel.device)
             taken[name].append(time.perf_counter() - start)
     quartiles = [sorted(times[1:])[rounds // 4] for times in taken.values()]
     slowest = torch.tensor(quartiles, dtype=torch.float64, device=channel.device)

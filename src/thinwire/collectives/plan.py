@@ -163,7 +163,7 @@ def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | Non
 
 def _usable(key: PlanKey, numel: int) -> tuple[Codec, ...]:
     """The codecs of a call; raises where a string names none, or one does not take this dtype."""
-    codecs = tuple(codec_for(codec, (numel,)) if isinstance(codec, str) else codec for codec in key.codecs)
+    codecs = tuple(codec_for(codec, (numel,)) for codec in key.codecs)
     if key.algorithm != "plain":
         for codec in codecs:
             codec.wire_bytes(numel, key.dtype)

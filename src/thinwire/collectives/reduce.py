@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
-from thinwire.collectives.call import planned, planned_verb
+from thinwire.collectives.call import Call, planned, planned_verb
 from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
@@ -150,7 +150,7 @@ def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec
     channel = known_channel(members, part.device)
     measured = cost.Measured() if channel is None else channel.measured
     curve = cost.CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
-    return cost.choice(measured, curve, part.numel(), members.size())
+    return cost.explained(measured, curve, part.numel(), members.size())
 
 
 def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
@@ -164,5 +164,6 @@ def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
+        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), known=False)
         _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
     return explain(tensor, members, codec=codec)

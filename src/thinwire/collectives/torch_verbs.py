@@ -22,12 +22,12 @@ def all_reduce(
 ) -> Work | None:
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
-    links = [link for link in reversed(call.channel.transports) if link.world > 1] or [call.channel.transport]
-    whole = links[0].has_all_ops and len(links) == 1  # else a sum is multiplied afterwards
+    links = [link for link in reversed(call.channel.transports) if link.world > 1]
+    whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for link in links[:-1]:
         dist.all_reduce(row, op, group=link.group)
-    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True)
+    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else _Alone()
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
@@ -48,9 +48,10 @@ def reduce_scatter(
     link = call.channel.transport
     whole = _row([output])
     sent = _row([input])
-    op = reduction.torch_op if link.has_all_ops else dist.ReduceOp.SUM
-    work = transport.reduce_scatter_single(whole, sent, op, group=link.group, async_op=True)
-    finish = _finish([output], whole, None if link.has_all_ops else reduction, link.world)
+    by_torch = link.has_all_ops and link.world > 1
+    op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
+    work = _start(call, transport.reduce_scatter_single, whole, sent, op)
+    finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
 
 
@@ -58,7 +59,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor],
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    work = transport.all_gather_single(whole, sent, group=call.channel.transport.group, async_op=True)
+    work = _start(call, transport.all_gather_single, whole, sent)
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
 
@@ -68,7 +69,7 @@ def all_gather_list(
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
     sent = _row([input])
-    if len(set(sizes)) > 1 or not all(part.is_contiguous() for part in parts):
+    if len(set(sizes)) > 1 or len(sizes) == 1 or not all(part.is_contiguous() for part in parts):
         splits = sizes, [sent.numel()] * len(sizes)
         return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
     rows = [_row([part]) for part in parts]
@@ -87,14 +88,15 @@ def all_to_all(
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
-    work = dist.all_to_all_single(whole, sent, *splits, group=call.channel.transport.group, async_op=True)
+    work = _start(call, dist.all_to_all_single, whole, sent, *splits)
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
 
 def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
-    work = dist.broadcast(row, group=call.channel.transport.group, group_src=source, async_op=True)
+    link = call.channel.transport
+    work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else _Alone()
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
@@ -115,8 +117,9 @@ _SUM.asyncOp = True
 
 def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *source: object) -> None:
     """From now on `quick` serves blocking calls like this one, unless every call has to be compared."""
-    if call.free_next_time and not tensors[0].is_complex() and len(call.channel.transports) == 1:
-        call.channel.quick[verb, codec, algorithm, source, *_kinds(tensors)] = call.text
+    channel = call.channel
+    if call.free_next_time and not tensors[0].is_complex() and len(channel.transports) == 1 and channel.world > 1:
+        channel.quick[verb, codec, algorithm, source, *_kinds(tensors)] = call.text
 
 
 def quick(
@@ -138,6 +141,27 @@ def quick(
         number = channel.calls
     _wait(_NOW[verb](members, *tensors, *source), channel, number, text)
     return True
+
+
+class _Alone:
+    """The work of a rank that is alone in its group: nothing travels, so any dtype will do."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    is_completed = wait
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
+    if call.channel.world == 1:
+        out.copy_(sent)
+        return _Alone()
+    return verb(out, sent, *how, group=call.channel.transport.group, async_op=True)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[object]:

@@ -82,7 +82,7 @@ class Transport:
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
         return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
 
     def _count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -143,6 +143,8 @@ class StreamTransport(Transport):
         """A ring or tree of NCCL's own where all rows have one length and lie side by side."""
         nbytes = rows[0].numel()
         start = rows[0].data_ptr()
+        if not any(row.numel() for row in rows):
+            return []
         if any(row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)):
             return super().gather(rows, tag)
         self.sent += nbytes * (self.world - 1)
@@ -150,9 +152,9 @@ class StreamTransport(Transport):
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
         return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 # torch 2.13 warns on the older names.

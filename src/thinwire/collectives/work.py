@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
-        left = float("inf") if timeout is None else timeout.total_seconds()
+        left = timeout.total_seconds() if timeout else float("inf")  # as for torch, 0 is no limit
         while not self._done.wait(min(left, _LOOK_S)):
             left -= _LOOK_S
             if left <= 0:
@@ -93,16 +92,20 @@ class Work(dist.Work):
         return self
 
 
-def wait_looking(work: Any, look: Callable[[], None]) -> None:
+def wait_looking(work: Any, look: Callable[[], None], timeout: timedelta | None = None) -> None:
     """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
+    left = timeout.total_seconds() if timeout else float("inf")
     while True:
         try:
-            work.wait(timedelta(seconds=_LOOK_S))
+            work.wait(timedelta(seconds=min(left, _LOOK_S)))
             return
         except RuntimeError:
             if work.is_completed():
                 work.wait()  # raises what went wrong
                 return
+        left -= _LOOK_S
+        if left <= 0:
+            raise TimeoutError(f"the collective did not end within {timeout}") from None
         look()
 
 
@@ -126,17 +129,13 @@ class TorchWork(Work):
             raise self._error
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
-        if timeout is not None:
-            end = time.monotonic() + timeout.total_seconds()
-            while not self.is_ended:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"the collective did not end within {timeout}")
-                time.sleep(1e-3)
         assert self.look is not None
         try:
-            wait_looking(self._work, self.look)
+            wait_looking(self._work, self.look, timeout)
             self._end()
-        except BaseException as error:
+        except TimeoutError:
+            raise
+        except Exception as error:
             self._error = error
             raise
         return True
@@ -173,7 +172,7 @@ class TorchWork(Work):
         try:
             future.value()  # raises what went wrong
             self._end()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
             raise
         return self._outputs

@@ -52,7 +52,8 @@ class DDPState:
 
     def _begin(self, process_group: dist.ProcessGroup | None, options: DDPOptions, names: ParameterNames) -> None:
         self.process_group = process_group
-        self.options = options
+        # An optimiser may hold the model, which must not hold itself alive.
+        self.options = replace(options, optimizer=options.onebit or options.family)
         self.step = 0
         self.closed = False
         self._names = names
