@@ -104,9 +104,6 @@ def _channel(bucket_size: int) -> int:
     return min(bucket_size, _LONGEST)
 
 
-# --- wrappers ---------------------------------------------------------------------------------------------------------
-
-
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """`hook` on a float16 bucket, divided by a power of two first so that a sum over ranks fits where their mean does.
 
@@ -163,9 +160,6 @@ def _named(hook: Any, name: str) -> Hook:
 
 def _name(hook: Hook) -> str:
     return getattr(hook, "__name__", type(hook).__name__)
-
-
-# --- the one path under every hook ------------------------------------------------------------------------------------
 
 
 def _mean(

@@ -27,7 +27,7 @@ def all_reduce(
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     for link in links[:-1]:
         dist.all_reduce(row, op, group=link.group)
-    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else _Alone()
+    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else None
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
@@ -96,7 +96,7 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
-    work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else _Alone()
+    work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
@@ -143,24 +143,11 @@ def quick(
     return True
 
 
-class _Alone:
-    """The work of a rank that is alone in its group: nothing travels, so any dtype will do."""
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-    is_completed = wait
-
-    def get_future(self) -> "torch.futures.Future[None]":
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
+    """The work of a verb of torch's; None for a rank alone, of which nothing travels, so that any dtype will do."""
     if call.channel.world == 1:
         out.copy_(sent)
-        return _Alone()
+        return None
     return verb(out, sent, *how, group=call.channel.transport.group, async_op=True)
 
 
@@ -210,6 +197,10 @@ def _end(
     async_op: bool,
     *temporaries: Tensor,
 ) -> Work | None:
+    if work is None:
+        if finish is not None:
+            finish()
+        return Work(outputs).finished() if async_op else None
     stream = call.channel.stream
     if not async_op:
         _wait(work, call.channel, call.number, call.text)

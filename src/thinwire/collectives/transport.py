@@ -143,9 +143,9 @@ class StreamTransport(Transport):
         """A ring or tree of NCCL's own where all rows have one length and lie side by side."""
         nbytes = rows[0].numel()
         start = rows[0].data_ptr()
-        if not any(row.numel() for row in rows):
-            return []
-        if any(row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)):
+        if not nbytes or any(
+            row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)
+        ):
             return super().gather(rows, tag)
         self.sent += nbytes * (self.world - 1)
         self.received += nbytes * (self.world - 1)

@@ -61,7 +61,13 @@ def send_shards(
     for lane, (chunk, own) in enumerate(zip(chunks, columns(own_WN, sizes_WL[link.rank]), strict=True)):
         chunk.wires = [wires_L[lane] for wires_L in wires_WL]
         chunk.own_WN = own
-        _encode(chunk, link)
+        chunk.load()
+        for shard, part in _filled(chunk, link):
+            if shard == link.rank and chunk.lane.keeps_own:
+                chunk.message(part)  # its numbers stay as they are
+                continue
+            wire = own[shard] if shard == link.rank else chunk.wires[shard]
+            chunk.encode(part, chunk.lane.first, wire, chunk.key.of(shard))
     peers = others_first(link.rank, link.world)[:-1]
     sends = [(peer, wires[peer]) for peer in peers if wires[peer].numel()]
     receives = [(peer, own_WN[peer]) for peer in sorted(peers) if wires[link.rank].numel()]
@@ -72,17 +78,6 @@ def _filled(chunk: LaneChunk, link: Transport) -> list[tuple[int, Span]]:
     """Shards that hold anything, this rank's own last."""
     order = others_first(link.rank, link.world)
     return [(shard, chunk.shards[shard]) for shard in order if chunk.shards[shard].numel]
-
-
-def _encode(chunk: LaneChunk, link: Transport) -> None:
-    """Write the wires of all shards; the own one may stay as it is."""
-    chunk.load()
-    for shard, part in _filled(chunk, link):
-        if shard == link.rank and chunk.lane.keeps_own:
-            chunk.message(part)
-            continue
-        wire = chunk.own_WN[shard] if shard == link.rank else chunk.wires[shard]
-        chunk.encode(part, chunk.lane.first, wire, chunk.key.of(shard))
 
 
 def _reduce_own(chunk: LaneChunk, link: Transport, scale: float) -> None:

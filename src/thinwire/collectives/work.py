@@ -133,10 +133,8 @@ class TorchWork(Work):
         try:
             wait_looking(self._work, self.look, timeout)
             self._end()
-        except TimeoutError:
-            raise
         except Exception as error:
-            self._error = error
+            self._error = None if isinstance(error, TimeoutError) else error
             raise
         return True
 

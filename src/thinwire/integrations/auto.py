@@ -79,8 +79,6 @@ def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
     return CANDIDATES[best], f"{name}; a step took: {told} (relative error at most {error_budget:g})"
 
 
-# --- bits by layer ----------------------------------------------------------------------------------------------------
-
 # From few bits to many, with the share of its squares that a Gaussian loses.
 WIDTHS: tuple[tuple[Codec, float], ...] = (
     (Lloyd(1), 0.363),

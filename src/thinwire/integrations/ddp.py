@@ -68,8 +68,6 @@ class DDPState:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
         self._names.take(model)
 
-    # --- the hook -----------------------------------------------------------------------------------------------------
-
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
         if isinstance(bucket, tuple):
@@ -117,8 +115,6 @@ class DDPState:
         if news and group.rank() == 0:
             announce(news)
 
-    # --- for the user -------------------------------------------------------------------------------------------------
-
     @property
     def world(self) -> int:
         """Ranks of the group."""
@@ -164,8 +160,6 @@ class DDPState:
         self._decisions.end_scout()
         self._averager.go_on({}, {}, {}, {})
         self._restorer.restore(None)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same bits. Every rank saves its own: they differ in `ranks`."""

@@ -130,8 +130,6 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
     return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# --- feedback ---------------------------------------------------------------------------------------------------------
-
 FAMILIES = ("linear", "adaptive")
 LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an error may come late, but adds up
 
