@@ -3,7 +3,7 @@
 Legend: W ranks, G of them in a node, M nodes; n elements of a chunk, w bytes of its wire.
 
 A message is cut into chunks as `collectives.chunks` cuts it, and a chunk passes through stages: kernels, a hop over a
-link, kernels again. The line of `collectives.schedule` is played through with these times: kernels of a rank run one
+link, kernels again. The line of `collectives.pipeline` is played through with these times: kernels of a rank run one
 after the other, so do the hops of a link, and a chunk waits for its own hop. All ranks do the same at the same time.
 
 [Note: Latency in a row] NCCL runs the collectives of a communicator one after the other, so each holds its link for
@@ -256,7 +256,7 @@ def alone_s(sent: ChunkedSum, machine: Machine) -> float:
 def _played_s(sent: ChunkedSum, machine: Machine) -> float:
     """The line: start a chunk where there is room, else go on with the one that has waited longest.
 
-    In step (collectives.steps), a round starts one chunk and goes on with all under way, the youngest first.
+    In step (collectives.operations), a round starts one chunk and goes on with all under way, the youngest first.
     """
     player = _Player(sent, machine)
     waiting = deque(sent.chunks)
