@@ -20,31 +20,24 @@ def play(index: int) -> None:
     sys.exit(subprocess.run(command).returncode)
 
 
+TOLD = ("int8", "<- chosen", "4.06 bits", "SQNR")  # by the first script of DDP, the verbs, the codecs, qat
+
+
 def test_every_block_is_run() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == len(TOLD)
 
 
-def _check(program: Ended, told: str) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param(
+            told,
+            marks=pytest.mark.program("-c", f"import test_readme; test_readme.play({index})", OMP_NUM_THREADS="1"),
+        )
+        for index, told in enumerate(TOLD)
+    ],
+)
+def test_a_block_runs_as_it_is_printed(program: Ended, told: str) -> None:
     assert program.status == 0, program.told
     assert told in program.out, program.told
     assert "Warning" not in program.err, program.told
-
-
-@pytest.mark.program("-c", "import test_readme; test_readme.play(0)", OMP_NUM_THREADS="1")
-def test_the_first_snippet_trains(program: Ended) -> None:
-    _check(program, "int8")
-
-
-@pytest.mark.program("-c", "import test_readme; test_readme.play(1)", OMP_NUM_THREADS="1")
-def test_every_verb(program: Ended) -> None:
-    _check(program, "<- chosen")
-
-
-@pytest.mark.program("-c", "import test_readme; test_readme.play(2)", OMP_NUM_THREADS="1")
-def test_codecs_alone(program: Ended) -> None:
-    _check(program, "4.06 bits")
-
-
-@pytest.mark.program("-c", "import test_readme; test_readme.play(3)", OMP_NUM_THREADS="1")
-def test_quantization_aware_training(program: Ended) -> None:
-    _check(program, "SQNR")

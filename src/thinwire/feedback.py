@@ -180,8 +180,6 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
-    keeps_lost = True
-
     def __init__(self, error: Memory, world: int, gaps: Gaps) -> None:
         self._error = error
         self._world = world
@@ -192,11 +190,13 @@ class Classic:
         torch.add(x, self._error.times(span, self._world), out=out)
         self._gaps.clear(span, out)
 
-    def owed(self, span: Span, x: Tensor) -> Tensor:
-        """W * error."""
+    def owed(self, span: Span, x: Tensor, out: Tensor) -> Tensor:
+        """W * error; out = x."""
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
         owed = self._error.times(span, self._world)
         self._gaps.clear(span, owed)
-        self._gaps.clear(span, x)
+        self._gaps.clear(span, out)
         return owed
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
@@ -227,8 +227,6 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
-    keeps_lost = False  # but what was read
-
     def __init__(self, sent: Memory, mean: Memory, world: int, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
@@ -240,12 +238,8 @@ class EF21:
         self._sent.add_to(span, x, -self._world, out)
         self._gaps.clear(span, out)
 
-    def owed(self, span: Span, x: Tensor) -> Tensor:
-        """-W * sent."""
-        owed = self._sent.times(span, -self._world)
-        self._gaps.clear(span, owed)
-        self._gaps.clear(span, x)
-        return owed
+    def owed(self, span: Span, x: Tensor, out: Tensor) -> None:
+        """`keep` needs what was read, not what was lost."""
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what the others read."""

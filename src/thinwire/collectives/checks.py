@@ -67,8 +67,11 @@ def codec_named(spec: str) -> Codec:
 
 
 def codec_for(spec: str | Codec, shape: Sequence[int]) -> Codec:
-    codec = codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
-    return codec.pick(shape=shape)
+    return _parsed(spec).pick(shape=shape)
+
+
+def _parsed(spec: str | Codec) -> Codec:
+    return codec_named(spec) if isinstance(spec, str) else registry.codec(spec)
 
 
 def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec | str, ...]:
@@ -81,7 +84,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
         if not isinstance(spec, str | Codec):
             raise CodecError(f"expected a codec or a string such as 'int4:block=128', got {spec!r}")
         try:
-            found.append(registry.codec(spec) if shape is None else codec_for(spec, shape))
+            found.append(_parsed(spec) if shape is None else codec_for(spec, shape))
         except CodecError:
             found.append(str(spec))
     return tuple(found)

@@ -46,10 +46,8 @@ class Carry(Protocol):
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = what travels instead of x. They may be the same memory."""
 
-    keeps_lost: bool  # whether all that `keep` needs is what the message loses
-
-    def owed(self, span: Span, x: Tensor) -> Tensor:
-        """What the message adds to x; x loses what belongs to no parameter."""
+    def owed(self, span: Span, x: Tensor, out: Tensor) -> Tensor | None:
+        """The message less `out`, which becomes x, if what it loses is all that `keep` needs; else None."""
 
     def sent(self, message: Tensor, decoded: Tensor) -> None:
         """message = what `keep` needs, where `decoded` is what the other ranks read."""
@@ -167,13 +165,12 @@ class LaneChunk:
         """Write the wire of a span of x; with feedback, x then holds what it has to remember."""
         carry = self.lane.carry
         watch = self.lane.watch
-        if carry is not None and carry.keeps_lost and watch is None:
+        if carry is not None and watch is None:
             x = self.numbers(part)
-            if self.x is not self.source:
-                x.copy_(self.source[part.begin : part.end])
-            # One pass encodes the sum, and leaves in x what was lost of it.
-            codec.encode(carry.owed(self.span(part), x), wire, step=step, residual=x)
-            return
+            owed = carry.owed(self.span(part), self.source[part.begin : part.end], x)
+            if owed is not None:  # one pass encodes the sum, and leaves in x what was lost of it
+                codec.encode(owed, wire, step=step, residual=x)
+                return
         x = self.message(part)
         codec.encode(x, wire, step=step)
         if carry is None and watch is None:
