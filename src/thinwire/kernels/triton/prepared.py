@@ -20,14 +20,20 @@ class Prepared:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, grid: int, warps: int, known: dict[str, Any], constants: dict[str, Any]
+        self,
+        kernel: Any,
+        device: torch.device,
+        grid: int | tuple[int, int],
+        warps: int,
+        known: dict[str, Any],
+        constants: dict[str, Any],
     ) -> None:
         known = {name: known[name] for name in kernel.arg_names if name in known}
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         beforehand = {**known, **constants}
         self._kernel = kernel
         self._device = device
-        self._grid = grid
+        self._grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         self._warps = warps
         self._args = [beforehand.get(name) for name in kernel.arg_names]
         self._places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
@@ -51,10 +57,10 @@ class Prepared:
         key = tuple(kinds)
         found = self._found.get(key)
         if found is not None:
-            found[self._grid, 1, 1](*args)
+            found[self._grid](*args)
             return
         assert given.keys() == self._places.keys(), f"expected {[*self._places]}, got {[*given]}"
-        found = self._kernel[(self._grid,)](*args, num_warps=self._warps, enable_fp_fusion=False)
+        found = self._kernel[self._grid](*args, num_warps=self._warps, enable_fp_fusion=False)
         if found is not None:  # the interpreter compiles nothing
             changing = self._kernel.do_not_specialize
             assert all(name in changing for name, value in given.items() if isinstance(value, int))
