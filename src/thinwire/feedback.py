@@ -33,6 +33,11 @@ class Memory:
         self._values = torch.zeros(numel, dtype=dtype, device=device)
 
     @property
+    def tensor(self) -> Tensor | None:
+        """The numbers themselves, for kernels that remember as they decode; None if they are kept in another way."""
+        return self._values
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return self._values.nbytes
@@ -81,6 +86,10 @@ class CodedMemory(Memory):
         self._device = device
         self._wires: dict[Span, Tensor] = {}
         self._loose: Tensor | None = None  # values whose spans are not known yet
+
+    @property
+    def tensor(self) -> None:
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +194,10 @@ class Classic:
         self._world = world
         self._gaps = gaps
 
+    @property
+    def memories(self) -> tuple[Memory, None]:
+        return self._error, None
+
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x + W * error, rounded as `encode` rounds it."""
         torch.add(x, self._error.times(span, self._world), out=out)
@@ -232,6 +245,10 @@ class EF21:
         self._mean = mean
         self._world = world
         self._gaps = gaps
+
+    @property
+    def memories(self) -> tuple[Memory, Memory]:
+        return self._sent, self._mean
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
         """out = x - W * sent."""

@@ -108,7 +108,9 @@ def broadcast(
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
-    done: Work | None = quick("broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op)
+    done: Work | None = quick(
+        "broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op
+    )
     if done is not UNKNOWN:
         return done
     (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1)

@@ -15,7 +15,8 @@ from thinwire.collectives.channel import channel_of
 from thinwire.collectives.checks import codec_for
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
-from thinwire.collectives.plan import CallPlan, lanes_scratch
+from thinwire.collectives.plan import CallPlan, lanes_scratch, sum_cut, sum_program
+from thinwire.collectives.programs import StreamLane, Sum
 from thinwire.collectives.transport import Group
 from thinwire.collectives.work import Work
 
@@ -59,12 +60,11 @@ class Message:
             self.algorithm = "hierarchical"
             self._reducer = Hierarchical(*self.channel.transports)
         self._codecs = [self._first_codec(spec) for spec in self.specs]
-        self._cuts = []
-        for spec, codec in zip(self.specs, self._codecs, strict=True):
-            wire = codec.wire_bytes(spec.numel, self._encoded(spec, codec))
-            shards = self.channel.transports[-1].world
-            self._cuts.append(chunks.cut(spec.numel, wire, self.channel.world, shards, codec.unit))
+        pairs = zip(self.specs, self._codecs, strict=True)
+        links = self.channel.transports
+        self._cuts = [sum_cut(codec, spec.numel, self._encoded(spec, codec), links) for spec, codec in pairs]
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
+        self._met = False  # whether the ranks have compared it
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         where = "" if nodes is None else f" in {nodes.inside}"
         self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
@@ -95,6 +95,23 @@ class Message:
         exact_own = not isinstance(codec, Identity)
         return Lane(flat, cut, codec, spec.first, carry, watch, checked, exact_own)
 
+    @functools.cached_property
+    def program(self) -> Sum | None:
+        """On a stream of a GPU: what averages lanes whose feedback, if any, is a tensor; None where `run` has to."""
+        found = []
+        for spec, codec in zip(self.specs, self._codecs, strict=True):
+            lane = StreamLane(spec.numel, self._dtype, codec, spec.first, spec.feedback)
+            if self._nodes is None:
+                found.append(lane._replace(exact_own=not isinstance(codec, Identity)))
+            else:
+                found.append(lane._replace(first=codec, across=(spec.codec, spec.first)))
+        return sum_program(self.channel.transports, self.algorithm, found, self._cuts, 1.0 / self.channel.world)
+
+    def meet(self) -> None:
+        """Compare the message with the other ranks' before its program runs for the first time."""
+        Call(self.channel, self._text, known=self._met)
+        self._met = True
+
     def run(
         self,
         lanes: Sequence[Lane],
@@ -105,7 +122,8 @@ class Message:
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self._text, known=bool(self._plans))
+        call = Call(self.channel, self._text, known=self._met)
+        self._met = True
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:

@@ -349,11 +349,11 @@ class Sum:
         scale: float,
     ) -> None:
         self._cuts = cuts
-        self._count = max(cut.num_chunks for cut in cuts)
+        self.count = max(cut.num_chunks for cut in cuts)
         # The lanes that have anything in a chunk, and their sum.
         self._chunks: list[tuple[list[int], SumChunk | NodesChunk]] = []
         made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}
-        for index in range(self._count):
+        for index in range(self.count):
             lengths = tuple(cut.span(index).numel for cut in cuts)
             some = [i for i, numel in enumerate(lengths) if numel]
             if lengths not in made:
@@ -373,15 +373,15 @@ class Sum:
     def run_lanes(
         self, room: Room, xs: Sequence[Tensor], step: int, memories: Sequence[Memory | None], bad: Bad | None
     ) -> None:
-        """The same with the memories of lanes, and a place to note whether a chunk was finite."""
-        if self._count == 1:
+        """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite."""
+        if self.count == 1:
             self._chunks[0][1].run(room, xs, [Key(step, 0, lane) for lane in range(len(xs))], memories, bad)
             return
         for index, (some, chunk) in enumerate(self._chunks):
             spans = [self._cuts[i].span(index) for i in some]
             parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
             pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
-            noted = None if bad is None else bad._replace(call=bad.call * self._count + index)
+            noted = None if bad is None else bad._replace(call=bad.call + index)
             chunk.run(room, parts, [Key(step, index, i) for i in some], pieces, noted)
 
 

@@ -118,7 +118,9 @@ def reduce_scatter_tensor(
 
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
     """
-    done: Work | None = quick("reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op)
+    done: Work | None = quick(
+        "reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op
+    )
     if done is not UNKNOWN:
         return done
     target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)

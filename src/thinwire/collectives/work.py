@@ -14,6 +14,12 @@ Futures = torch.futures.Future
 _LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
 
 
+def new_future(device: torch.device) -> "Futures[Tensor]":
+    """The future of a tensor on `device`."""
+    devices: list[Any] = [device] if device.type == "cuda" else []
+    return Futures(devices=devices)
+
+
 class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 

@@ -20,6 +20,7 @@ from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
+from thinwire.integrations.streamed import StreamedBucket, streamed
 
 Future = torch.futures.Future
 ByName = Mapping[str, Tensor]
@@ -91,6 +92,7 @@ class _Bucket:
     lanes: list[lanes.BucketLane]
     message: Message | None  # None if nothing of it is compressed
     carries: list[Any]  # the feedback of each lane
+    streamed: StreamedBucket | None  # on a stream of a GPU: what averages it, unless its errors are measured
     numel: int
     plain_bytes: int  # that a rank sends of it without compression
 
@@ -138,6 +140,9 @@ class Averager:
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, self.group)
+        if bucket.streamed is not None and gradients.buffer is not None and not self.decisions.measuring:
+            self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
+            return bucket.streamed.run(gradients.buffer, output, self._step, self.tally)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.decisions.measuring:
@@ -170,10 +175,13 @@ class Averager:
         specs = [self.decisions.spec(name, size) for name, size in zip(gradients.names, sizes, strict=True)]
         found = lanes.lanes_of(gradients.names, specs)
         exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
+        message = None if exact else self._message(gradients, [lane.spec for lane in found], like)
+        carries = [self.memories.carry(lane, world, like.device) for lane in found]
         return _Bucket(
             lanes=found,
-            message=None if exact else self._message(gradients, [lane.spec for lane in found], like),
-            carries=[self.memories.carry(lane, world, like.device) for lane in found],
+            message=message,
+            carries=carries,
+            streamed=None if message is None else streamed(message, found, carries, numels),
             numel=sum(numels),
             plain_bytes=2 * (world - 1) * sum(numels) * like.itemsize // world,
         )
@@ -195,7 +203,8 @@ class Averager:
     @property
     def scratch_bytes(self) -> int:
         messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
-        return sum(channel.scratch.nbytes for channel in {message.channel for message in messages})
+        channels = {message.channel for message in messages}
+        return sum(c.scratch.nbytes + (c.rooms.nbytes if c.rooms else 0) for c in channels)
 
     @property
     def feedback(self) -> str:

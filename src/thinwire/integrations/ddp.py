@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import checks, torch_verbs, transport
+from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
-from thinwire.integrations.restore import Restorer, new_future
+from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
 from thinwire.log import announce
 
@@ -145,7 +146,7 @@ class DDPState:
             bits_per_element=averager.bits_per_element,
             relative_error=averager.errors.relative,
             clipped=averager.errors.clipped,
-            nonfinite=int(tally.nonfinite),
+            nonfinite=tally.all_nonfinite,
             encode_s=tally.encode_s if tally.timed else None,
             decode_s=tally.decode_s if tally.timed else None,
             reduce_s=tally.reduce_s if tally.timed else None,

@@ -10,11 +10,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError
 from thinwire.integrations.averager import Future, GradientSet
 from thinwire.integrations.names import Names
@@ -110,8 +110,3 @@ class _Held:
             self._waits.discard(names)
             if not self._waits and not self.future.done():
                 self.future.set_result(self._buffer)
-
-
-def new_future(device: torch.device) -> "Future[Tensor]":
-    devices: list[Any] = [device] if device.type == "cuda" else []
-    return torch.futures.Future(devices=devices)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
+from thinwire.kernels import reference
 from thinwire.kernels.schema import LLOYD, Encoding, Grid, decoding
 from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 
@@ -105,6 +106,10 @@ def recode(
     job = _job(how, layout, 0, key, dither)
     _take_wires(job, wires_WN, scale)
     _run("tw_recode", job, wires_WN.data_ptr(), wire.data_ptr())
+
+
+set_aside = reference.set_aside
+put_back = reference.put_back
 
 
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> bool:

@@ -521,3 +521,16 @@ def _dither(x_KB: Tensor, lo: int, key: int) -> Tensor:
     """Uniform in [-1/2, 1/2), 24 bits, by element index."""
     index = torch.arange(lo, lo + x_KB.numel(), device=x_KB.device)
     return (((_hash(index, key) >> 8) - (1 << 23)).float() * 2.0**-24).view_as(x_KB)
+
+
+def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
+    """out = x at `index`, where x becomes 0; so does the memory at `gaps`."""
+    torch.index_select(x, 0, index, out=out)
+    x.index_fill_(0, index, 0)
+    if memory is not None and gaps is not None:
+        memory.index_fill_(0, gaps, 0)
+
+
+def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
+    """x at `index` = values."""
+    x.index_copy_(0, index, values)

@@ -75,6 +75,22 @@ def recode(
     launch.recode(how, wires_WN, wire, numel, scale, rotation, dither, config)
 
 
+def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
+    """out = x at `index`, where x becomes 0; so does the memory at `gaps`. Doubles are left to the reference."""
+    if x.dtype == torch.float64:
+        reference.set_aside(x, index, out, memory, gaps)
+    else:
+        _modules()[0].set_aside(x, index, out, memory, gaps)
+
+
+def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
+    """x at `index` = values."""
+    if x.dtype == torch.float64:
+        reference.put_back(x, index, values)
+    else:
+        _modules()[0].put_back(x, index, values)
+
+
 def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | None, out_OCI: Tensor) -> None:
     """out = y of `Grid`. Doubles are left to the reference."""
     if x_OCI.dtype == torch.float64:

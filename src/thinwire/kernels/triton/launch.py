@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.kernels import reference
 from thinwire.kernels.schema import LLOYD, Encoding, decoding
-from thinwire.kernels.triton import INTERPRETED, plain
+from thinwire.kernels.triton import INTERPRETED, aside, plain
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
 from thinwire.kernels.triton.prepared import Prepared
@@ -104,6 +104,24 @@ def recode(
     launch = _blocks("recode", how, layout, config, wire.device, *at, WORLD=unrolled(world), CHECK=check)
     keys = {**halves("key", rotation or 0), **halves("dither", dither)}
     launch(**wires, out=wire, **keys, scale=float(scale))
+
+
+def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
+    """See schema.Backend."""
+    launch = _moving(aside.set_aside_kernel, index.numel(), x.device)
+    blanks = 0 if gaps is None else gaps.numel()
+    kept = x if memory is None else memory
+    launch(x=x, index=index, out=out, memory=kept, gaps=index if gaps is None else gaps, blanks=blanks)
+
+
+def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
+    """See schema.Backend."""
+    _moving(aside.put_back_kernel, index.numel(), x.device)(x=x, index=index, values=values)
+
+
+@lru_cache(maxsize=1024)
+def _moving(kernel: Any, count: int, device: torch.device) -> Prepared:
+    return Prepared(kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
 
 
 def unrolled(world: int) -> int:

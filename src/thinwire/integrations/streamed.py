@@ -1,0 +1,108 @@
+"""A bucket of gradients averaged by a program on a stream of the GPU: the same launches at every step.
+
+[Note: Aside] The numbers of small lanes lie here and there in the bucket. One launch copies them out of it, puts zeros
+in their place, and forgets what a lane that bridges them remembers there; one puts them back at the end.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.collectives.message import Message
+from thinwire.collectives.programs import Sum
+from thinwire.collectives.work import new_future
+from thinwire.integrations.lanes import BucketLane
+from thinwire.integrations.stats import Tally
+from thinwire.kernels.rows import Memory
+
+Future = torch.futures.Future
+
+
+class StreamedBucket:
+    """`sizes`: the elements of the bucket's parameters, in order."""
+
+    def __init__(
+        self, message: Message, program: Sum, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
+    ) -> None:
+        self._message = message
+        self._program = program
+        self._lanes = lanes
+        self._carries = carries
+        edges = [0, *itertools.accumulate(sizes)]
+        places = [torch.arange(edges[i], edges[i + 1]) for lane in lanes if lane.aside for i in lane.members]
+        device = message.channel.device
+        self._index = torch.cat(places).to(device) if places else None
+        starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
+        gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
+        self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
+        self._numbers: Tensor | None = None  # those that are aside
+        self._kernels: Any = kernels.select(device)
+
+    def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
+        """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
+        message = self._message
+        message.meet()
+        channel = message.channel
+        assert channel.rooms is not None
+        bad = tally.bad(self._program.count, buffer.device)
+        future = new_future(buffer.device)
+        with channel.lock, contextlib.ExitStack() as stack:
+            room = channel.rooms.next()
+            if room is not None:
+                stack.enter_context(room.entered([buffer]))
+            xs = self._begin(buffer)
+            memories = [self._memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
+            self._program.run_lanes(room or channel.rooms.here, xs, step, memories, bad)
+            self._end(buffer, xs)
+            future.set_result(output)
+        return future
+
+    def _begin(self, buffer: Tensor) -> list[Tensor]:
+        """The numbers of every lane, each in one piece."""
+        if self._index is not None:
+            if self._numbers is None:
+                self._numbers = torch.empty(self._index.numel(), dtype=buffer.dtype, device=buffer.device)
+            kept = None if self._gaps is None else self._carries[0].memories[0].tensor
+            self._kernels.set_aside(buffer, self._index, self._numbers, kept, self._gaps)
+        found = []
+        at = 0
+        for lane in self._lanes:
+            if lane.aside:
+                assert self._numbers is not None
+                found.append(self._numbers[at : at + lane.spec.numel])
+                at += lane.spec.numel
+            else:
+                parts = [buffer[begin:end] for begin, end in lane.stretches]
+                found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return found
+
+    def _end(self, buffer: Tensor, xs: Sequence[Tensor]) -> None:
+        """Bring the numbers of lanes that did not lie in one piece back."""
+        for lane, x in zip(self._lanes, xs, strict=True):
+            if not lane.aside and len(lane.stretches) > 1:
+                parts = [buffer[begin:end] for begin, end in lane.stretches]
+                torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
+        if self._index is not None:
+            self._kernels.put_back(buffer, self._index, self._numbers)
+
+    def _memory(self, carry: Any, x: Tensor) -> Memory | None:
+        if carry is None:
+            return None
+        kept, mean = carry.memories
+        return Memory(kept.tensor, x, None if mean is None else mean.tensor)
+
+
+def streamed(
+    message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
+) -> StreamedBucket | None:
+    """The same launches at every step; None off a GPU's stream, and where something has none."""
+    program = message.program
+    kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
+    if program is None or any(memory.tensor is None for memory in kept):
+        return None
+    return StreamedBucket(message, program, lanes, carries, sizes)
