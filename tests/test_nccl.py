@@ -1,8 +1,9 @@
 """Several ranks on NCCL: every verb, meshes, streams, DDP, hooks, compiled functions, ranks that disagree.
 
-Each rank has a GPU of its own, or all share one, which NCCL 2.30 allows with NCCL_MULTI_RANK_GPU_ENABLE=1. What can be
-compared with the CPU is run twice by the same ranks, over NCCL and over gloo, and must give the same bytes: it is so
-short that neither cuts it into chunks. What is longer is held against exact sums.
+Each rank has a GPU of its own, or all share one, which NCCL 2.30 allows with NCCL_MULTI_RANK_GPU_ENABLE=1 (and which is
+slow without MPS: nvidia-cuda-mps-control -d). What can be compared with the CPU is run twice by the same ranks, over
+NCCL and over gloo, and must give the same bytes: it is so short that neither cuts it into chunks. What is longer is
+held against exact sums.
 """
 
 import contextlib
@@ -51,11 +52,13 @@ from thinwire import (
 from thinwire.optim import OneBitAdam
 
 Device = torch.device
+Options = Mapping[str, Any]  # of compress_ddp
 Outputs = dict[str, Tensor]  # on the CPU, by what they are
 Call = Callable[..., Work | None]
 Calls = dict[str, tuple[Call, list[Tensor]]]  # a verb with its arguments, and its outputs
-SUMS = ("two_phase", "one_shot")
+SUMS: tuple[Any, ...] = ("two_phase", "one_shot")
 SHARED_FROM = 23000  # the NCCL, 2.30.0, from which ranks may share a GPU
+LATE = 30_000_000  # cycles: work that has not run when the host comes to the next line
 LIMIT_S = 280.0  # of a call; kernels are compiled when they are first used
 
 
@@ -178,7 +181,8 @@ def on_both(group: Group, run: Callable[..., Outputs], *args: Any) -> tuple[list
 def check_both(ranks: RankPool, world: int, run: Callable[..., Outputs], *args: Any) -> None:
     """Run on both by all ranks: the CPU's bytes, and the same on all ranks."""
     answers = ranks(world).run(on_both, run, *args, timeout=LIMIT_S)
-    assert [wrong for wrong, _ in answers] == [[]] * world
+    wrong = [f"rank {rank}: {line}" for rank, (lines, _) in enumerate(answers) for line in lines]
+    assert not wrong, f"{len(wrong)} outputs differ from the CPU's\n" + "\n".join(wrong[:40])
     differing = [name for name in answers[0][1] if len({shared[name] for _, shared in answers}) > 1]
     assert differing == [], "ranks differ"
 
@@ -294,12 +298,9 @@ CODECS = {
     "lloyds": ("lloyd4", "lloyd2", "lloyd1:block=64", "lloyd1:scale=unbiased", "lloyd3:block=32,rotate=false"),
 }
 IN_HALVES = ("none", "bf16", "int8", "int4:mode=affine,rounding=stochastic", "lloyd4")
-FACTORS = ("sum", "avg", -3.0)
+SHORT: tuple[tuple[int, float | str], ...] = ((0, "sum"), (1, "avg"), (7, "sum"), (1003, -3.0))
 KINDS: dict[str, list[Kind]] = {
-    **{
-        name: [Kind(codec, n, factor=f) for codec in codecs for n, f in zip((0, 7, 1003), FACTORS, strict=True)]
-        for name, codecs in CODECS.items()
-    },
+    **{name: [Kind(codec, n, factor=f) for codec in codecs for n, f in SHORT] for name, codecs in CODECS.items()},
     "halves": [Kind(c, n, dtype, f) for c in IN_HALVES for dtype in HALVES for n, f in ((1, "sum"), (1003, "avg"))],
     "longer": [Kind(c, n) for c in ("none", "int8", "lloyd4") for n in (16_411, 100_003)],
     "torch's own": [
@@ -323,7 +324,7 @@ def premultiplied(place: Place) -> Outputs:
     for factor in (0.5, -3.0):
         x = Kind("int8", 1003, plain=True).drawn(place, 1003)
         thinwire.all_reduce(x, op_of(factor), place.group, codec="int8", algorithm="plain")
-        found[f"times {factor}"] = x.cpu()
+        found[f"times {factor}"] = x.cpu() + 0.0  # NCCL multiplies first, which decides the sign of zero sums
     for n in (1, 5003):
         x = Kind("none", n, plain=True).drawn(place, n)
         thinwire.all_reduce(x, group=place.group, codec="none", algorithm="auto")
@@ -376,7 +377,7 @@ def lost(got: Tensor, want: Tensor) -> float:
 
 
 def long_sums(
-    group: Group, algorithms: Sequence[str], lengths: Sequence[int], dtype: torch.dtype
+    group: Group, algorithms: Sequence[Any], lengths: Sequence[int], dtype: torch.dtype
 ) -> dict[tuple[str, str, int], tuple[float, bool]]:
     """(error, whether this rank has rank 0's bytes) by codec, algorithm and length."""
     place = on_nccl(group)
@@ -493,6 +494,7 @@ def hierarchies(place: Place) -> Outputs:
             thinwire.all_reduce(y, op_of(factor), mesh, **how)
             found[f"{codec} of {numel} in bfloat16"] = y.cpu()
         for work, x in works:
+            assert work is not None
             work.wait()
             found[f"{codec} of {x.numel()}"] = x.cpu()
     x = Kind("none", 1003, plain=True).drawn(place, 1003)
@@ -569,26 +571,28 @@ def test_layouts_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
 def in_flight(place: Place) -> Outputs:
     """Twelve calls and more of alternating verbs and codecs, of which none is waited for before all are made.
 
-    They are waited for in another order. Inputs are let go of as soon as a call has been made, and their memory is
-    asked for again and overwritten.
+    They are waited for in another order; every fourth call blocks, while others are under way. Inputs are let go of as
+    soon as a call has been made, and their memory is asked for again and overwritten.
     """
     found = {}
     for numel in (257, 60_001):
         kinds = [Kind(codec, numel) for codec in ("int8", "lloyd4")]
-        every = [(kind, name, *pair) for kind in kinds for name, pair in calls_of(place, kind, numel).items()]
-        every = every[::2] + every[1::2]
+        calls = [(f"{n}, {kind}", *pair) for kind in kinds for n, pair in calls_of(place, kind, numel).items()]
+        calls = calls[::2] + calls[1::2]
         under_way = []
-        while every:
-            kind, name, call, outputs = every.pop(0)
-            under_way.append((f"{name}, {kind}", call(async_op=True), outputs))
+        if place.device.type == "cuda":
+            torch.cuda._sleep(LATE)  # the host is ahead of the GPU
+        while calls:
+            name, call, outputs = calls.pop()
+            under_way.append((name, call(async_op=len(calls) % 4 > 0), outputs))
             del call  # and its input with it
-            over = [torch.full((numel * k,), math.nan, device=place.device) for k in (1, place.world)]
-            del over
-        assert len(under_way) >= 12
+            for length in (numel, numel * place.world):
+                torch.full((length,), math.nan, device=place.device)
+        assert len([work for _, work, _ in under_way if work is not None]) >= 12
         stride = next(k for k in (7, 5, 3) if math.gcd(k, len(under_way)) == 1)
         for i in range(len(under_way)):
             name, work, outputs = under_way[i * stride % len(under_way)]
-            assert work.wait() is True
+            assert work is None or work.wait() is True
             found[name] = flat(outputs).cpu()
     return found
 
@@ -641,8 +645,6 @@ def test_callbacks_see_the_outputs(ranks: RankPool, world: int) -> None:
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
-
-LATE = 30_000_000  # cycles: work that has not run when the host comes to the next line
 
 
 def on_streams(group: Group) -> list[str]:
@@ -707,9 +709,10 @@ def steps_without_sync(group: Group) -> list[str]:
     """Kinds of DDP whose steps make the host wait, from the fourth on."""
     place = on_nccl(group)
     wrong = []
-    for options in ({"codec": "int8"}, *({"codec": "lloyd2", "feedback": kind} for kind in ("classic", "ef21"))):
+    kinds: list[Options] = [{"codec": "int8"}, *({"codec": "lloyd2", "feedback": kind} for kind in ("classic", "ef21"))]
+    for options in kinds:
         model = wrap(Given(ready=READY), place.group, device=place.device)
-        compress_ddp(model, **{"measure_every": 0, "algorithm": "two_phase", **options})
+        compress_ddp(model, measure_every=0, algorithm="two_phase", **options)
         for step in range(6):
             gradients = [g.to(place.device) for g in draw(place.rank, step)]
             model.zero_grad()
@@ -777,7 +780,6 @@ def test_every_rank_is_told_and_the_group_stays_usable(ranks: RankPool, world: i
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 
-Options = Mapping[str, Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.int8)  # of residuals
 TRAININGS: list[Options] = [
     {"codec": "none"},
@@ -796,9 +798,9 @@ TRAININGS: list[Options] = [
 STEPS = 6
 
 
-def dyadic(rank: int, step: int, dtypes: Dtypes = torch.float32) -> list[Tensor]:
-    """Gradients of a rank that are multiples of 2**-10: exact sums do not depend on their order."""
-    return [((x.float() * 1024).round() / 1024).to(x.dtype) for x in draw(rank, step, dtypes=dtypes)]
+def dyadic(rank: int, step: int, dtypes: Dtypes = torch.float32, per_unit: int = 1024) -> list[Tensor]:
+    """A rank's gradients on so fine a grid: sums of few are exact, so torch's own do not depend on their order."""
+    return [((x.float() * per_unit).round() / per_unit).to(x.dtype) for x in draw(rank, step, dtypes=dtypes)]
 
 
 def means(place: Place, options: Options, dtypes: Dtypes = torch.float32, poisoned: int | None = None) -> Outputs:
@@ -812,31 +814,33 @@ def means(place: Place, options: Options, dtypes: Dtypes = torch.float32, poison
             gradients[0][3, 7] = math.nan
             gradients[4][0, 0] = math.inf
         found[f"step {step}"] = flat(backward(model, gradients)).float()
+        assert found[f"step {step}"].isfinite().all() == (step != poisoned)
     kept = residuals(handle)
     assert kept.isfinite().all()
-    counted = torch.tensor([handle.stats().nonfinite])
-    assert (counted > 0) == (poisoned is not None)
-    return {**found, f"{OWN}residuals": kept, "not finite": counted}
+    return {**found, f"{OWN}residuals": kept, "not finite": torch.tensor(handle.stats().nonfinite)}
 
 
-def trainings(place: Place, algorithm: str) -> Outputs:
+def trainings(place: Place, table: Sequence[Options], **common: Any) -> Outputs:
     found = {}
-    for options in TRAININGS:
-        for name, x in means(place, {"algorithm": algorithm, **options}).items():
-            own = OWN if name.startswith(OWN) else ""
-            found[f"{own}{options}, {name}"] = x
+    for options in table:
+        for name, x in means(place, {**common, **options}).items():
+            found[f"{OWN if name.startswith(OWN) else ''}{options}, {name}"] = x
     return found
+
+
+def flat_trainings(place: Place, algorithm: str) -> Outputs:
+    return trainings(place, TRAININGS, algorithm=algorithm)
 
 
 @each_world
 @pytest.mark.parametrize("algorithm", SUMS)
 def test_ddp_has_the_means_of_the_cpu(ranks: RankPool, world: int, algorithm: str) -> None:
-    check_both(ranks, world, trainings, algorithm)
+    check_both(ranks, world, flat_trainings, algorithm)
 
 
+SOME: list[Options] = [{"codec": "int8", "feedback": "none"}, {"codec": "lloyd2", "feedback": "classic"}]
 POISONED: list[Options] = [
-    {"codec": "int8", "feedback": "none"},
-    {"codec": "lloyd2", "feedback": "classic"},
+    *SOME,
     {"codec": "lloyd2", "feedback": "ef21"},
     {"codec": "int4", "feedback": "classic", "residual_dtype": torch.int8},
 ]
@@ -852,14 +856,14 @@ def test_nan_of_one_rank_reaches_all_and_no_memory(ranks: RankPool, world: int) 
 @each_world
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_sixteen_bits(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    for options in ({"codec": "int8", "feedback": "none"}, {"codec": "lloyd2", "feedback": "classic"}):
+    for options in SOME:
         check_both(ranks, world, means, {"algorithm": "two_phase", **options}, dtype)
 
 
 def accumulated(place: Place) -> Outputs:
     """Gradients of three batches, two of them inside no_sync; what is accumulated is exact."""
     found = {}
-    for options in ({"codec": "int8", "feedback": "none"}, {"codec": "lloyd2", "feedback": "classic"}):
+    for options in SOME:
         model = wrap(Given(ready=READY), place.group, device=place.device)
         compress_ddp(model, algorithm="two_phase", **options)
         for step in range(4):
@@ -886,18 +890,13 @@ MESH_TRAININGS: list[Options] = [
 ]
 
 
-def means_on_a_mesh(place: Place) -> Outputs:
-    mesh = two_nodes(place)
-    found = {}
-    for options in MESH_TRAININGS:
-        for name, x in means(place, {"mesh": mesh, **options}).items():
-            found[f"{OWN if name.startswith(OWN) else ''}{options}, {name}"] = x
-    return found
+def mesh_trainings(place: Place) -> Outputs:
+    return trainings(place, MESH_TRAININGS, mesh=two_nodes(place))
 
 
 @on_worlds(4)
 def test_ddp_on_a_mesh_has_the_means_of_the_cpu(ranks: RankPool, world: int) -> None:
-    check_both(ranks, world, means_on_a_mesh)
+    check_both(ranks, world, mesh_trainings)
 
 
 INTERRUPTED: list[Options] = [
@@ -924,30 +923,30 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(ranks: RankP
                 assert got == want, options
 
 
-def learned(group: Group, options: Options | None) -> tuple[bool, list[float]]:
-    """Whether the ranks' parameters are the same after training, and this rank's losses."""
+def learned(group: Group, codecs: Sequence[str | None]) -> list[tuple[bool, list[float]]]:
+    """Whether the ranks' parameters are the same after training, and this rank's losses, for each codec."""
     place = on_nccl(group)
-    model = wrap(network(norm=True), place.group, device=place.device)
-    if options is not None:
-        compress_ddp(model, **options)
-    losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), place.rank, range(40))
-    return same_everywhere(group, *(p.data for p in model.parameters())), losses
+    found = []
+    for codec in codecs:
+        model = wrap(network(norm=True), place.group, device=place.device)
+        if codec is not None:
+            compress_ddp(model, codec, replan_every=10)
+        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), place.rank, range(40))
+        found.append((same_everywhere(group, *(p.data for p in model.parameters())), losses))
+    return found
 
 
 @each_world
-@pytest.mark.parametrize("codec", ["int8", "lloyd2", "auto", "auto:4"])
-def test_a_network_learns_and_its_replicas_stay_alike(ranks: RankPool, world: int, codec: str) -> None:
-    """Of the loss it takes away it may keep a tenth more than without compression."""
-    plainly = ranks(world).run(learned, None, timeout=LIMIT_S)
-    for (alike, losses), (_, bare) in zip(
-        ranks(world).run(learned, {"codec": codec, "replan_every": 10}, timeout=LIMIT_S), plainly, strict=True
-    ):
-        assert alike
-        assert losses[0] == bare[0]
-        assert sum(losses[-5:]) / 5 <= sum(bare[-5:]) / 5 + 0.1 * losses[0]
+def test_a_network_learns_and_its_replicas_stay_alike(ranks: RankPool, world: int) -> None:
+    """Of the loss it began with it may have a tenth more left than without compression."""
+    codecs = ("int8", "lloyd2", "auto", "auto:4")
+    for (_, bare), *answers in ranks(world).run(learned, (None, *codecs), timeout=LIMIT_S):
+        for codec, (alike, losses) in zip(codecs, answers, strict=True):
+            assert alike, codec
+            assert sum(losses[-5:]) / 5 <= sum(bare[-5:]) / 5 + 0.1 * losses[0], codec
 
 
-def onebit(group: Group, algorithm: str) -> dict[str, bool]:
+def onebit(group: Group, algorithm: Any) -> dict[str, bool]:
     """What has to hold of momentum that travels in one bit."""
     place = on_nccl(group)
     model = wrap(network(), place.group, device=place.device)
@@ -958,13 +957,11 @@ def onebit(group: Group, algorithm: str) -> dict[str, bool]:
     early = [stepper.state[p]["exp_avg_sq"].clone() for p in parameters]
     before = flat(parameters).clone()
     learn(model, stepper, place.rank, range(6, 16))
-    states = [stepper.state[p] for p in parameters]
+    momenta, late = ([stepper.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
     return {
-        "variances are frozen": all(torch.equal(v, s["exp_avg_sq"]) for v, s in zip(early, states, strict=True)),
-        "momentum is what arrived": torch.equal(
-            flat([p.grad for p in parameters]), flat([s["exp_avg"] for s in states])
-        ),
-        "ranks are alike": same_everywhere(group, *parameters, *(s["exp_avg"] for s in states)),
+        "variances are frozen": all(map(torch.equal, early, late)),
+        "momentum is what arrived": torch.equal(flat([p.grad for p in parameters]), flat(momenta)),
+        "ranks are alike": same_everywhere(group, *parameters, *momenta),
         "feedback is on": handle.stats().feedback == "classic",
         "it goes on": not torch.equal(before, flat(parameters)) and bool(flat(parameters).isfinite().all()),
     }
@@ -978,13 +975,13 @@ def test_momentum_travels_in_one_bit(ranks: RankPool, world: int, algorithm: str
 
 
 def hooked(place: Place) -> Outputs:
-    """What DDP makes of gradients with every hook of torch's names."""
+    """What DDP makes of gradients with every hook of torch's names; some add in 16 bits, exact on a coarse grid."""
     found = {}
     for name, hook in HOOKS.items():
         model = wrap(Given(ready=READY), place.group, device=place.device)
         model.register_comm_hook(place.group, hook)
         for step in range(3):
-            found[f"{name}, step {step}"] = flat(backward(model, dyadic(place.rank, step)))
+            found[f"{name}, step {step}"] = flat(backward(model, dyadic(place.rank, step, per_unit=8)))
     return found
 
 
@@ -996,21 +993,19 @@ def test_hooks_have_the_means_of_the_cpu(ranks: RankPool, world: int) -> None:
 # --- compiled functions -----------------------------------------------------------------------------------------------
 
 
-def differentiable(group: Group, **how: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Every differentiable verb; rows of 4 numbers, of which the world divides the number."""
+def differentiable(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Every differentiable verb, for 8 rows per rank."""
     rank, world = group.rank(), group.size()
-    sent = [8 + (other == world - 1) - (other == 0) for other in range(world)]  # adds up to 8 a rank
-    came = [sent[rank]] * world
+    sent = [8 + (other == world - 1) - (other == 0) for other in range(world)]
     verb: Any = {"group": group, "codec": "lloyd4", "backward_codec": "int8", "step": 5, "algorithm": "compressed"}
+    uneven: Any = {"output_split_sizes": [sent[rank]] * world, "input_split_sizes": sent}
     return {
         "all_reduce": partial(F.all_reduce, **{**verb, "algorithm": "two_phase"}),
         "all_reduce avg": partial(F.all_reduce, op="avg", **{**verb, "algorithm": "one_shot"}),
         f"{OWN}all_gather": partial(F.all_gather, dim=1, **verb),
         f"{OWN}reduce_scatter": partial(F.reduce_scatter, **verb),
         f"{OWN}all_to_all_single": partial(F.all_to_all_single, **verb),
-        f"{OWN}all_to_all_single uneven": partial(
-            F.all_to_all_single, output_split_sizes=came, input_split_sizes=sent, **verb
-        ),
+        f"{OWN}all_to_all_single uneven": partial(F.all_to_all_single, **uneven, **verb),
     }
 
 
@@ -1021,7 +1016,7 @@ def compiled(place: Place) -> Outputs:
         torch._dynamo.reset()
         x = torch.randn(8 * place.world, 4, generator=seeded(place.rank)).to(place.device).requires_grad_()
 
-        def function(x: Tensor, verb: Any = verb) -> Tensor:
+        def function(x: Tensor, verb: Callable[[Tensor], Tensor] = verb) -> Tensor:
             return verb(x * 2) + 1
 
         pairs = []
