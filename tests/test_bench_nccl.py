@@ -159,6 +159,7 @@ def test_launches_are_those_of_the_call_and_kernels_those_of_the_launches() -> N
         event("cpu_op", "aten::empty", 101, 1),
         event("cpu_op", "c10d::allreduce_", 102, 9),
         event("cuda_driver", "cuLaunchKernelEx", 105, 2, 7),
+        event("cuda_driver", "cuLaunchKernel", 106, 1, 5),  # inside the other, and not one more
         event("cuda_runtime", "cudaEventRecord", 107, 1, 8),
         event("cuda_runtime", "cudaMemcpyAsync", 110, 2, 9),
         event("kernel", "encode", 160, 30, 7),  # after the call has returned

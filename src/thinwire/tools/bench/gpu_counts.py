@@ -74,15 +74,15 @@ def _start(event: Event) -> float:
 
 
 def _count(events: Iterable[Event], busy: Mapping[Any, float]) -> GpuCount:
-    launches = 0
+    launched: set[Any] = set()
     ops = 0
-    us = 0.0
     for event in events:
         if event["cat"] in HOST and any(word in event["name"] for word in LAUNCHES):
-            launches += 1
-            us += busy.get(event["args"]["correlation"], 0.0)
+            launched.add(event["args"]["correlation"])
         ops += event["cat"] == "cpu_op" and event["name"].startswith("aten::")
-    return GpuCount(launches, ops, 1e-3 * us)
+    if busy:  # a launch inside another has no kernel of its own
+        launched &= busy.keys()
+    return GpuCount(len(launched), ops, 1e-3 * sum(busy.get(launch, 0.0) for launch in launched))
 
 
 def columns(by_rank: Sequence[Sequence[GpuCount]]) -> Row:
