@@ -3,7 +3,6 @@
 The ranks' side runs on gloo here, with a card that is the CPU; what only a GPU has is what synchronising does.
 """
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +112,24 @@ def test_what_is_refused(line: str, told: str, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 2, result.output
     assert told in " ".join(result.stderr.replace("│", " ").split())
     assert result.stdout == ""
+
+
+def test_what_a_run_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(*given: Any, progress: Any, **named: Any) -> record.Record:
+        asked.append((*given, named))
+        return record.Record("collectives", dict.fromkeys(record.CONDITIONS, "x"), [])
+
+    monkeypatch.setattr(bench, "run_on_nccl", run)
+    for line in ("", "--world 4 --hosts 1,2 --numel 10 --verbs ddp_step --codecs lloyd2 --rounds 3 --quick"):
+        result = CliRunner().invoke(app, ["bench", "collectives", "--backend", "nccl", *line.split()])
+        assert result.exit_code == 0, result.output
+    usual = {"codecs": list(bench.NCCL_CODECS), "verbs": bench.NCCL_VERBS, "rounds": None, "quick": False}
+    assert asked == [
+        ([2, 4], [1], None, usual),
+        ([4], [1, 2], [10], {"codecs": ["lloyd2"], "verbs": ["ddp_step"], "rounds": 3, "quick": True}),
+    ]
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -274,4 +291,3 @@ def test_averages_and_steps_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["feedback"] for row in rows[5:]] == ["none", "none", "none", "classic", "ef21"]
     assert {row["numel"] for row in rows[5:]} == {1_088_522}
     assert [row["bytes_per_rank"] is None for row in rows[5:]] == [True, True, False, False, False]
-    assert {field.name for field in dataclasses.fields(StepCase)} >= {"world", "link", "nodes", "cards"}

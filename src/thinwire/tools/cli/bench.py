@@ -157,7 +157,7 @@ def collectives_command(
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
 
-    All are run by turns in one run, by gloo ranks of one thread each on this machine; a round takes as long as its
+    All are run by turns in one run, by ranks of one thread each on this machine; a round takes as long as its
     slowest rank, and medians are compared. ×plain and ×bf16 are torch's time over thinwire's (above 1: thinwire is
     faster). bytes are what a rank sends; limit is the share of the link's rate that the payload reaches; CPU is the
     processor time of a rank. The codec auto is int8 where it pays, plain is thinwire's uncompressed path.
@@ -194,7 +194,8 @@ def collectives_command(
         _refuse({"--hosts": hosts}, "is for NCCL's ranks: without --backend nccl take --link and --nodes")
         some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
         names = _names(codecs or list(collectives_bench.CODECS))
-        run = partial(collectives_bench.run, worlds, flags.shaped(link), sizes, some, names, rounds, quick, nodes)
+        shaped = flags.shaped(link)
+        run = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick, nodes=nodes)
     _deliver(run, json, csv)
 
 
