@@ -1,7 +1,8 @@
 """Figures of the README, the docs and the package, taken again from the records they name: a script, and its test.
 
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, what
-`thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`; `thinwire advise` ships MACHINES.
+`thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
+`<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES.
 """
 
 import io
@@ -11,28 +12,32 @@ from dataclasses import astuple
 from pathlib import Path
 
 from rich.console import Console
+from typer.testing import CliRunner
 
 from thinwire.tools.advise import machine as machines
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
+from thinwire.tools.cli.app import app
 from thinwire.tools.report import tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
+ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
     "cuda": "kernels_h200_2026-11-15.json",
 }
+ON_NCCL = "collectives_nccl_h200_2*.json"  # by date: the newest counts
 COLUMNS = 108  # of the terminal
 
 
 def printed(text: str) -> str:
     """The page with its tables as the records have them."""
-    return DEMO.sub(_demo, TABLE.sub(_table, text))
+    return ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text)))
 
 
 def files(text: str) -> set[str]:
@@ -42,11 +47,16 @@ def files(text: str) -> set[str]:
 
 
 def shipped() -> str:
-    """What machines.json holds: the machines of RECORDS, to four digits."""
+    """What machines.json holds: the machines of RECORDS and the calls of ON_NCCL, if there are any, to four digits."""
     found = {
         name: machines.from_record(record.read(str(ROOT / "benchmarks" / file)), file) for name, file in RECORDS.items()
     }
-    text = json.dumps({name: _figures(machine) for name, machine in found.items()}, indent=1)
+    figures = {name: _figures(machine) for name, machine in found.items()}
+    for path in sorted((ROOT / "benchmarks").glob(ON_NCCL))[-1:]:
+        calls = machines.calls_from_record(record.read(str(path)), path.name)
+        times = {"plain_s": _rounded(calls.plain_s), "stage_s": _rounded(calls.stage_s)}
+        figures["nccl"] = {"source": calls.source, **times}
+    text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
 
 
@@ -72,6 +82,11 @@ def _demo(found: re.Match[str]) -> str:
     demo.show(record.read(str(ROOT / found["file"])), own, terminal)
     lines = [line.rstrip() for line in terminal.file.getvalue().strip().splitlines()]
     return "\n".join([f"<!-- demo: {found['file']} -->", "", "```text", *lines, "```", "", "<!-- end demo -->"])
+
+
+def _advice(found: re.Match[str]) -> str:
+    lines = CliRunner().invoke(app, ["advise", *found["flags"].split()], prog_name="thinwire").stdout
+    return f"<!-- advise: {found['flags']} -->\n\n```text\n{lines}```\n\n<!-- end advise -->"
 
 
 if __name__ == "__main__":

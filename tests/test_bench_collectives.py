@@ -173,15 +173,18 @@ def test_the_exact_result_is_what_the_verb_means(verb: str) -> None:
         assert len(expected) == bench.output_numel(case)
 
 
+KEY = "int8 one_shot"  # of the entry
+
+
 def samples(ms: float, digest: str = "a") -> CallSample:
     sent = 100 if ms else 0
     return CallSample([ms, 3 * ms, 2 * ms], [1.0] * 3, [110] * 3, [sent] * 3, 4e-4, digest, True, "two_phase")
 
 
 def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
-    parts = [{"torch fp32": samples(8), "torch bf16": samples(4), "int8": samples(1), "nothing": samples(0)}
+    parts = [{"torch fp32": samples(8), "torch bf16": samples(4), KEY: samples(1), "nothing": samples(0)}
              for _ in range(2)]  # fmt: skip
-    parts[1]["int8"] = CallSample([5, 1, 1], [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
+    parts[1][KEY] = CallSample([5, 1, 1], [3.0] * 3, [310] * 3, [300] * 3, 9e-4, "b", True, "two_phase")
     (row,) = bench.rows_of(a_case(), parts)
     assert set(row) >= set(record.COLUMNS["collectives"])
     assert (row["ms_p50"], row["plain_ms"], row["bf16_ms"]) == (3, 16, 8)  # rounds take 5, 3 and 2

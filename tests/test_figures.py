@@ -15,6 +15,7 @@ def test_tables_are_printed_from_records(page: Path) -> None:
         f"run `python tests/figures.py`: {page.name} has other tables than the records"
     )
     assert text.count("<!-- table:") == len(figures.TABLE.findall(text)), f"a table of {page.name} has no end"
+    assert text.count("<!-- advise:") == len(figures.ADVICE.findall(text)), f"advice of {page.name} has no end"
     assert text.count("<!-- demo:") == len(figures.DEMO.findall(text)), f"a demo of {page.name} has no end"
 
 

@@ -41,7 +41,7 @@ def compare(record: Record, machine: Machine) -> list[Checked]:
     """All times of a record that the model predicts; `machine` is one rank's alone on that computer."""
     if record.kind not in ("collectives", "train"):
         raise RecordError(f"expected a record of kind collectives or train, got {record.kind!r}")
-    rows = [row for row in record.rows if row["link"] != "loopback"]
+    rows = [row for row in record.rows if row["link"] != "loopback" and row.get("backend", "gloo") == "gloo"]
     found = [item for row in rows for item in _KINDS[record.kind](row, machine)]
     if not found:
         raise RecordError("nothing to compare: the record has no all_reduce or DDP step over a shaped link (--link)")

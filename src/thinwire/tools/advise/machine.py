@@ -1,6 +1,7 @@
 """What a rank works with: seconds of kernels, copies and messages, from a record or measured.
 
-`machines.json` holds what `from_record` makes of committed records; `python tests/figures.py` writes it.
+`machines.json` holds what `from_record` and `calls_from_record` make of committed records; `python tests/figures.py`
+writes it.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from importlib import resources
 from statistics import median
+from typing import Any
 
 from thinwire.codecs import BlockInt, Cast, Codec, Lloyd
 from thinwire.errors import AdviceError, RecordError
@@ -18,7 +20,8 @@ from thinwire.tools.bench.record import Record, Row
 DEVICES = ("cpu", "cuda")
 # Of gloo on a CPU, where torch and Python hand over every message (a send or a receive) and the system copies every
 # byte: processor time of plain sums in collectives_1gbit.json, and what is left of collectives_100mbit.json's when
-# kernels and bytes are taken away. On a GPU it is the host's time for one message of NCCL: an assumption.
+# kernels and bytes are taken away. On a GPU it is the host's time for one message of NCCL: an assumption, for where
+# there is no NcclCalls.
 BYTE_S = {"cpu": 0.65e-9, "cuda": 0.0}
 MESSAGE_S = {"cpu": 0.15e-3, "cuda": 10e-6}
 CALL_S = 30e-6  # of Python around one kernel on a CPU; a GPU's is in its record
@@ -28,6 +31,7 @@ CROWD = 1.1
 TURNS = 1.4
 _PARTS = ("codecs", "sizes")  # of a kernels record: the others time something else
 _OPS = ("encode", "decode", "decode_sum", "recode")
+_STAGES = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
 _LAUNCHES = 3  # kernels in a replayed path: encode, recode, decode
 
 
@@ -59,6 +63,19 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class NcclCalls:
+    """What calls on NCCL take of the host, until they return."""
+
+    source: str
+    plain_s: float  # torch's own all_reduce
+    stage_s: float  # one stage of ours: its kernels, and the message after them
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.plain_s < math.inf and 0 <= self.stage_s < math.inf):
+            raise AdviceError(f"seconds of a call must be 0 or more and finite, got {self}")
+
+
+@dataclass(frozen=True)
 class Machine:
     """What one rank has to itself."""
 
@@ -70,6 +87,7 @@ class Machine:
     message_s: float = 0.0  # of the host, for one message sent or received
     byte_s: float = 0.0  # of the processor, for one byte sent and another received
     cores: float = 1.0  # per rank; what the codec takes is then missed by the backward pass on one of them
+    nccl: NcclCalls | None = None  # instead of call_s and message_s; None: nobody has measured it
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -119,6 +137,23 @@ class Machine:
         return (self.work_s(kernels_s, calls, messages) + nbytes * self.byte_s) / self.cores
 
 
+def calls_from_record(record: Record, source: str) -> NcclCalls:
+    """From a record of `thinwire bench collectives --backend nccl`: its smallest sums, of its smallest world."""
+    rows = [row for row in record.rows if _is_sum_on_one_host(row)]
+    if record.kind != "collectives" or not rows:
+        raise RecordError(f"{source} has no compressed all_reduce on NCCL, on one host: `thinwire bench collectives`")
+    world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
+    least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
+    stages = [column(row, "host_ms") / _STAGES[str(row["algorithm"])] for row in least]
+    told = f"{record.conditions['device']}, {world:g} ranks, {str(record.conditions['date'])[:10]} ({source})"
+    return NcclCalls(told, 1e-3 * median(column(row, "plain_host_ms") for row in least), 1e-3 * median(stages))
+
+
+def _is_sum_on_one_host(row: Row) -> bool:
+    on_nccl = row.get("backend") == "nccl" and row["link"] != "tcp"
+    return on_nccl and row["verb"] == "all_reduce" and row["algorithm"] in _STAGES
+
+
 def _most_like(codec: Codec, known: Sequence[str]) -> str | None:
     """The measured codec of the same kind with the nearest number of bits, the wider one of two."""
     stem = {BlockInt: "int", Lloyd: "lloyd"}.get(type(codec))
@@ -147,6 +182,7 @@ def from_record(record: Record, source: str) -> Machine:
         call_s=median(launched) if launched else CALL_S,
         message_s=MESSAGE_S[device],
         byte_s=BYTE_S[device],
+        nccl=recorded_calls(device),
     )
 
 
@@ -183,8 +219,20 @@ def column(row: Row, name: str, least: float = 1e-18) -> float:
 
 def recorded(device: str, architecture: str | None = None) -> Machine:
     """The machine of the committed record that stands for a device; for a CPU of this one's architecture."""
-    figures = json.loads(resources.files(__package__).joinpath("machines.json").read_text())
+    figures = _shipped()
     name = "cuda" if device == "cuda" else architecture or platform.machine()
     kept = figures.get(name, figures["x86_64"])
     speeds = {codec: CodecSpeed(*seconds) for codec, seconds in kept["codecs"].items()}
-    return Machine(device, kept["source"], kept["copy_s"], speeds, kept["call_s"], MESSAGE_S[device], BYTE_S[device])
+    times = {"call_s": kept["call_s"], "message_s": MESSAGE_S[device], "byte_s": BYTE_S[device]}
+    return Machine(device, kept["source"], kept["copy_s"], speeds, **times, nccl=recorded_calls(device))
+
+
+def recorded_calls(device: str) -> NcclCalls | None:
+    """Those of the committed record, on a GPU; None where there is none."""
+    kept = _shipped().get("nccl") if device == "cuda" else None
+    return NcclCalls(**kept) if kept else None
+
+
+def _shipped() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files(__package__).joinpath("machines.json").read_text())
+    return found

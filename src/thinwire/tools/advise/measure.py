@@ -21,7 +21,7 @@ from thinwire.collectives.cost import MeasuredLink
 from thinwire.collectives.transport import Group
 from thinwire.errors import AdviceError, ThinwireError
 from thinwire.tools.advise.links import TRANSPORTS, Cluster, LinkModel
-from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine
+from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine, recorded_calls
 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}  # on a GPU enough that kernels take longer than their launch
 _WIRES = 4
@@ -120,6 +120,7 @@ def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Mac
         message_s=MESSAGE_S[device.type],
         byte_s=0.0,  # what bytes cost the processor is in the link's time
         cores=max(1.0, (os.cpu_count() or 1) / per_node),
+        nccl=recorded_calls(device.type),
     )
 
 

@@ -139,10 +139,13 @@ class Stage(NamedTuple):
     kernels_s: float
     calls: int = 0  # of kernels
     hop: Hop | None = None
+    chunks: int = 1  # that it is a stage of; 0: there is nothing to do
+    plain: bool = False  # torch's own
 
     def times(self, count: int) -> "Stage":
         """The same `count` times in a row."""
-        return Stage(count * self.kernels_s, count * self.calls, self.hop and self.hop.times(count))
+        hop = self.hop and self.hop.times(count)
+        return Stage(count * self.kernels_s, count * self.calls, hop, count * self.chunks, self.plain)
 
 
 Chunk = tuple[Stage, ...]
@@ -242,10 +245,11 @@ def _hierarchical(numel: int, inside: Codec, across: Codec, cluster: Cluster, ma
 def _ringed(numel: int, codec: Codec, cluster: Cluster, machine: Machine, dtype: torch.dtype) -> ChunkedSum:
     """torch's all_reduce; a cast before and after it that nothing hides."""
     if isinstance(codec, Identity):
-        return ChunkedSum(((Stage(0.0, 1, ring(cluster, numel * dtype.itemsize)), Stage(0.0)),))
+        return ChunkedSum(((Stage(0.0, 1, ring(cluster, numel * dtype.itemsize), plain=True), Stage(0.0, chunks=0)),))
     speed = machine.speed(codec)
     cast = ring(cluster, codec.wire_bytes(numel))
-    return ChunkedSum(((Stage(numel * speed.encode, 2, cast), Stage(numel * speed.decode, 1)),))
+    after = Stage(numel * speed.decode, 1, plain=True)
+    return ChunkedSum(((Stage(numel * speed.encode, 2, cast, plain=True), after),))
 
 
 def alone_s(sent: ChunkedSum, machine: Machine) -> float:
@@ -308,7 +312,9 @@ def busy_s(sent: ChunkedSum, machine: Machine) -> float:
     """Seconds that a message adds where others go before and after it: of what is busiest."""
     if sent.on_stream:
         host = sum(_host_s(stage, machine) for stage in sent.stages)
-        return max(host, taken_s(sent, machine), _played_s(sent, replace(machine, call_s=0.0, message_s=0.0)))
+        return max(
+            host, taken_s(sent, machine), _played_s(sent, replace(machine, call_s=0.0, message_s=0.0, nccl=None))
+        )
     hops: dict[str, float] = {}
     for hop in sent.hops:
         hops[hop.link] = hops.get(hop.link, 0.0) + _held_s(hop, machine)
@@ -326,11 +332,15 @@ def taken_s(sent: ChunkedSum, machine: Machine) -> float:
 
 
 def _work_s(stage: Stage, machine: Machine) -> float:
+    if machine.nccl is not None:
+        return max(stage.kernels_s, _host_s(stage, machine))
     return machine.work_s(stage.kernels_s, stage.calls, stage.hop.messages if stage.hop else 0)
 
 
 def _host_s(stage: Stage, machine: Machine) -> float:
     """Of it, what the host takes to hand over kernels and messages."""
+    if machine.nccl is not None:
+        return stage.chunks * (machine.nccl.plain_s if stage.plain else machine.nccl.stage_s)
     return _work_s(stage._replace(kernels_s=0.0), machine)
 
 

@@ -140,14 +140,17 @@ def _launches(
         return
     first = exact[0]
     same_buckets = replace(job, bucket_bytes=first.bucket_bytes)
-    without = model.predict(same_buckets, first.scheme, cluster, replace(machine, call_s=0.0))
+    free = replace(machine, call_s=0.0, nccl=machine.nccl and replace(machine.nccl, stage_s=0.0))
+    without = model.predict(same_buckets, first.scheme, cluster, free)
     extra = first.step_s - job.step_s
     launches = first.step_s - without.step_s
+    each = f"kernels, {duration(machine.call_s)} each on {machine.source}"
+    if machine.nccl is not None:
+        each = f"kernels and messages, {duration(machine.nccl.stage_s)} for a pair on {machine.nccl.source}"
     if launches > extra / 2:
         yield (
             f"of the {duration(extra)} that {first.scheme} adds to the compute, {duration(launches)} are launches of "
-            f"kernels, {duration(machine.call_s)} each on {machine.source}: without them (a CUDA graph needs next to "
-            f"none) a step would take {duration(without.step_s)}"
+            f"{each}: without them (a CUDA graph needs next to none) a step would take {duration(without.step_s)}"
         )
 
 

@@ -1,7 +1,8 @@
 """The collectives benchmark: a verb in a codec beside torch's own in fp32 and bf16, interleaved in one run.
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
-bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank.
+bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank. On NCCL sums
+are averages, every codec runs in both algorithms, and what a call costs the host is told apart from what it takes.
 
 [Note: Nodes] With nodes several ranks share a host and its link, which what they send to each other does not cross.
 Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is summed inside the nodes in the first
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
-from thinwire.tools.bench import launch, link as links, timing, turns
+from thinwire.tools.bench import ddp_steps, launch, link as links, nccl, timing, turns
 from thinwire.tools.bench.codec import nmse
+from thinwire.tools.bench.ddp_steps import StepCase
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import NOTHING, Sample
+from thinwire.tools.bench.turns import CPU, NOTHING, Sample
 
 VERBS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 IN_PLACE = ("all_reduce", "broadcast")  # the others cut a tensor into equal parts, one per rank
+ALGORITHMS = ("one_shot", "two_phase")
 SHARED = (*IN_PLACE, "all_gather_into_tensor")  # after them all ranks hold the same
 PAIR = "/"  # between the codec inside a node and that across
 AUTO, PLAIN = "auto", "plain"  # names beside the codecs: int8 where it pays, and thinwire's uncompressed path
@@ -48,6 +52,12 @@ QUICK_NUMEL = 1 << 18
 SLOW = 1e9  # bits per second; below, SLOW_NUMEL
 FULL = Effort(rounds=5, most=300, seconds=2.0)
 QUICK = Effort(rounds=3, most=20, seconds=0.2)
+NCCL_VERBS = ("all_reduce", ddp_steps.VERB)
+NCCL_CODECS = (PLAIN, "bf16", "int8", "lloyd4", "lloyd2")
+NCCL_NUMELS = (1_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
+NCCL_QUICK_NUMELS = (1_000, 1_000_000)
+NCCL_FULL = Effort(rounds=5, most=50, seconds=0.3)
+NCCL_QUICK = Effort(rounds=3, most=10, seconds=0.1)
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,10 @@ class Entry:
     codec: Codec  # of a hierarchy: of what goes across nodes
     algorithm: str
     inside: Codec | None = None  # of a hierarchy
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.algorithm}"
 
 
 @dataclass(frozen=True)
@@ -68,10 +82,22 @@ class CollectiveCase:
     numel: int
     entries: tuple[Entry, ...]
     nodes: int | None = None  # None => every rank has a link of its own
+    cards: NcclRanks | None = None  # None => gloo, on the CPU
+
+    @property
+    def told_link(self) -> str:
+        return self.cards.link if self.cards else str(self.link or "loopback")
+
+    @property
+    def averages(self) -> bool:
+        return self.cards is not None and self.verb == "all_reduce"
+
+    def rows(self, world: World, effort: Effort) -> Iterator[Row]:
+        return rows_of(self, world.run(measure, self, effort))
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes else ""
-        return f"{self.verb}, {self.numel} floats, world {self.world}{nodes}, {self.link or 'loopback'}"
+        return f"{self.verb}, {self.numel} floats, world {self.world}{nodes}, {self.told_link}"
 
 
 @dataclass
@@ -107,20 +133,58 @@ def run(
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
     with timing.threads(launch.THREADS):
-        return collect("collectives", torch.device("cpu"), _rows(cases, effort, progress))
+        return collect("collectives", CPU, _rows(cases, effort, progress))
+
+
+def run_on_nccl(
+    worlds: Sequence[int] = WORLDS,
+    hosts: Sequence[int] = (1,),
+    numels: Sequence[int] | None = None,
+    verbs: Sequence[str] = NCCL_VERBS,
+    codecs: Sequence[str] = NCCL_CODECS,
+    rounds: int | None = None,
+    quick: bool = False,
+    progress: Progress = iter,
+) -> Record:
+    """The same on NCCL, each world on each number of hosts; steps of DDP too."""
+    placed = nccl.spread(worlds, hosts)
+    check_pairs(any(cards.nodes for cards in placed), codecs, verbs)
+    sizes = numels or (NCCL_QUICK_NUMELS if quick else NCCL_NUMELS)
+    cases = [case for cards in placed for case in nccl_cases(cards, sizes, verbs, codecs)]
+    effort = Effort(rounds) if rounds else NCCL_QUICK if quick else NCCL_FULL
+    with timing.threads(launch.THREADS):
+        return collect("collectives", torch.device("cuda"), _rows(cases, effort, progress))
+
+
+def nccl_cases(
+    cards: NcclRanks, numels: Sequence[int], verbs: Sequence[str], codecs: Sequence[str]
+) -> Iterator[CollectiveCase | StepCase]:
+    """Those of one world; pairs of codecs only where hosts have several ranks."""
+    names = [name for name in codecs if cards.nodes or PAIR not in name]
+    for verb, numel in product([verb for verb in verbs if verb != ddp_steps.VERB], numels):
+        size = divisible(verb, cards.world, numel)
+        found = entries(names, verb, cards.world, every=True)
+        yield CollectiveCase(verb, cards.world, None, size, found, cards.nodes, cards)
+    if ddp_steps.VERB in verbs:
+        yield StepCase(cards.world, ddp_steps.lineup([name for name in names if name not in (AUTO, PLAIN)]), cards)
+
+
+def check_pairs(has_nodes: bool, codecs: Sequence[str], verbs: Sequence[str]) -> None:
+    """Refuse pairs of codecs where there is nothing to be inside of."""
+    pairs = [name for name in codecs if PAIR in name]
+    if any(name.count(PAIR) > 1 for name in pairs):
+        raise BenchError(f"expected pairs of codecs, inside nodes and across them, got {', '.join(pairs)}")
+    if pairs and not has_nodes:
+        raise BenchError(f"{pairs[0]} is a pair of codecs, inside nodes and across them: say how many nodes")
+    if pairs and set(verbs) != {"all_reduce"}:
+        raise BenchError(f"{pairs[0]} is a pair of codecs, and only all_reduce takes one")
 
 
 def check_nodes(
     nodes: int | None, world: int, link: ShapedLink | None, codecs: Sequence[str], verbs: Sequence[str]
 ) -> None:
-    """Refuse nodes that ranks do not fill evenly, and pairs of codecs where there is nothing to be inside of."""
-    pairs = [name for name in codecs if PAIR in name]
-    if any(name.count(PAIR) > 1 for name in pairs):
-        raise BenchError(f"expected pairs of codecs, inside nodes and across them, got {', '.join(pairs)}")
-    if nodes is None and pairs:
-        raise BenchError(f"{pairs[0]} is a pair of codecs, inside nodes and across them: say how many nodes")
-    if pairs and set(verbs) != {"all_reduce"}:
-        raise BenchError(f"{pairs[0]} is a pair of codecs, and only all_reduce takes one")
+    """Refuse nodes that ranks do not fill evenly, or that no link tells apart."""
+    check_pairs(nodes is not None, codecs, verbs)
     if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
         raise BenchError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
     if nodes is not None and link is None:
@@ -139,9 +203,11 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(names: Sequence[str], verb: str, world: int) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress, of "auto" and of "plain"."""
-    return tuple(_entry(name, compressing(verb, world)) for name in names)
+def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
+    algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
+    found = (_entry(name, algorithm) for name in names for algorithm in algorithms)
+    return tuple(dict.fromkeys(found))
 
 
 def _entry(name: str, algorithm: str) -> Entry:
@@ -183,58 +249,56 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
     return (2 if verb == "all_reduce" else 1) * (world - 1) / world * wire
 
 
-def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
-    """Ranks stay for all cases of a world, which follow each other; their link and nodes are the same."""
-    started: dict[int, World] = {}
+def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: Progress) -> Generator[Row]:
+    """Ranks stay for all cases of a world and its cards, which follow each other; their link and nodes are the same."""
+    started: dict[tuple[int, NcclRanks | None], World] = {}
     with ExitStack() as stack:
         for case in progress(cases):
-            if case.world not in started:
+            place = (case.world, case.cards)
+            if place not in started:
                 stack.close()
-                started = {case.world: stack.enter_context(launch.ranks(case.world, case.link, case.nodes))}
-            yield from rows_of(case, started[case.world].run(measure, case, effort))
+                started = {place: stack.enter_context(launch.ranks(case.world, case.link, case.nodes, case.cards))}
+            yield from case.rows(started[place], effort)
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
     for entry in case.entries:
-        samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.name, FP32, BF16))
-        times = turns.slowest(parts, entry.name)
-        plain_ms, bf16_ms = (median(turns.slowest(parts, name)) for name in (FP32, BF16))
+        samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
         yield {
             "verb": case.verb,
             "codec": entry.name,
             "algorithm": samples[0].algorithm,
             "world": case.world,
             "nodes": case.nodes,
-            "link": str(case.link or "loopback"),
+            "link": case.told_link,
             "numel": case.numel,
-            **timing.columns(times),
-            "plain_ms": plain_ms,
-            "bf16_ms": bf16_ms,
-            "speedup_plain": plain_ms / median(times),
-            "speedup_bf16": bf16_ms / median(times),
+            **turns.beside(parts, entry.key, FP32, BF16),
             **_byte_columns(case, entry, parts),
-            "cpu_ms_per_rank": _cpu_ms(samples),
+            "cpu_ms_per_rank": turns.cpu_ms(samples),
             "rel_error": _rel_error(samples),
             "identical": _identical(case.verb, samples),
             "auto": entry.algorithm == "auto",
-            "rounds": len(times),
+            "rounds": len(samples[0].ms),
             "threads": launch.THREADS,
             "cores": os.cpu_count(),
-            "plain_cpu_ms": _cpu_ms(plain),
-            "bf16_cpu_ms": _cpu_ms(bf16),
+            "plain_cpu_ms": turns.cpu_ms(plain),
+            "bf16_cpu_ms": turns.cpu_ms(bf16),
             "bf16_rel_error": _rel_error(bf16),
+            "backend": "gloo" if case.cards is None else "nccl",
+            **turns.on_gpu(parts, entry.key, FP32),
+            **({} if case.cards is None else {"asked": entry.algorithm, **nccl.columns(case.cards)}),
         }
 
 
 def _byte_columns(case: CollectiveCase, entry: Entry, parts: Parts) -> Row:
-    least = _least(case, parts[0][entry.name].algorithm, entry.codec)
+    least = _least(case, parts[0][entry.key].algorithm, entry.codec)
     # Torch's own verbs do not go through thinwire's transport: what they send over loopback is not known.
-    sent = turns.sent(parts, entry.name, "transport_bytes") or None
+    sent = turns.sent(parts, entry.key, "transport_bytes") or None
     share = None
     if least is not None and case.link is not None:
-        share = 8e3 * least / case.link.rate / median(turns.slowest(parts, entry.name))
+        share = 8e3 * least / case.link.rate / median(turns.slowest(parts, entry.key))
     return {
-        "bytes_per_rank": turns.sent(parts, entry.name, "interface_bytes") if case.link else sent,
+        "bytes_per_rank": turns.sent(parts, entry.key, "interface_bytes") if case.link else sent,
         "bytes_formula": least,
         "wire_limit_share": share,
         "bytes_sent": sent,
@@ -242,14 +306,12 @@ def _byte_columns(case: CollectiveCase, entry: Entry, parts: Parts) -> Row:
 
 
 def _least(case: CollectiveCase, algorithm: str, chosen: Codec) -> float | None:
-    """Bytes that a rank has to send, or a node; nobody has worked out what other verbs send between nodes."""
-    if case.nodes is None:
+    """Bytes that a rank has to send, or a node on shaped links; None where nobody has worked it out."""
+    if case.cards is not None and algorithm == "hierarchical":
+        return None
+    if case.nodes is None or case.cards is not None:
         return bytes_formula(case.verb, algorithm, case.world, chosen, case.numel)
     return bytes_across(algorithm, case.world, case.nodes, chosen, case.numel) if case.verb == "all_reduce" else None
-
-
-def _cpu_ms(samples: Sequence[Sample]) -> float:
-    return fmean(median(sample.cpu_ms) for sample in samples)
 
 
 def _rel_error(samples: Sequence[CallSample]) -> float:
@@ -279,6 +341,7 @@ def measure(case: CollectiveCase, effort: Effort) -> dict[str, CallSample]:
             shaped=case.link is not None,
             transport=lambda name: bench.sent(),
             prepare=bench.restore,
+            device=bench.out.device,
         )
     return bench.samples
 
@@ -289,17 +352,19 @@ class _RankBench:
     def __init__(self, case: CollectiveCase) -> None:
         self.case = case
         rank = dist.get_rank()
-        self.source = inputs(rank, case)
-        self.out = torch.empty(output_numel(case))
-        self.exact = exact(rank, case)
+        device = CPU if case.cards is None else case.cards.card(rank)
+        self.source = inputs(rank, case, device)
+        self.out = torch.empty(output_numel(case), device=device)
+        self.exact = exact(rank, case, device)
         # Nodes, and the ranks inside them.
-        self.mesh = init_device_mesh("cpu", (case.nodes, case.world // case.nodes)) if case.nodes else None
-        self.calls: dict[str, Call] = {FP32: lambda: TORCH[case.verb](self.out, self.source), BF16: self._in_bf16()}
-        self.calls |= {entry.name: self._compressed(entry) for entry in case.entries}
+        self.mesh = init_device_mesh(device.type, (case.nodes, case.world // case.nodes)) if case.nodes else None
+        self.torch = average if case.averages else TORCH[case.verb]
+        self.calls: dict[str, Call] = {FP32: lambda: self.torch(self.out, self.source), BF16: self._in_bf16()}
+        self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
-            self._call(entry.name)  # auto decides at its first call
-            self.samples[entry.name] = CallSample(algorithm=_algorithm(case, entry, self.out))
+            self._call(entry.key)  # auto decides at its first call
+            self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out))
 
     def _in_bf16(self) -> Call:
         """torch's verb on bfloat16 copies, the casts included. Buffers are made once, which favours it."""
@@ -309,7 +374,7 @@ class _RankBench:
 
         def call() -> None:
             source16.copy_(source)
-            TORCH[self.case.verb](out16, source16)
+            self.torch(out16, source16)
             self.out.copy_(out16)
 
         return call
@@ -318,6 +383,8 @@ class _RankBench:
         verb = getattr(collectives, self.case.verb)
         given = {"all_reduce": (self.out,), "broadcast": (self.out, 0)}.get(self.case.verb, (self.out, self.source))
         how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm}
+        if self.case.averages:
+            how["op"] = dist.ReduceOp.AVG
         if entry.inside is not None:
             how |= {"codec": (entry.inside, entry.codec), "group": self.mesh}
         return lambda: verb(*given, **how)
@@ -357,27 +424,33 @@ TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-def inputs(rank: int, case: CollectiveCase) -> Tensor:
+def average(out: Tensor, source: Tensor) -> object:
+    return dist.all_reduce(out, dist.ReduceOp.AVG)
+
+
+def inputs(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor:
     """What a rank puts in: standard normal, the same whoever asks."""
     numel = case.numel // case.world if case.verb == "all_gather_into_tensor" else case.numel
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(numel, generator=torch.Generator(device).manual_seed(rank), device=device)
 
 
 def output_numel(case: CollectiveCase) -> int:
     return case.numel // case.world if case.verb == "reduce_scatter_tensor" else case.numel
 
 
-def exact(rank: int, case: CollectiveCase) -> Tensor:
+def exact(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor:
     part = slice(rank * (case.numel // case.world), (rank + 1) * (case.numel // case.world))
     if case.verb == "broadcast":
-        return inputs(0, case).double()
+        return inputs(0, case, device).double()
     if case.verb == "all_gather_into_tensor":
-        return torch.cat([inputs(other, case) for other in range(case.world)]).double()
+        return torch.cat([inputs(other, case, device) for other in range(case.world)]).double()
     if case.verb == "all_to_all_single":
-        return torch.cat([inputs(other, case)[part] for other in range(case.world)]).double()
-    total = torch.zeros(case.numel, dtype=torch.float64)
+        return torch.cat([inputs(other, case, device)[part] for other in range(case.world)]).double()
+    total = torch.zeros(case.numel, dtype=torch.float64, device=device)
     for other in range(case.world):
-        total += inputs(other, case)
+        total += inputs(other, case, device)
+    if case.averages:
+        total /= case.world
     return total[part].clone() if case.verb == "reduce_scatter_tensor" else total
 
 

@@ -3,8 +3,8 @@
     with launch.ranks(4, link) as world:
         parts = world.run(fn, *args)      # [fn(*args) on rank 0, on rank 1, ...]; fn is pickled by name
 
-Ranks run gloo over loopback, or on hosts behind shaped links, one or several on each. They live and die with the block:
-a rank that loses the pipe to this process exits, whatever it was doing.
+Ranks run gloo over loopback, or on hosts behind shaped links, one or several on each; or NCCL, on the cards of this
+machine. They live and die with the block: a rank that loses the pipe to this process exits, whatever it was doing.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench import link as links
+from thinwire.tools.bench import link as links, nccl
 from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.nccl import NcclRanks
 
 STOP_S = 20.0
 THREADS = 1
@@ -78,10 +79,13 @@ class World:
 
 
 @contextlib.contextmanager
-def ranks(size: int, link: ShapedLink | None = None, nodes: int | None = None) -> Iterator[World]:
+def ranks(
+    size: int, link: ShapedLink | None = None, nodes: int | None = None, cards: NcclRanks | None = None
+) -> Iterator[World]:
     """Start `size` ranks of THREADS torch threads each, end them with the block.
 
-    With a link, `nodes` hosts have equally many of them, in order; without it ranks find each other over loopback.
+    With a link, `nodes` hosts have equally many of them, in order; without it ranks find each other over loopback. With
+    `cards` they run NCCL instead of gloo.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(links.sigterm_as_ctrl_c())
@@ -95,7 +99,7 @@ def ranks(size: int, link: ShapedLink | None = None, nodes: int | None = None) -
                 host = hosts[rank * len(hosts) // size] if hosts else None
                 near, far = multiprocessing.Pipe()
                 pipes.append(near)
-                arguments = (far, rank, size, host, folder)
+                arguments = (far, rank, size, host, folder, cards)
                 # Spawned: a fork would copy the locks of torch's threads.
                 process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
                 process.start()
@@ -119,7 +123,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 # The ranks' side.
 
 
-def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path) -> None:
+def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Path, cards: NcclRanks | None) -> None:
     """Join the group, say so, answer calls until told to end."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
@@ -127,18 +131,21 @@ def _serve(pipe: Connection, rank: int, size: int, host: str | None, folder: Pat
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_hear, args=(pipe, calls), daemon=True).start()
     torch.set_num_threads(THREADS)
-    pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"))))))
+    pipe.send_bytes(_answer(pickle.dumps((_join, (rank, size, host, str(folder / "store"), cards)))))
     while call := calls.get():
         pipe.send_bytes(_answer(call))
     dist.destroy_process_group()
 
 
-def _join(rank: int, size: int, host: str | None, path: str) -> None:
+def _join(rank: int, size: int, host: str | None, path: str, cards: NcclRanks | None) -> None:
     if host is not None:
         links.enter(host)  # before the first thread and the first socket of the group
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if host is None else links.INTERFACE
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    how: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(minutes=10)}
+    if cards is not None:
+        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": nccl.join(cards, rank)}
+    dist.init_process_group(store=store, rank=rank, world_size=size, **how)
 
 
 def _hear(pipe: Connection, calls: SimpleQueue[bytes]) -> None:

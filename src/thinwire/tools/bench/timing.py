@@ -106,13 +106,13 @@ def launched_ms(call: Call, launches: int, device: torch.device) -> float:
     def all_of_them() -> None:
         for _ in range(launches):
             call()
-        _synchronize(device)
+        synchronize(device)
 
-    _synchronize(device)
+    synchronize(device)
     return host_ms(all_of_them) / launches
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -5,15 +5,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.tools.bench import link as links
+from thinwire.tools.bench import gpu_counts, link as links, timing
+from thinwire.tools.bench.gpu_counts import GpuCount
+from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.timing import Call, Effort
 
+CPU = torch.device("cpu")
 NOTHING = "nothing"  # a call beside the others: it shows what the barriers around a call send
 
 
@@ -21,10 +24,12 @@ NOTHING = "nothing"  # a call beside the others: it shows what the barriers arou
 class Sample:
     """One rank's measurements of one call, round by round."""
 
-    ms: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)  # until all is done
     cpu_ms: list[float] = field(default_factory=list)
     interface_bytes: list[int] = field(default_factory=list)
     transport_bytes: list[int] = field(default_factory=list)  # empty where torch sends by itself
+    host_ms: list[float] = field(default_factory=list, kw_only=True)  # until the call returns
+    gpu: list[GpuCount] = field(default_factory=list, kw_only=True)  # of a few calls after the timed ones
 
 
 Samples = Sequence[Mapping[str, Sample]]  # by rank, then by call
@@ -38,30 +43,36 @@ def take(
     shaped: bool,
     transport: Callable[[str], int | None],
     prepare: Call = lambda: None,
+    device: torch.device = CPU,
 ) -> None:
     """Fill `samples`, of all calls and NOTHING; rank 0 decides when there are enough rounds.
 
     A call follows `prepare` and a barrier. `shaped`: bytes are counted at the interface of this rank's host;
-    `transport` says what a call has handed to thinwire's transport so far, or None.
+    `transport` says what a call has handed to thinwire's transport so far, or None. What calls work on is on `device`.
     """
     names = list(samples)
     begun = time.monotonic()
     rounds = 0
-    while _rank_0_says(effort.goes_on(rounds, (time.monotonic() - begun) / len(names))):
+    while _rank_0_says(effort.goes_on(rounds, (time.monotonic() - begun) / len(names)), device):
         first = rounds % len(names)  # each has every place in turn: what runs before a call may help or hurt
         for name in names[first:] + names[:first]:
             prepare()
-            _time(calls.get(name, lambda: None), samples[name], shaped, partial(transport, name))
+            _time(calls.get(name, lambda: None), samples[name], shaped, partial(transport, name), device)
         rounds += 1
+    if device.type == "cuda":
+        for name, counted in gpu_counts.take(calls, prepare, partial(meet, device)).items():
+            samples[name].gpu = counted
 
 
-def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None]) -> None:
-    dist.barrier()
+def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int | None], device: torch.device) -> None:
+    meet(device)
     interface = links.sent() if shaped else 0
     handed = transport()
     cpu = time.process_time()
     start = time.perf_counter()
     call()
+    sample.host_ms.append(1e3 * (time.perf_counter() - start))
+    timing.synchronize(device)
     sample.ms.append(1e3 * (time.perf_counter() - start))
     sample.cpu_ms.append(1e3 * (time.process_time() - cpu))
     # A call is over when all was received; what this rank still has in its buffers is sent by then.
@@ -71,8 +82,15 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
         sample.transport_bytes.append((transport() or 0) - handed)
 
 
-def _rank_0_says(mine: bool) -> bool:
-    flag = torch.tensor([mine])
+def meet(device: torch.device) -> None:
+    """Go on when all ranks are here; a GPU then has nothing left to do."""
+    timing.synchronize(device)
+    dist.barrier()
+    timing.synchronize(device)
+
+
+def _rank_0_says(mine: bool, device: torch.device) -> bool:
+    flag = torch.tensor([mine], device=device)
     dist.broadcast(flag, 0)
     return bool(flag.item())
 
@@ -81,13 +99,40 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """The same where all bits are."""
     found = hashlib.blake2b()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().numpy().tobytes())
+        found.update(tensor.detach().contiguous().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
-def slowest(samples: Samples, name: str) -> list[float]:
+def slowest(samples: Samples, name: str, clock: str = "ms") -> list[float]:
     """Milliseconds of each round of a call: those of the slowest rank."""
-    return [max(of_ranks) for of_ranks in zip(*(part[name].ms for part in samples), strict=True)]
+    return [max(of_ranks) for of_ranks in zip(*(getattr(part[name], clock) for part in samples), strict=True)]
+
+
+def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
+    """The times of a call, and of torch's own in fp32 and bf16."""
+    times = slowest(samples, name)
+    plain_ms, bf16_ms = (median(slowest(samples, other)) for other in (plain, bf16))
+    return {
+        **timing.columns(times),
+        "plain_ms": plain_ms,
+        "bf16_ms": bf16_ms,
+        "speedup_plain": plain_ms / median(times),
+        "speedup_bf16": bf16_ms / median(times),
+    }
+
+
+def on_gpu(samples: Samples, name: str, plain: str) -> Row:
+    """What a call costs the host and the GPU, and what torch's own does; nothing where there was no GPU."""
+    counted, usual = (gpu_counts.columns([part[call].gpu for part in samples]) for call in (name, plain))
+    if counted["launches"] is None:
+        return {"host_ms": None, **counted}
+    host_ms, plain_host_ms = (median(slowest(samples, call, "host_ms")) for call in (name, plain))
+    beside = {"plain_host_ms": plain_host_ms, "plain_launches": usual["launches"]}
+    return {"host_ms": host_ms, **counted, **beside}
+
+
+def cpu_ms(samples: Sequence[Sample]) -> float:
+    return fmean(median(sample.cpu_ms) for sample in samples)
 
 
 def sent(samples: Samples, name: str, counter: str) -> float | None:

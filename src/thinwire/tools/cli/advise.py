@@ -292,8 +292,16 @@ def _conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> list[str]:
     return [
         f"{counted(job.params, 'parameter')}, {_name(job.dtype)} gradients, {ranks}; a step computes "
         f"{duration(job.step_s)}, {duration(job.hidden_s(own))} of it may hide messages",
-        f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}",
+        f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}{_calls(own)}",
     ]
+
+
+def _calls(own: Machine) -> str:
+    """Where the host's time of calls comes from, on NCCL."""
+    if own.device == Device.cpu:
+        return ""
+    assumed = f"not known, {duration(own.message_s)} per message assumed"
+    return f". Host's calls of NCCL: {own.nccl.source if own.nccl else assumed}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -332,7 +340,12 @@ def _print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict
     answer = {
         "job": {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)},
         "cluster": asdict(cluster),
-        "machine": {"device": own.device, "source": own.source, "cores": own.cores},
+        "machine": {
+            "device": own.device,
+            "source": own.source,
+            "cores": own.cores,
+            "nccl": own.nccl and own.nccl.source,
+        },
         "schemes": [_figures(found, prediction) for prediction in found.ranked],
         "advice": {
             "compress": found.compress,

@@ -234,7 +234,7 @@ def _log_quotient(new: float, old: float) -> float:
 LABELS: dict[str, tuple[str, ...]] = {
     "codec": ("distribution", "codec", "numel"),
     "kernels": ("part", "op", "codec", "backend", "device", "dtype", "numel", "world", "threads"),
-    "collectives": ("verb", "codec", "world", "nodes", "link", "numel"),
+    "collectives": ("verb", "codec", "asked", "world", "nodes", "link", "numel"),
     "train": ("task", "parallel", "optimizer", "codec", "feedback", "world", "link", "steps"),
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
 }

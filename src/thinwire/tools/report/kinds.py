@@ -35,7 +35,10 @@ def _collectives_grids(record: Record) -> list[TextGrid]:
         f"Ranks of {cells.counted(threads, 'thread')} on {cells.counted(cores, 'core')}. ×plain, ×bf16: torch's time "
         "over thinwire's; bytes: sent per rank; limit: share of the link's rate; CPU ms: per rank"
     )
-    return [cells.grid(title, record.rows, _COLLECTIVES, 5)]
+    on_gpu = cells.filled(_ON_GPU, record.rows)
+    if on_gpu:
+        title += "; host ms: until a call returns; GPU ms: of its kernels and copies, NCCL's waiting included"
+    return [cells.grid(title, record.rows, [*_COLLECTIVES[:_TIMED], *on_gpu, *_COLLECTIVES[_TIMED:]], 5)]
 
 
 def _algorithm(row: Row) -> str:
@@ -90,6 +93,12 @@ _COLLECTIVES = (
     Column.of("CPU ms", "cpu_ms_per_rank", significant),
     Column.of("rel. error", "rel_error", cells.scientific),
     _IDENTICAL,
+)
+_TIMED = 7  # columns up to the time
+_ON_GPU = (
+    Column.of("host ms", "host_ms", significant),
+    Column.of("GPU ms", "gpu_busy_ms", significant),
+    Column.of("launches", "launches", text),
 )
 _TRAIN = (
     Column.of("loss", "loss", significant),

@@ -111,16 +111,23 @@ _PARTS: dict[str, Callable[[list[Row]], list[Chart]]] = {
 def _collectives(record: Record) -> list[Chart]:
     """Two for each world and link; where messages of several sizes were sent, one of speed-up by size for each verb."""
     found: list[Chart] = []
-    for rows in alike(record.rows, "world", "link"):
-        if len(distinct(rows, "numel")) > 1:
-            found += map(_by_size, alike(rows, "verb"))
-        else:
+    for rows in alike(record.rows, "world", "nodes", "link"):
+        if len(distinct(rows, "numel")) == 1:
             found += _by_codec(rows)
+            continue
+        for of_verb in alike(rows, "verb"):
+            found += [_by_size(of_verb)] if len(distinct(of_verb, "numel")) > 1 else _by_codec(of_verb)
     return found
 
 
+def _way(row: Row) -> str:
+    """A codec, and its algorithm where a record has several of it."""
+    return CODEC(row) if row.get("asked") in (None, "plain", "auto") else f"{CODEC(row)} {text(row['algorithm'])}"
+
+
 def _where(rows: list[Row]) -> str:
-    return f"{', '.join(distinct(rows, 'verb'))} of {text(rows[0]['world'])} ranks, {text(rows[0]['link'])}"
+    nodes = f" on {text(rows[0]['nodes'])} nodes" if rows[0].get("nodes") else ""
+    return f"{', '.join(distinct(rows, 'verb'))} of {text(rows[0]['world'])} ranks{nodes}, {text(rows[0]['link'])}"
 
 
 def _by_codec(rows: list[Row]) -> list[Chart]:
@@ -128,7 +135,7 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
 
     Bytes are those counted, else what the schedule says.
     """
-    labels = [f"auto: {text(row['algorithm'])}" if row.get("auto") else CODEC(row) for row in rows]
+    labels = [f"auto: {text(row['algorithm'])}" if row.get("auto") else _way(row) for row in rows]
     if len(distinct(rows, "verb")) > 1:
         labels = [f"{text(row['verb'])} {label}" for row, label in zip(rows, labels, strict=True)]
     series = [shapes.column(rows, f"over {rival}", name) for rival, name in _RIVALS.items()]
@@ -142,10 +149,10 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
 
 def _by_size(rows: list[Row]) -> Lines:
     doubled = [{**row, "rival": rival, "gain": row[column]} for row in rows for rival, column in _RIVALS.items()]
-    doubled.sort(key=lambda row: distinct(rows, "codec").index(CODEC(row)))
+    doubled.sort(key=lambda row: list(map(_way, rows)).index(_way(row)))
     curves = shapes.by_name(
         doubled,
-        lambda row: f"{CODEC(row)} over {row['rival']}",
+        lambda row: f"{_way(row)} over {row['rival']}",
         lambda row: (number(row["numel"]), number(row["gain"])),
     )
     across = Axis("message, elements", log=True)

@@ -1,0 +1,126 @@
+"""Steps of DDP on a small network, beside torch's own: what compression costs where messages are short.
+
+Forward pass, backward pass and SGD, at a rate of zero, all schemes by turns. The network has 1.1 million parameters in
+two buckets. Codecs below four bits run with classic feedback and with EF21.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from thinwire.codecs import codec
+from thinwire.collectives.hierarchical import fewest_roundings
+from thinwire.integrations import policy
+from thinwire.tools.bench import launch, nccl, schemes, turns
+from thinwire.tools.bench.launch import World
+from thinwire.tools.bench.link import ShapedLink
+from thinwire.tools.bench.nccl import NcclRanks
+from thinwire.tools.bench.record import Row
+from thinwire.tools.bench.schemes import BF16, NONE, Replica, TrainScheme
+from thinwire.tools.bench.tasks import Digits
+from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.turns import CPU, NOTHING, Sample
+
+VERB = "ddp_step"
+TASK = Digits(VERB, 1, 1, (("sgd", 0.0),), sizes=(64, 512, 1024, 512, 10))
+NARROW = 4  # bits; below, codecs need feedback
+
+
+@dataclass
+class StepSample(Sample):
+    params: int = 0
+    digest: str = ""  # of the gradients
+    feedback: str = "none"
+
+
+@dataclass(frozen=True)
+class StepCase:
+    world: int
+    schemes: tuple[TrainScheme, ...]  # torch's own two first
+    cards: NcclRanks | None = None  # None => gloo, on the CPU
+    link: ShapedLink | None = field(default=None, init=False)
+    nodes: int | None = field(default=None, init=False)
+
+    def rows(self, world: World, effort: Effort) -> Iterator[Row]:
+        return rows_of(self, world.run(measure, self, effort))
+
+    def __str__(self) -> str:
+        return f"{VERB}, world {self.world}, {self.cards.link if self.cards else 'loopback'}"
+
+
+def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
+    """The schemes of codecs, after torch's own in fp32 and bf16."""
+    found = [schemes.parse(name) for name in (NONE, BF16)]
+    for name in codecs:
+        fed = policy.bits_of(codec(name)) < NARROW
+        found += [schemes.parse(f"{name}@{kind}") for kind in ("classic", "ef21")] if fed else [schemes.parse(name)]
+    return tuple(dict.fromkeys(found))
+
+
+def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
+    for scheme in case.schemes:
+        samples = [part[scheme.name] for part in parts]
+        yield {
+            "verb": VERB,
+            "codec": scheme.name,
+            "algorithm": "plain" if scheme.codec is None else fewest_roundings(case.world),
+            "feedback": samples[0].feedback,
+            "world": case.world,
+            "nodes": case.cards.nodes if case.cards else None,
+            "link": case.cards.link if case.cards else "loopback",
+            "numel": samples[0].params,
+            **turns.beside(parts, scheme.name, NONE, BF16),
+            "bytes_per_rank": turns.sent(parts, scheme.name, "transport_bytes"),
+            **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
+            "cpu_ms_per_rank": turns.cpu_ms(samples),
+            "identical": len({sample.digest for sample in samples}) == 1,
+            "rounds": len(samples[0].ms),
+            "threads": launch.THREADS,
+            "cores": os.cpu_count(),
+            "backend": "gloo" if case.cards is None else "nccl",
+            **turns.on_gpu(parts, scheme.name, NONE),
+            **(nccl.columns(case.cards) if case.cards else {}),
+        }
+
+
+# The ranks' side.
+
+
+def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
+    """This rank's times; all ranks run it together."""
+    rank = dist.get_rank()
+    device = CPU if case.cards is None else case.cards.card(rank)
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(TASK.rows, TASK.sizes[0], generator=generator)
+    batch = (images.to(device), torch.randint(TASK.sizes[-1], (TASK.rows,), generator=generator).to(device))
+    replicas = {scheme.name: _replica(scheme, device) for scheme in case.schemes}
+    calls: dict[str, Call] = {name: partial(replica.step, TASK, batch, 0.0) for name, replica in replicas.items()}
+    samples = {NOTHING: StepSample()}
+    for name, replica in replicas.items():
+        for _ in range(replica.scheme.settled):
+            calls[name]()
+        gradients = [parameter.grad for parameter in replica.model.parameters() if parameter.grad is not None]
+        params = sum(gradient.numel() for gradient in gradients)
+        samples[name] = StepSample(params=params, digest=turns.digest(gradients), feedback=replica.feedback)
+
+    def transport(name: str) -> int | None:
+        return replicas[name].bytes_sent if name in replicas else None
+
+    turns.take(calls, samples, effort, shaped=False, transport=transport, device=device)
+    for replica in replicas.values():
+        replica.close()
+    replicas.clear()
+    calls.clear()
+    gc.collect()
+    return samples
+
+
+def _replica(scheme: TrainScheme, device: torch.device) -> Replica:
+    """With a network of its own: where several wrap one, each is called for the gradients of all."""
+    network = TASK.model(0).to(device)
+    return Replica(scheme, network, schemes.optimizer_for(scheme, "sgd", network.parameters(), 1))
