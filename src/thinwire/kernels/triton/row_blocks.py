@@ -205,16 +205,17 @@ def recode_own(
     source = Source(x + begin, memory + begin, left + begin, factor)
     if program < tl.cdiv(full, T.rows):
         first = program.to(tl.int64) * T.rows
-        at = position(first, full, T.block, T.span, T)
+        tile_at = position(first, full, T.block, T.span, T)
         there = wires_from(wire, wires, first, T)
         target = sections(out, offsets, first, T)
-        _recode_own(there, source, target, cells, keys, root, norm, scale, at, T, WORLD, CALM, MODE)
+        _recode_own(there, source, target, cells, keys, root, norm, scale, tile_at, T, WORLD, CALM, MODE)
     elif TAIL:
         first = wide(full)
-        at = position(first, full + 1, length, span, T.ragged)
+        tail_at = position(first, full + 1, length, span, T.ragged)
         there = wires_from(wire, wires, first, T)
         target = sections(out, offsets, first, T)
-        _recode_own(there, source, target, cells, keys, tail_root, tail_norm, scale, at, T.ragged, WORLD, CALM, MODE)
+        norms = (tail_root, tail_norm)
+        _recode_own(there, source, target, cells, keys, *norms, scale, tail_at, T.ragged, WORLD, CALM, MODE)
 
 
 @triton.jit

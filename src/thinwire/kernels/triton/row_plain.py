@@ -81,15 +81,15 @@ def decode_plain_rows(
                 note(bad, call, worst[None, :])
         if tl.program_id(0) == 0:
             rest, some = left_over(numel)
-            total, worst = _total(first, wide(stride), world, -1, rest, some, SHORT, 1, GROUPED)
-            store_floats(target, times(total, scale), rest, some, 1, False)
+            last, worst_last = _total(first, wide(stride), world, -1, rest, some, SHORT, 1, GROUPED)
+            store_floats(target, times(last, scale), rest, some, 1, False)
             if COUNT:
-                note(bad, call, worst[None, :])
+                note(bad, call, worst_last[None, :])
     if row == skip:
         start = row * wide(each)
-        last = row == short
-        numel = _numel(tl.where(last, b_numel_low, a_numel_low), tl.where(last, b_numel_high, a_numel_high))
-        copy_row(source + start, out + start, numel)
+        ends = row == short
+        kept = _numel(tl.where(ends, b_numel_low, a_numel_low), tl.where(ends, b_numel_high, a_numel_high))
+        copy_row(source + start, out + start, kept)
 
 
 @triton.jit
