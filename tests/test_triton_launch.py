@@ -56,7 +56,7 @@ def test_arguments_find_their_places_by_name() -> None:
     start(kernel, stride=48)
     known = {"x": X, "numel": 32, "rows": 32, "wire": WIRE, "SIZE": 4}
     assert kernel.made is not None
-    assert kernel.launches == [{**known, "grid": (7,), "stride": 3, "num_warps": 2, "enable_fp_fusion": False}]
+    assert kernel.launches == [{**known, "grid": (7, 1, 1), "stride": 3, "num_warps": 2, "enable_fp_fusion": False}]
     assert kernel.made.launches == [{**known, "grid": (7, 1, 1), "stride": 48}]
 
 
@@ -122,7 +122,7 @@ def test_kernels_are_compiled_ahead_each_once_several_at_a_time() -> None:
         start(kernel, size=8)
         assert not kernel.warmups
     assert sorted(made["SIZE"] for made in kernel.warmups) == [4, 8]
-    assert kernel.warmups[0].items() >= {"grid": (7,), "num_warps": 2, "enable_fp_fusion": False}.items()
+    assert kernel.warmups[0].items() >= {"grid": (7, 1, 1), "num_warps": 2, "enable_fp_fusion": False}.items()
     assert followed == ["some_kernel"] * 2
     assert not kernel.launches
     start(kernel)

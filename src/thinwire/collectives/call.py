@@ -14,6 +14,7 @@ from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import TAGS, Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
+from thinwire.collectives.programs import Copying, Program
 from thinwire.collectives.work import Work
 
 
@@ -40,6 +41,16 @@ class Call:
         number = channel.next_step() if step is None else check_step(step)
         chunk_bytes, scratch_bytes = scratch or (plan.chunk_bytes, plan.scratch_bytes)
         return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
+
+    def start(
+        self, program: Program, tensors: Sequence[Tensor], outputs: Sequence[Tensor], step: int | None, async_op: bool
+    ) -> Work | None:
+        """Run a program, whose first tensors stand for the outputs; where one is not contiguous, on copies."""
+        number = self.channel.next_step() if step is None else check_step(step)
+        rows = [tensor.detach() for tensor in tensors]
+        if all(row.is_contiguous() for row in rows):
+            return self.channel.start(program, rows, outputs, number, async_op=async_op)
+        return self.channel.start(Copying(program, len(outputs)), rows, outputs, number, async_op=async_op)
 
     def run(
         self,
@@ -94,6 +105,6 @@ def planned_verb(
     def decide() -> CallPlan:
         in_group = functools.partial(trial, group=channel.transport.group)
         choose = fastest(channel, verb, key.dtype, numel, in_group, shares)
-        return plan_verb(key, verb, part, numel, channel.world, choose)
+        return plan_verb(key, verb, part, numel, channel.transport, choose)
 
     return planned(channel, key, decide)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
@@ -18,8 +19,10 @@ from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
 from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, serve
 from thinwire.collectives.plan import CallPlan, PlanKey
+from thinwire.collectives.programs import Program
+from thinwire.collectives.rooms import Rooms
 from thinwire.collectives.transport import Group, Tags, Transport
-from thinwire.collectives.work import Work
+from thinwire.collectives.work import StreamWork, Work
 
 _GRACE_S = 0.5  # how long the end of the process waits for a line
 _MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
@@ -35,14 +38,15 @@ class Channel:
         self.device = device
         self.world = math.prod(link.world for link in links)
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], str] = {}  # see [Note: Quick calls] in torch_verbs.py
+        self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
         self.measured = Measured()
         self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
         self.calls = 0
         self.disagreed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
-        self.stream = torch.cuda.Stream(device) if self.transport.on_stream else None
+        self.rooms = Rooms(device) if self.transport.on_stream else None  # where programs run
+        self.stream = torch.cuda.Stream(device) if self.rooms and device.type == "cuda" else None
         self.scratch = Scratch(device, exact=self.transport.on_stream)
         self._steps = 0
         self._line = Line(self.scratch)
@@ -82,6 +86,24 @@ class Channel:
             self._inbox.put(entry)
         return work
 
+    def start(
+        self, program: Program, tensors: Sequence[Tensor], outputs: Sequence[Tensor], step: int, *, async_op: bool
+    ) -> Work | None:
+        """Run a program on contiguous tensors: on the caller's stream, or asynchronously on one of the group's."""
+        assert self.rooms is not None
+        room = self.rooms.next() if async_op else None
+        with self.lock:
+            if room is None:
+                program.run(self.rooms.here, tensors, step)
+            else:
+                with room.entered(tensors) as stream:
+                    program.run(room, tensors, step)
+                    work = StreamWork(list(outputs), stream)
+        mark_written(outputs)
+        if room is not None:
+            return work
+        return Work(list(outputs)).finished() if async_op else None
+
     def close(self) -> None:
         """End the thread once it has nothing more to do."""
         self._inbox.put(None)
@@ -102,6 +124,13 @@ class Channel:
                 thread.start()
                 self._thread = thread
                 _threads[thread] = self._inbox
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd, which cannot see what a kernel writes through a pointer."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _record(operation: Operation, stream: torch.cuda.Stream) -> None:

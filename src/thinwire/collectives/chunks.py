@@ -86,9 +86,14 @@ def cut(numel: int, wire_bytes: int, world: int, shards: int = 1, unit: int = 1)
     whole = max(whole, -(-wire_bytes // MAX_CHUNK_BYTES))
     if whole < 2:
         return Cut(numel, max(numel, 1))
-    multiple = math.lcm(4 * _WHOLE * shards, 4 * unit)
+    multiple = whole_chunk(shards, unit)
     chunk = -(-2 * numel // ((2 * whole + 1) * multiple)) * multiple
     return Cut(numel, chunk, chunk // 4, unit)
+
+
+def whole_chunk(shards: int, unit: int) -> int:
+    """Chunks of a multiple of so many elements fall into `shards` shards of whole blocks."""
+    return math.lcm(4 * _WHOLE * shards, 4 * unit)
 
 
 def shards(span: Span, count: int, unit: int = 1) -> list[Span]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, measuring, operations, torch_verbs, transport
+from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
+from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError, DisagreementError
 
@@ -33,8 +34,10 @@ def all_to_all_single(
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
     """
     even = output_split_sizes is None and input_split_sizes is None
-    if even and not async_op and torch_verbs.quick("all_to_all", (output, input), group, codec, algorithm):
-        return None
+    if even:
+        done: Work | None = quick("all_to_all", (output, input), group, codec, algorithm, step=step, async_op=async_op)
+        if done is not UNKNOWN:
+            return done
     target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     splits = [
@@ -47,9 +50,15 @@ def all_to_all_single(
     codecs = checks.codecs_for(codec)
     key = PlanKey("all_to_all_single", (), source.dtype, codecs, algorithm, row=tuple(source.shape[1:]))
     call, plan = _planned(channel, key, parts_out, parts_in)
+    even = even and target.numel() == source.numel()
+    if even and plan.program is not None and plan.codec is not None and source.numel():
+        numel = source.numel() // channel.world
+        program = programs.Exchange(channel.transport, plan.codec, source.dtype, numel)  # type: ignore[arg-type]
+        remember(call, program, "all_to_all", (output, input), codec, algorithm)
+        return call.start(program, (target, source), [output], step, async_op)
     if plan.codec is None:
-        if even and target.numel() == source.numel():
-            torch_verbs.remember(call, "all_to_all", (output, input), codec, algorithm)
+        if even:
+            remember(call, None, "all_to_all", (output, input), codec, algorithm)
         return torch_verbs.all_to_all(call, [target], [source], _lengths(parts_out, parts_in), [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
@@ -121,7 +130,7 @@ def _planned(
         trial = functools.partial(all_to_all_single, group=channel.transport.group)
         shares = (channel.world, channel.world)
         choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, shares)
-        plan = plan_exchange(key, numel, channel.world, choose)
+        plan = plan_exchange(key, numel, channel.transport, choose)
         channel.remember(key, plan)
     return call, plan
 
@@ -155,6 +164,9 @@ def _run(
     copies: Sequence[tuple[Tensor, Tensor]],
     async_op: bool,
 ) -> Work | None:
+    if plan.program is not None:
+        tensors = [*outputs, *(part.contiguous() for part in inputs)]
+        return call.start(plan.program, tensors, outputs, step, async_op)
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]

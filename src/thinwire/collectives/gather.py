@@ -12,6 +12,7 @@ from thinwire.collectives.call import planned_verb
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import PlanKey, VerbAlgorithm
+from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -30,8 +31,10 @@ def all_gather_into_tensor(
 
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
     """
-    if not async_op and torch_verbs.quick("all_gather", (output_tensor, input_tensor), group, codec, algorithm):
-        return None
+    given = (output_tensor, input_tensor)
+    done: Work | None = quick("all_gather", given, group, codec, algorithm, step=step, async_op=async_op)
+    if done is not UNKNOWN:
+        return done
     output, input = checks.check_tensors((output_tensor, input_tensor), "all_gather_into_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), output.device)
     world = channel.world
@@ -40,16 +43,19 @@ def all_gather_into_tensor(
             f"all_gather_into_tensor: output must have {world} times the elements of input, "
             f"got {output.numel()} and {input.numel()}"
         )
-    whole = output.detach().contiguous()
-    parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     codecs = checks.codecs_for(codec, output.shape)
     key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
     call, plan = planned_verb(
         channel, key, "all_gather", input.numel(), output.numel(), all_gather_into_tensor, (world, 1)
     )
+    if plan.codec is None or plan.program is not None:
+        remember(call, plan.program, "all_gather", given, codec, algorithm)
     if plan.codec is None:
-        torch_verbs.remember(call, "all_gather", (output_tensor, input_tensor), codec, algorithm)
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
+    if plan.program is not None:
+        return call.start(plan.program, (output, input), [output_tensor], step, async_op)
+    whole = output.detach().contiguous()
+    parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
     copies = () if output.is_contiguous() else ((output, whole),)
     return call.run(operation, [output_tensor], async_op, copies)
@@ -102,8 +108,9 @@ def broadcast(
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
-    if not async_op and torch_verbs.quick("broadcast", (tensor,), group, codec, algorithm, src, group_src):
-        return None
+    done: Work | None = quick("broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op)
+    if done is not UNKNOWN:
+        return done
     (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1)
     channel = channel_of(transport.resolve(group), part.device)
     source = _source(channel, src, group_src)
@@ -111,8 +118,11 @@ def broadcast(
     key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
     trial = functools.partial(broadcast, group_src=0)
     call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial, (channel.world,))
+    if plan.codec is None or plan.program is not None:
+        remember(call, plan.program, "broadcast", (tensor,), codec, algorithm, src, group_src)
+    if plan.program is not None:
+        return call.start(plan.program, (part,), [tensor], step, async_op)
     if plan.codec is None:
-        torch_verbs.remember(call, "broadcast", (tensor,), codec, algorithm, src, group_src)
         return torch_verbs.broadcast(call, part, source, [tensor], async_op)
     operation = operations.Broadcast(call.setting(plan, step), Flat([part]), source, plan.cut)
     return call.run(operation, [tensor], async_op)

@@ -82,8 +82,8 @@ class Hierarchical:
                 yield ()
         for i, total in sums.items():
             lane = inner[i].lane
-            fitted = _fitted(total, inner[i].x.dtype, lane.outer[0])
-            lane.codec.encode(fitted, inner[i].wires[link.rank], step=inner[i].key.of(link.rank))
+            numbers = fitted(total, inner[i].x.dtype, lane.outer[0])
+            lane.codec.encode(numbers, inner[i].wires[link.rank], step=inner[i].key.of(link.rank))
         yield link.gather(wires, tags[1] + 1)
         fine = check_finite(inner, sums_are_finite)
         for chunk in inner:
@@ -116,7 +116,7 @@ class Hierarchical:
 Reducer = OneShot | TwoPhase | Hierarchical
 
 
-def _fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
+def fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
     """A decoded sum as numbers of `dtype`: what the codec's error took past the largest of them becomes that."""
     if dtype.itemsize >= total.itemsize:
         return total.to(dtype)

@@ -22,7 +22,6 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Flat, Span, aligned, shards
 from thinwire.kernels import hashing
 
-_SHARD = 4  # stream of the hash
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
 Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor], None]  # is told (span, message, decoded, codec, wire)
@@ -37,7 +36,11 @@ class Key(NamedTuple):
 
     def of(self, shard: int) -> int:
         """The codec's `step` for a shard."""
-        return hashing.key(self.step, self.lane << 48 | self.chunk << 16 | shard, _SHARD)
+        return hashing.row_step(self.mixed(), shard)
+
+    def mixed(self) -> int:
+        """What the steps of all shards are made of (hashing.row_step)."""
+        return hashing.mix64(self.step) ^ (self.lane << 48 | self.chunk << 16)
 
 
 class Carry(Protocol):

@@ -6,17 +6,18 @@ All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorit
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives import chunks
+from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, codec_for
 from thinwire.collectives.chunks import Cut, Flat, Span
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
 from thinwire.collectives.lane import Lane
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.programs import Program, StreamLane
+from thinwire.collectives.transport import RowTransport, Transport
 from thinwire.errors import CollectiveError
 
 SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
@@ -63,6 +64,7 @@ class CallPlan:
     scratch_bytes: int = 0  # scratch of the operation
     reducer: Reducer | None = None  # of a sum
     across: tuple[Codec, Codec] | None = None  # of a hierarchy: codec and first of the sums of nodes
+    program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
 
 
 Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
@@ -90,22 +92,53 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if algorithm == "plain":
         return CallPlan(str(key))
     codec = codecs[0]
-    wire = codec.wire_bytes(flat.numel, flat.dtype)
-    ranks = math.prod(link.world for link in links)
-    cut = chunks.cut(flat.numel, wire, ranks, links[-1].world, codec.unit)  # into shards for the ranks of a node
+    cut = sum_cut(codec, flat.numel, flat.dtype, links)
     across = (codecs[-1], codecs[-1]) if on_mesh else None
     reducer: Reducer = Hierarchical(*links) if on_mesh else flat_reducer(links[0], algorithm)
     lane = Lane(flat, cut, codec, codec, across=across)
-    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across)
+    assert key.reduction is not None
+    scale = key.reduction.scale(math.prod(link.world for link in links))
+    streamed = StreamLane(flat.numel, flat.dtype, codec, codec, across=across)
+    program = sum_program(links, algorithm, [streamed], [cut], scale)
+    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across, program)
 
 
-def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose: Choose) -> CallPlan:
+def sum_cut(codec: Codec, numel: int, dtype: torch.dtype, links: Sequence[Transport]) -> Cut:
+    """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
+    wire = codec.wire_bytes(numel, dtype)
+    shards = links[-1].world
+    if links[0].on_stream:
+        return programs.stream_cut(numel, wire, shards, codec.unit)
+    return chunks.cut(numel, wire, math.prod(link.world for link in links), shards, codec.unit)
+
+
+def sum_program(
+    links: Sequence[Transport], algorithm: str, lanes: Sequence[StreamLane], cuts: Sequence[Cut], scale: float
+) -> programs.Sum | None:
+    """The program of a sum on a stream of a GPU; None where operations run it."""
+    if not all(isinstance(link, RowTransport) for link in links) or not all(lane.numel for lane in lanes):
+        return None
+    for lane in lanes:
+        codecs = {lane.codec, lane.first, *(lane.across or ())}
+        if not all(programs.fits(codec, lane.encoded, lane.feedback) for codec in codecs):
+            return None
+        if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
+            return None  # sums in fp32 of numbers that travel as they are
+    return programs.Sum([cast(RowTransport, link) for link in links], algorithm, lanes, cuts, scale)
+
+
+def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, choose: Choose) -> CallPlan:
     """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
+    world = link.world
     codec = _chosen(key, numel, world, choose)
     if codec is None:
         return CallPlan(str(key))
     wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
-    cut = chunks.cut(part, wire, world, world - 1 if verb == "broadcast" else 1, codec.unit)
+    shards = world - 1 if verb == "broadcast" else 1
+    if link.on_stream:
+        cut = programs.stream_cut(part, wire, shards, codec.unit)
+    else:
+        cut = chunks.cut(part, wire, world, shards, codec.unit)
     span = Span(0, min(cut.chunk, part))
     if verb == "broadcast":
         chunk_wire = sum(chunks.wire_sizes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype))
@@ -113,14 +146,32 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, world: int, choose
         chunk_wire = world * codec.wire_bytes(span.numel, key.dtype)
     chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks)
-    return CallPlan(str(key), codec, cut, chunk_bytes, limit)
+    program = _verb_program(key, part, link, codec) if cut.num_chunks == 1 else None
+    return CallPlan(str(key), codec, cut, chunk_bytes, limit, program=program)
 
 
-def plan_exchange(key: PlanKey, numel: int, world: int, choose: Choose) -> CallPlan:
+def _verb_program(key: PlanKey, part: int, link: Transport, codec: Codec) -> Program | None:
+    """The program of a verb on a stream of a GPU; None where an operation runs it."""
+    if not isinstance(link, RowTransport) or not part or not programs.fits(codec, key.dtype):
+        return None
+    if key.verb == "reduce_scatter_tensor":
+        assert key.reduction is not None
+        return programs.ReduceScatter(link, codec, key.dtype, part, key.reduction.scale(link.world))
+    if key.verb == "all_gather_into_tensor":
+        return programs.Gather(link, codec, key.dtype, part)
+    if key.verb == "broadcast":
+        assert key.source is not None
+        return programs.Broadcast(link, codec, key.dtype, part, key.source)
+    return None
+
+
+def plan_exchange(key: PlanKey, numel: int, link: Transport, choose: Choose) -> CallPlan:
     """Decide how ranks exchange; what it takes depends on the lengths of a call, which others do not know."""
-    codec = _chosen(key, numel, world, choose)
+    codec = _chosen(key, numel, link.world, choose)
     if codec is None:
         return CallPlan(str(key))
+    if isinstance(link, RowTransport) and programs.fits(codec, key.dtype):
+        return CallPlan(str(key), codec, program=programs.UnevenExchange(link, codec))
     per_element = codec.wire_bytes(1 << 16, key.dtype) / (1 << 16)
     chunk = max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024)
     return CallPlan(str(key), codec, Cut(0, chunk))

@@ -16,6 +16,8 @@ from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane
 from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
+from thinwire.collectives.programs import Coalesced
+from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -38,8 +40,9 @@ def all_reduce(
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group; pass the iteration, the same on all ranks, where a run must be repeatable from a checkpoint.
     """
-    if op is SUM and not async_op and torch_verbs.quick("all_reduce", (tensor,), group, codec, algorithm):
-        return None
+    done: Work | None = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
+    if done is not UNKNOWN:
+        return done
     return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
 
 
@@ -74,10 +77,14 @@ def _all_reduce(
     reduction = checks.reduction(op)
     key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
+    is_plain = plan.reducer is None or plan.codec is None
+    if verb == "all_reduce" and (plan.program is not None or (is_plain and reduction.name == "sum")):
+        remember(call, plan.program, verb, tensors, codec, algorithm, op)
     if plan.reducer is None or plan.codec is None:
-        if verb == "all_reduce" and reduction.name == "sum":
-            torch_verbs.remember(call, verb, tensors, codec, algorithm)
         return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
+    if plan.program is not None:
+        program = plan.program if len(parts) == 1 else Coalesced(plan.program)
+        return call.start(program, parts, tensors, step, async_op)
     lane = Lane(flat, plan.cut, plan.codec, plan.codec, across=plan.across)
     scale = reduction.scale(channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
@@ -111,8 +118,9 @@ def reduce_scatter_tensor(
 
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
     """
-    if op is SUM and not async_op and torch_verbs.quick("reduce_scatter", (output, input), group, codec, algorithm):
-        return None
+    done: Work | None = quick("reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op)
+    if done is not UNKNOWN:
+        return done
     target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
     channel = channel_of(transport.resolve(group), target.device)
     reduction = checks.reduction(op)
@@ -127,10 +135,12 @@ def reduce_scatter_tensor(
     call, plan = planned_verb(
         channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)
     )
+    if plan.program is not None or (plan.codec is None and reduction.name == "sum"):
+        remember(call, plan.program, "reduce_scatter", (output, input), codec, algorithm, op)
     if plan.codec is None:
-        if reduction.name == "sum":
-            torch_verbs.remember(call, "reduce_scatter", (output, input), codec, algorithm)
         return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
+    if plan.program is not None:
+        return call.start(plan.program, (target, source), [output], step, async_op)
     flats = Flat([target]), Flat([source])
     operation = operations.ReduceScatter(call.setting(plan, step), *flats, plan.cut, reduction.scale(world))
     return call.run(operation, [output], async_op)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.collectives import call as calls, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import Channel, known_channel
+from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import Reduction
 from thinwire.collectives.work import TorchWork, Work, wait_looking
 
@@ -100,49 +100,6 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
-# [Note: Quick calls] Small messages end here, and there some tens of microseconds of Python can be seen. A blocking
-# call of a kind that was decided to be torch's own is looked up first thing and handed on with nothing around it.
-_NOW: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda g, x: g.allreduce([x], _SUM),  # without the checks of torch's Python side
-    "reduce_scatter": lambda g, out, x: transport.reduce_scatter_single(
-        out.view(-1), x.view(-1), group=g, async_op=True
-    ),
-    "all_gather": lambda g, out, x: transport.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
-    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
-    "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
-}
-_SUM: Any = dist.AllreduceOptions()
-_SUM.asyncOp = True
-
-
-def remember(call: Call, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *source: object) -> None:
-    """From now on `quick` serves blocking calls like this one, unless every call has to be compared."""
-    channel = call.channel
-    if call.free_next_time and not tensors[0].is_complex() and len(channel.transports) == 1 and channel.world > 1:
-        channel.quick[verb, codec, algorithm, source, *_kinds(tensors)] = call.text
-
-
-def quick(
-    verb: str, tensors: Sequence[Tensor], group: transport.Group, codec: object, algorithm: str, *source: object
-) -> bool:
-    """Run torch's own verb where that was decided on before; False where it was not. See [Note: Quick calls]."""
-    try:
-        members: Any = dist.group.WORLD if group is None else group
-        channel = known_channel(members, tensors[0].device)
-        if channel is None:
-            return False
-        text = channel.quick[verb, codec, algorithm, source, *_kinds(tensors)]
-    except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
-        return False
-    if channel.failure or not all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
-        return False
-    with channel.lock:
-        channel.calls += 1
-        number = channel.calls
-    _wait(_NOW[verb](members, *tensors, *source), channel, number, text)
-    return True
-
-
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
     """The work of a verb of torch's; None for a rank alone, of which nothing travels, so that any dtype will do."""
     if call.channel.world == 1:
@@ -151,11 +108,7 @@ def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how
     return verb(out, sent, *how, group=call.channel.transport.group, async_op=True)
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[object]:
-    return [tensors[0].dtype, *(tensor.shape for tensor in tensors)]
-
-
-def _wait(work: Any, channel: Channel, number: int, text: str) -> None:
+def wait(work: Any, channel: Channel, number: int, text: str) -> None:
     """Wait for a work of torch's; one that takes long looks whether the ranks disagree."""
     if channel.transport.on_stream:
         work.wait()
@@ -203,7 +156,7 @@ def _end(
         return Work(outputs).finished() if async_op else None
     stream = call.channel.stream
     if not async_op:
-        _wait(work, call.channel, call.number, call.text)
+        wait(work, call.channel, call.number, call.text)
         if finish is not None:
             finish()
         return None

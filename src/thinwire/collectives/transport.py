@@ -4,17 +4,19 @@
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
-On NCCL, messages are collectives on the group's own stream, issued inline.
+On NCCL, messages are collectives on the stream of the call (programs.py); what has no launches of its own goes in
+grouped messages, issued inline.
 """
 
 import threading
 import weakref
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import CollectiveError
@@ -125,11 +127,63 @@ class _Arrival:
         self._target.copy_(self._host)
 
 
+@runtime_checkable
+class RowTransport(Protocol):
+    """Moves matrices of wires, one row per rank, all of one length, as collectives on the current stream."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+        """Row r of what came = this rank's row of what rank r sent."""
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Row r = rank r's own row, which may be its place in the whole."""
+
+    def broadcast(self, whole: Tensor, source: int) -> None:
+        """whole = the source's."""
+
+    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+        """all_to_all of rows of any lengths, in bytes."""
+
+
 class StreamTransport(Transport):
     """NCCL: grouped messages, ordered by streams; waiting makes the current stream wait, never the host."""
 
     on_stream = True
     has_all_ops = True
+
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
+        super().__init__(group, tags)
+        self.device = device
+
+    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+        self._moved(sent.numel() - sent.numel() // self.world)
+        _finish(_all_to_all(self.group, came, sent, [], [], _TO_ALL))
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        self._moved(whole.numel() - own.numel())
+        _finish(_all_gather(self.group, whole, own, _GATHER))
+
+    def broadcast(self, whole: Tensor, source: int) -> None:
+        if self.rank == source:
+            self.sent += whole.numel()
+        else:
+            self.received += whole.numel()
+        options = c10d.BroadcastOptions()
+        options.rootRank = source
+        options.asyncOp = False
+        _finish(self.group.broadcast([whole], options))
+
+    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+        self.sent += sum(sent_R) - sent_R[self.rank]
+        self.received += sum(came_R) - came_R[self.rank]
+        _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
+
+    def _moved(self, nbytes: int) -> None:
+        self.sent += nbytes
+        self.received += nbytes
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
@@ -157,6 +211,19 @@ class StreamTransport(Transport):
         torch.cuda.current_stream(device).synchronize()
 
 
+def _finish(work: Any) -> None:
+    """A collective that torch ran on the current stream gives no work; an older torch does."""
+    if work is not None:
+        work.wait()
+
+
+# The verbs of a group itself, without the checks of torch's Python side. asyncOp=False: on the current stream.
+_all_to_all: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_all_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_TO_ALL: Any = c10d.AllToAllOptions()
+_GATHER: Any = c10d.AllgatherOptions()
+_TO_ALL.asyncOp = False
+_GATHER.asyncOp = False
 # torch 2.13 warns on the older names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -207,7 +274,7 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Tra
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return StreamTransport(group, tags)
+        return StreamTransport(group, tags, device)
     if name == "gloo":
         return PairTransport(group, tags) if device.type == "cpu" else StagedTransport(group, tags)
     raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")

@@ -92,6 +92,38 @@ class Work(dist.Work):
         return self
 
 
+class StreamWork(Work):
+    """A collective that a stream of a GPU has been given whole: nothing is left to the host."""
+
+    def __init__(self, outputs: list[Tensor], stream: torch.cuda.Stream) -> None:
+        dist.Work.__init__(self)  # the base class would make an event and a future that are seldom asked for
+        self._outputs = outputs
+        self._device = stream.device
+        self._error = None
+        self._ready = torch.cuda.Event()
+        self._ready.record(stream)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """What the current stream runs next may read the outputs; the host does not wait, so there is no timeout."""
+        assert self._ready is not None
+        self._ready.wait(torch.cuda.current_stream(self._device))
+        return True
+
+    @property
+    def is_ended(self) -> bool:
+        return True
+
+    def get_future(self) -> Futures[list[Tensor]]:
+        assert self._ready is not None
+        assert self._device is not None
+        future: Futures[list[Tensor]] = Futures(devices=[self._device])
+        side = torch.cuda.Stream(self._device)
+        side.wait_event(self._ready)
+        with torch.cuda.stream(side):  # a future is as far as the current stream
+            future.set_result(self._outputs)
+        return future
+
+
 def wait_looking(work: Any, look: Callable[[], None], timeout: timedelta | None = None) -> None:
     """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
     left = timeout.total_seconds() if timeout else float("inf")

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.wire import Format
+from thinwire.wire import Format, Layout
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,41 @@ class Encoding:
     def keyed(self) -> bool:
         """Whether the bytes depend on the step: by a rotation or by stochastic rounding."""
         return self.stochastic or self.format.rotated
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A message of `numel` elements as a matrix of `count` wires: shards of `each`, the last ones shorter or empty."""
+
+    numel: int
+    each: int
+    count: int
+
+    def span(self, row: int) -> tuple[int, int]:
+        """The elements of a row, from the first to before the second number."""
+        return min(row * self.each, self.numel), min((row + 1) * self.each, self.numel)
+
+    @cached_property
+    def short(self) -> int:
+        """The last row that holds anything, which may be shorter than the others; -1 where none does."""
+        return -(-self.numel // self.each) - 1 if self.numel else -1
+
+
+@dataclass(frozen=True)
+class RowJob:
+    """What is the same whenever a message in rows is encoded, added up or decoded."""
+
+    how: Encoding
+    seed: int
+    rows: Rows
+    dtype: torch.dtype  # of the tensor
+    device: torch.device
+    stride: int  # bytes from one wire to the next, a multiple of 16
+
+    def layout(self, row: int) -> Layout:
+        """The layout of a row's wire."""
+        begin, end = self.rows.span(row)
+        return self.how.format.layout(end - begin)
 
 
 @dataclass(frozen=True)

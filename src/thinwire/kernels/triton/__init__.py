@@ -104,6 +104,15 @@ def fake_quantize_grad(
     fake_launch.fake_quantize_grad(grid, *tensors, factor)
 
 
+def fused_rows(format: Format, device: torch.device) -> ModuleType | None:
+    """The launches of messages in rows (kernels/rows.py), where the format has kernels."""
+    if not _has(format, device):
+        return None
+    from thinwire.kernels.triton import row_launch
+
+    return row_launch
+
+
 def _has(format: Format, device: torch.device) -> bool:
     """Whether a format has kernels here: all but plain doubles, and e4m3 on cards that do not know it."""
     if format.kind == Kind.CAST and format.variant == CastVariant.E4M3 and device.type == "cuda":

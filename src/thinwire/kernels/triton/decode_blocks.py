@@ -4,16 +4,18 @@ A program works on one tile of full blocks; the last one on the short last block
 longer than a tile, every program on one block, piece by piece. So do those of encode_blocks.py and recode_blocks.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from thinwire.kernels import schema
 from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, wide
-from thinwire.kernels.triton.numbers import LOWER, SIGN_BIT, bits_of, float_of
+from thinwire.kernels.triton.numbers import INF_BITS, LOWER, SIGN_BIT, bits_of, float_of
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import BF16_MAX, FLOAT_MAX
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_of
-from thinwire.kernels.triton.tiles import anywhere, piece, position, store, times
+from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from, worst_scale
+from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, added, anywhere, load, piece, position, store, times
 
 LLOYD_REACH = tl.constexpr(schema.LLOYD_REACH)
 OTHER_REACH = tl.constexpr(schema.OTHER_REACH)
@@ -34,7 +36,6 @@ def decode_kernel(
     CHECK: the headers are compared on the device and the key is theirs; where they differ the sum is NaN. CALM: norm is
     so small that a usual sum stays inside the range of the output.
     """
-    program = tl.program_id(0)
     stride = wide(stride)
     keys = (key_low, key_high)
     if CHECK:
@@ -44,41 +45,120 @@ def decode_kernel(
         norm = tl.where(fine, norm, float("nan"))
         tail_norm = tl.where(fine, tail_norm, float("nan"))
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
-    if program < tl.cdiv(full, T.rows):
-        first = program.to(tl.int64) * T.rows
-        wires = wires_of(wire, offsets, stride, world, levels, first, T)
-        _decode(out, wires, keys, norm, first, full, T.block, T.span, T, WORLD, CALM)
-    elif TAIL:
-        first = wide(full)
-        wires = wires_of(wire, offsets, stride, world, levels, first, T)
-        _decode(out, wires, keys, tail_norm, first, full + 1, length, span, T.ragged, WORLD, CALM)
+    sink = Sink(out, out, out, out, 1.0, False, True, out, 0)
+    wires = Wires(offsets.scales, offsets.minima, offsets.planes, stride, world, levels, -1)
+    norms = (norm, tail_norm)
+    decode_blocks(sink, wire, wires, keys, norms, full, length, span, T, TAIL, WORLD, CALM, ALONE, False)
+
+
+class Sink(NamedTuple):
+    """Where a sum goes, and with feedback (the modes of encode_blocks.py) what was left and what is remembered."""
+
+    out: Any
+    left: Any
+    memory: Any
+    mean: Any  # of CHANGE
+    factor: Any  # that `left` is remembered with
+    own: Any  # whether `left` is that of the sum itself
+    fine: Any  # whether anything is to be remembered
+    bad: Any  # (call, count): the last call that met a number that is not finite, and how many did
+    call: Any
 
 
 @triton.jit
-def _decode(out, wires, keys, norm, first, end, length, span, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
+def decode_blocks(
+    sink, wire, wires, keys, norms, full, length, span,
+    T: tl.constexpr, TAIL: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """The program's blocks of wires whose sections are given by their offsets. COUNT: see `Sink.bad`."""
+    program = tl.program_id(0)
+    if program < tl.cdiv(full, T.rows):
+        first = program.to(tl.int64) * T.rows
+        there = wires_from(wire, wires, first, T)
+        _decode(sink, there, keys, norms[0], first, full, T.block, T.span, T, WORLD, CALM, MODE, COUNT)
+    elif TAIL:
+        is_last = (length > 0) & (program == tl.cdiv(full, T.rows))
+        if is_last:
+            first = wide(full)
+            there = wires_from(wire, wires, first, T)
+            _decode(sink, there, keys, norms[1], first, full + 1, length, span, T.ragged, WORLD, CALM, MODE, COUNT)
+
+
+@triton.jit
+def _decode(
+    sink, wires, keys, norm, first, end, length, span,
+    T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """The blocks from `first` on, before `end`."""
     if T.loose and not T.lloyd:
         span = wide(span)
         for start in range(0, span, T.columns):
-            _decode_tile(out, wires, keys, norm, piece(first, length, span, start, T, end), T, WORLD, CALM)
+            _decode_tile(
+                sink, wires, keys, norm, piece(first, length, span, start, T, end), T, WORLD, CALM, MODE, COUNT
+            )
     else:
-        _decode_tile(out, wires, keys, norm, position(first, end, length, span, T), T, WORLD, CALM)
+        _decode_tile(sink, wires, keys, norm, position(first, end, length, span, T), T, WORLD, CALM, MODE, COUNT)
 
 
 @triton.jit
-def _decode_tile(out, wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
-    target = out + at.first * T.block
+def _decode_tile(
+    sink, wires, keys, norm, at,
+    T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     begun, odd = begin_sum(wires, at, T, WORLD)
     trouble = anywhere(odd)
     if not CALM:
         trouble = trouble | 1
     if trouble == 0:
         z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
-        store(target, _fitted(z, out, T, False), at, T)
+        _put(sink, z, at, T, MODE, False)
     else:
         z, post = sum_any(wires, at, T)
+        if COUNT:
+            note(sink.bad, sink.call, worst_scale(wires, at, T))
         z = leave(finish(z, keys, norm, at, T), post, T)
-        store(target, _fitted(z, out, T, True), at, T)
+        _put(sink, z, at, T, MODE, True)
+
+
+@triton.jit
+def note(bad, call, worst):
+    """Count a call once, if the largest bits of its numbers are not those of a finite one."""
+    if anywhere(worst) >= INF_BITS:
+        before = tl.atomic_xchg(bad, call)
+        if before != call:
+            tl.atomic_add(bad + 1, 1)
+
+
+@triton.jit
+def _put(sink, z, at, T: tl.constexpr, MODE: tl.constexpr, ANY: tl.constexpr):
+    """Write a result; with feedback remember what was left, and add what is remembered."""
+    start = at.first * T.block
+    if MODE == ALONE:
+        store(sink.out + start, _fitted(z, sink.out, T, ANY), at, T)
+    else:
+        left = load(sink.left + start, at, T)
+        if T.loose:
+            tl.debug_barrier()  # `left` may be where the result goes
+        if MODE == OWED:
+            kept = times(left, sink.factor)
+        else:
+            kept = _changed(left, z, load(sink.memory + start, at, T), sink)
+            z = added(load(sink.mean + start, at, T), z)
+        if sink.fine:
+            store(sink.memory + start, kept, at, T)
+            if MODE == CHANGE:
+                store(sink.mean + start, z, at, T)
+        store(sink.out + start, z, at, T)
+
+
+@triton.jit
+def _changed(left, z, memory, sink):
+    """memory + what was read: of others their messages, of the sum itself what they did not give to it."""
+    done = ()
+    for i in tl.static_range(len(z)):
+        done = done + (memory[i] + tl.where(sink.own, left[i] + z[i], left[i] * sink.factor),)
+    return done
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 Programs are those of decode_blocks.py. The first one also writes the header and the gaps between sections.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,7 +16,19 @@ from thinwire.kernels.triton.numbers import INF_BITS, LOWER, domain_factor, floa
 from thinwire.kernels.triton.rotation import flip, hadamard
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
 from thinwire.kernels.triton.sums import is_huge, post_of, scale_size
-from thinwire.kernels.triton.tiles import added, anywhere, load, piece, position, store
+from thinwire.kernels.triton.tiles import (
+    ALONE,
+    CHANGE,
+    OWED,
+    RESIDUAL,
+    added,
+    anywhere,
+    load,
+    piece,
+    position,
+    store,
+    times,
+)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -24,7 +38,7 @@ def encode_kernel(
     full, length, span,
     scales_at, scales_end, minima_at, minima_end, plane0, plane1, plane2, codes_end, nbytes,
     root, tail_root,
-    T: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr,
+    T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """wire = encode(x + residual); residual = x + residual - decode(wire), non-finite blocks left as they were.
 
@@ -34,74 +48,105 @@ def encode_kernel(
     if program == 0:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
         write_frame(wire, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
-    keys = (key_low, key_high)
-    dither = (dither_low, dither_high)
+    source = Source(x, residual, residual, 1.0)
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
+    keys = ((key_low, key_high), (dither_low, dither_high))
+    encode_blocks(source, wire, cells, keys, (root, tail_root), offsets, full, length, span, T, TAIL, MODE)
+
+
+class Source(NamedTuple):
+    """What is encoded, and where what is left goes; see the modes above."""
+
+    x: Any
+    memory: Any
+    left: Any
+    factor: Any
+
+
+@triton.jit
+def encode_blocks(
+    source, wire, cells, keys, roots, offsets, full, length, span,
+    T: tl.constexpr, TAIL: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """The program's blocks. keys: of the rotation, of the dither. roots: of a full block, of the short last one."""
+    program = tl.program_id(0)
     if program < tl.cdiv(full, T.rows):
         first = program.to(tl.int64) * T.rows
         target = sections(wire, offsets, first, T)
         if T.pieces:
-            _encode_pieces(x, residual, target, dither, first, wide(T.block), wide(T.span), T, RESIDUAL)
+            _encode_pieces(source, target, keys[1], first, wide(T.block), wide(T.span), T, MODE)
         else:
             tile_at = position(first, full, T.block, T.span, T)
-            _encode_tile(x, residual, target, cells, keys, dither, root, tile_at, T, RESIDUAL)
+            _encode_tile(source, target, cells, keys, roots[0], tile_at, T, MODE)
     elif TAIL:
-        first = wide(full)
-        target = sections(wire, offsets, first, T)
-        if T.ragged.pieces:
-            _encode_pieces(x, residual, target, dither, first, wide(length), wide(span), T.ragged, RESIDUAL)
-        else:
-            tail_at = position(first, full + 1, length, span, T.ragged)
-            _encode_tile(x, residual, target, cells, keys, dither, tail_root, tail_at, T.ragged, RESIDUAL)
+        is_last = (length > 0) & (program == tl.cdiv(full, T.rows))
+        if is_last:
+            first = wide(full)
+            target = sections(wire, offsets, first, T)
+            if T.ragged.pieces:
+                _encode_pieces(source, target, keys[1], first, wide(length), wide(span), T.ragged, MODE)
+            else:
+                tail_at = position(first, full + 1, length, span, T.ragged)
+                _encode_tile(source, target, cells, keys, roots[1], tail_at, T.ragged, MODE)
 
 
 @triton.jit
-def _encode_tile(x, residual, target, cells, keys, dither, root, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
+def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr, MODE: tl.constexpr):
     last = 0.0
     if T.loose and T.affine:
-        last = _last(x, residual, at.first, at.length, T, RESIDUAL)
-    tile = _input(x, residual, last, at, T, RESIDUAL)
-    if T.loose and RESIDUAL:
+        last = _last(source, at.first, at.length, T, MODE)
+    tile = _input(source, last, at, T, MODE)
+    if T.loose and MODE != ALONE:
         tl.debug_barrier()  # a short tile is held by several warps, and none may store what another has still to load
+    read = put_tile(tile, target, cells, keys, root, at, T, MODE != ALONE)
+    if MODE != ALONE:
+        _store_left(source, tile, read, at, T, MODE)
+
+
+@triton.jit
+def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr):
+    """Write the scales and codes of a tile; what a decoder will make of them, if READ."""
     if T.lloyd:
-        scale, values = _put_lloyd(tile, target, cells, keys, root, at, T, RESIDUAL)
+        scale, values = _put_lloyd(tile, target, cells, keys[0], root, at, T, READ)
         minimum = scale
     else:
         extent = extent_of(tile, at, T)
         factor = domain_factor(extent.peak)
-        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, dither, at, T)
-    if RESIDUAL:
-        _store_residual(residual, tile, _decoded(values, scale, minimum, root, keys, at, T), at, T)
+        scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, keys[1], at, T)
+    if READ:
+        return _decoded(values, scale, minimum, root, keys[0], at, T)
+    else:
+        return tile
 
 
 @triton.jit
-def _encode_pieces(x, residual, target, dither, first, length, span, T: tl.constexpr, RESIDUAL: tl.constexpr):
+def _encode_pieces(source, target, dither, first, length, span, T: tl.constexpr, MODE: tl.constexpr):
     """A block longer than a tile: once for its scale, once for its codes."""
     last = 0.0
     if T.affine:  # before a residual is written
-        last = _last(x, residual, first, length, T, RESIDUAL)
+        last = _last(source, first, length, T, MODE)
         tl.debug_barrier()
     extent = no_extent(T)
     for start in range(0, span, T.columns):
         at = piece(first, length, span, start, T)
-        extent = widened(extent, extent_of(_input(x, residual, last, at, T, RESIDUAL), at, T))
+        extent = widened(extent, extent_of(_input(source, last, at, T, MODE), at, T))
     factor = domain_factor(extent.peak)
     for start in range(0, span, T.columns):
         at = piece(first, length, span, start, T)
-        tile = _input(x, residual, last, at, T, RESIDUAL)
+        tile = _input(source, last, at, T, MODE)
         scale, minimum, values = put_scaled(tile, extent, factor, undo(factor), target, dither, at, T)
-        if RESIDUAL:
-            decoded = _decoded(values, scale, minimum, 1.0, (0, 0), at, T)
-            _store_residual(residual, tile, decoded, at, T)
+        if MODE != ALONE:
+            read = _decoded(values, scale, minimum, 1.0, (0, 0), at, T)
+            _store_left(source, tile, read, at, T, MODE)
 
 
 @triton.jit
-def _input(x, residual, last, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
-    """x + residual. Past the end of a loose block zeros, or its `last` element where a zero would widen its range."""
+def _input(source, last, at, T: tl.constexpr, MODE: tl.constexpr):
+    """The numbers; past the end of a loose block zeros, or its `last` element where a zero would widen its range."""
     start = at.first * T.block
-    tile = load(x + start, at, T)
-    if RESIDUAL:
-        tile = added(tile, load(residual + start, at, T))
+    tile = load(source.x + start, at, T)
+    if MODE != ALONE:
+        tile = carried(tile, load(source.memory + start, at, T), source.factor, MODE)
     if T.loose and T.affine:
         filled = ()
         for i in tl.static_range(T.size):
@@ -111,13 +156,27 @@ def _input(x, residual, last, at, T: tl.constexpr, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def _last(x, residual, first, length, T: tl.constexpr, RESIDUAL: tl.constexpr):
-    """The last element of a block of x + residual, everywhere."""
+def carried(tile, memory, factor, MODE: tl.constexpr):
+    """A tile and what is remembered of earlier ones, together."""
+    if MODE == CHANGE:
+        done = ()
+        for i in tl.static_range(len(tile)):
+            done = done + (tl.fma(memory[i], factor, tile[i]),)
+        return done
+    elif MODE == OWED:
+        return added(tile, times(memory, factor))
+    else:
+        return added(tile, memory)
+
+
+@triton.jit
+def _last(source, first, length, T: tl.constexpr, MODE: tl.constexpr):
+    """The last element of a block of what is encoded, everywhere."""
     at = tl.zeros((T.rows, T.columns), tl.int32) + (length - 1)
-    last = load_floats(x + first * T.block, at, at >= 0, 1, True)[0]
-    if RESIDUAL:
-        last = last + load_floats(residual + first * T.block, at, at >= 0, 1, True)[0]
-    return last
+    last = load_floats(source.x + first * T.block, at, at >= 0, 1, True)
+    if MODE != ALONE:
+        last = carried(last, load_floats(source.memory + first * T.block, at, at >= 0, 1, True), source.factor, MODE)
+    return last[0]
 
 
 @triton.jit
@@ -133,7 +192,7 @@ def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.
     return put_levels(tile, power, up, post, bad, root, target, cells, at, T, VALUES)
 
 
-# --- the residual -----------------------------------------------------------------------------------------------------
+# --- what is left -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -163,18 +222,30 @@ def _decoded(values, stored, stored_minimum, root, keys, at, T: tl.constexpr):
 
 
 @triton.jit
-def _store_residual(residual, tile, decoded, at, T: tl.constexpr):
-    """residual = tile - decoded, where decoded is finite."""
-    target = residual + at.first * T.block
-    left = ()
-    worst = size_bits(decoded[0])
-    for i in tl.static_range(T.size):
-        left = left + (tile[i] - decoded[i],)
-        worst = tl.maximum(worst, size_bits(decoded[i]))
+def _store_left(source, tile, read, at, T: tl.constexpr, MODE: tl.constexpr):
+    """What `MODE` says of a tile that the wire says `read` of."""
+    target = source.left + at.first * T.block
+    if MODE == CHANGE:
+        store(target, read, at, T)
+    else:
+        left = ()
+        for i in tl.static_range(T.size):
+            left = left + (tile[i] - read[i],)
+        if MODE == RESIDUAL:
+            left = _mended(left, read, target, at, T)
+        store(target, left, at, T)
+
+
+@triton.jit
+def _mended(left, read, target, at, T: tl.constexpr):
+    """What was there before, where what the wire says is not finite."""
+    worst = size_bits(read[0])
+    for i in tl.static_range(1, T.size):
+        worst = tl.maximum(worst, size_bits(read[i]))
     if anywhere(worst) >= INF_BITS:
         before = load(target, at, T)
         mended = ()
         for i in tl.static_range(T.size):
-            mended = mended + (tl.where(size_bits(decoded[i]) < INF_BITS, left[i], before[i]),)
+            mended = mended + (tl.where(size_bits(read[i]) < INF_BITS, left[i], before[i]),)
         left = mended
-    store(target, left, at, T)
+    return left

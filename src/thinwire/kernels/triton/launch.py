@@ -21,11 +21,11 @@ from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
 from thinwire.wire import Format, Kind, Layout
 
 MOST_UNROLLED = 8  # wires; sums of more are loops
-_PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
-_PLAIN_WARPS = 8
-_SHORT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PLAIN_BYTES: int = 16 * plain.COLUMNS.value * plain.GROUPS.value  # per program, of wires without blocks
+PLAIN_WARPS = 8
+SHORT_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _BLOCK_KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "recode": recode_kernel}
-_SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
+SMALL_NORM = 2.0**32  # a sum of usual scales times less stays far inside bfloat16
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def encode(
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
     wire_at = wire.data_ptr() % 16
-    launch = _blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, RESIDUAL=residual is not None)
+    launch = _blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
     key = rotation if how.format.rotated else 0
-    launch(x=x, residual=carried, wire=wire, **_halves("key", key), **_halves("dither", dither))
+    launch(x=x, residual=carried, wire=wire, **halves("key", key), **halves("dither", dither))
 
 
 def decode_sum(
@@ -70,14 +70,14 @@ def decode_sum(
         launch = _plain("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
         launch(**wires, out=out, scale=float(scale))
         return
-    constants = {"WORLD": _unrolled(world), "CHECK": check, "CALM": abs(scale) * world < _SMALL_NORM}
+    constants = {"WORLD": unrolled(world), "CHECK": check, "CALM": abs(scale) * world < SMALL_NORM}
     launch = _blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
     norm = reference.f32(scale)
     norms = {"norm": norm, "tail_norm": norm}
     if format.rotated:
-        root, tail_root = _roots(layout)
+        root, tail_root = roots(layout)
         norms = {"norm": norm * root, "tail_norm": norm * tail_root}
-    launch(**wires, out=out, **_halves("key", rotation or 0), **norms)
+    launch(**wires, out=out, **halves("key", rotation or 0), **norms)
 
 
 def recode(
@@ -101,12 +101,12 @@ def recode(
         launch = _plain("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
         launch(**wires, out=wire, scale=float(scale))
         return
-    launch = _blocks("recode", how, layout, config, wire.device, *at, WORLD=_unrolled(world), CHECK=check)
-    keys = {**_halves("key", rotation or 0), **_halves("dither", dither)}
+    launch = _blocks("recode", how, layout, config, wire.device, *at, WORLD=unrolled(world), CHECK=check)
+    keys = {**halves("key", rotation or 0), **halves("dither", dither)}
     launch(**wires, out=wire, **keys, scale=float(scale))
 
 
-def _unrolled(world: int) -> int:
+def unrolled(world: int) -> int:
     """The wires a kernel is compiled for; 0 for any number."""
     return world if world <= MOST_UNROLLED else 0
 
@@ -140,27 +140,27 @@ def _blocks(
     **constants: Any,
 ) -> Prepared:
     """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16."""
-    T = _tile(how, layout, config, wire_at, stride, grouped)
+    T = tile_of(how, layout, config, wire_at, stride, grouped)
     full = layout.numel // layout.format.block
     ragged = full < layout.num_blocks
-    root, tail_root = _roots(layout)
+    root, tail_root = roots(layout)
     table = layout.format.bits if layout.format.kind == Kind.LLOYD else 0
     known = {
-        **_frame(layout),
+        **frame(layout),
         "full": full,
         "length": layout.numel - full * layout.format.block,
         "span": layout.tail // T.ragged.lanes,
         "root": root,
         "tail_root": tail_root,
-        "levels": _levels(table, device),
-        "cells": _cells(table, device),
+        "levels": levels(table, device),
+        "cells": cells(table, device),
     }
-    constants = {"T": T if INTERPRETED else _Known(T), "TAIL": ragged, **constants}
+    constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
     grid = max(1, -(-full // T.rows) + ragged)
     return Prepared(_BLOCK_KERNELS[kernel], device, grid, LONG_WARPS if T.pieces else config.warps, known, constants)
 
 
-def _tile(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
+def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
     aligned = wire_at % 4 == 0 and stride % 4 == 0
     words = tuple(aligned and at % 4 == 0 for _, at in layout.planes)
     if layout.format.bits == 16:
@@ -172,12 +172,12 @@ def _tile(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: i
 @lru_cache(maxsize=4096)
 def _plain(kernel: str, layout: Layout, device: torch.device, work: int, **constants: bool) -> Prepared:
     """A kernel of wires without blocks that has `work` bytes to do."""
-    known = {**_frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
-    constants = {"SHORT": _SHORT[layout.plain_dtype], **constants}
-    return Prepared(getattr(plain, kernel), device, max(1, -(-work // _PLAIN_BYTES)), _PLAIN_WARPS, known, constants)
+    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
+    constants = {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants}
+    return Prepared(getattr(plain, kernel), device, max(1, -(-work // PLAIN_BYTES)), PLAIN_WARPS, known, constants)
 
 
-def _frame(layout: Layout) -> dict[str, int]:
+def frame(layout: Layout) -> dict[str, int]:
     """The header's words but those of the key, as signed numbers, and where sections start and end."""
     head0, head1, head2, _, _, _, numel_low, numel_high = struct.unpack("<8i", layout.header())
     offsets = [at for _, at in layout.planes]
@@ -199,14 +199,14 @@ def _frame(layout: Layout) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _roots(layout: Layout) -> tuple[float, float]:
+def roots(layout: Layout) -> tuple[float, float]:
     """1 / sqrt(codes) of a full block and of the short last one; 1 where codes are not levels."""
     if layout.format.kind != Kind.LLOYD:
         return 1.0, 1.0
     return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0
 
 
-class _Known:
+class Known:
     """A tile as Triton's compiler sees it: every attribute is a constant of the kernel."""
 
     def __init__(self, of: Tile) -> None:
@@ -216,10 +216,10 @@ class _Known:
         value = getattr(self._tile, name)
         if isinstance(value, tuple):
             return tl.tuple([tl.constexpr(v) for v in value])
-        return tl.constexpr(_Known(value) if isinstance(value, Tile) else value)
+        return tl.constexpr(Known(value) if isinstance(value, Tile) else value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and self._tile == other._tile
+        return isinstance(other, Known) and self._tile == other._tile
 
     def __hash__(self) -> int:
         return hash(self._tile)
@@ -234,7 +234,7 @@ def _grouped(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _halves(name: str, key: int) -> dict[str, int]:
+def halves(name: str, key: int) -> dict[str, int]:
     """A 64-bit key as two signed numbers of 32 bits: Triton types an integer by its size, and these are alike."""
     low = key & 0xFFFFFFFF
     high = key >> 32
@@ -242,7 +242,7 @@ def _halves(name: str, key: int) -> dict[str, int]:
 
 
 @cache  # never dropped: a CUDA graph may hold their addresses
-def _levels(bits: int, device: torch.device) -> Tensor:
+def levels(bits: int, device: torch.device) -> Tensor:
     """The signed levels of a Lloyd table, as the bits of floats; something where there is none."""
     levels = LLOYD[bits].signed_levels if bits in LLOYD else (0,)
     with torch.inference_mode(False):
@@ -250,7 +250,7 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _cells(bits: int, device: torch.device) -> Tensor:
+def cells(bits: int, device: torch.device) -> Tensor:
     """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]
     if bits in LLOYD:

@@ -48,10 +48,10 @@ def encode_plain(
     if program == 0:
         write_frame(wire, (head0, head1, head2, 0, 0, 0, numel_low, numel_high), (codes_end, nbytes))
     for group in tl.static_range(GROUPS):
-        at, inside = _place(program, group, numel)
+        at, inside = place(program, group, numel)
         _encode_group(x, residual, wire + plane0, at, inside, SHORT, 4, GROUPED, RESIDUAL)
     if program == tl.num_programs(0) - 1:
-        rest, some = _left_over(numel)
+        rest, some = left_over(numel)
         _encode_group(x, residual, wire + plane0, rest, some, SHORT, 1, GROUPED, RESIDUAL)
 
 
@@ -64,7 +64,7 @@ def _encode_group(
     if RESIDUAL:
         carried = load_floats(residual, at, inside, COUNT, GROUPED)
         total = added(total, carried)
-    _put(plane, total, at, inside, SHORT, COUNT, GROUPED)
+    put(plane, total, at, inside, SHORT, COUNT, GROUPED)
     if RESIDUAL:
         left = ()
         for i in tl.static_range(COUNT):
@@ -88,11 +88,11 @@ def decode_plain(
         _low, _high, fine = check_headers(wire, stride, world, header, False)
         scale = tl.where(fine, scale, float("nan"))
     for group in tl.static_range(GROUPS):
-        at, inside = _place(program, group, numel)
+        at, inside = place(program, group, numel)
         total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
         store_floats(out, total, at, inside, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        rest, some = _left_over(numel)
+        rest, some = left_over(numel)
         last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
         store_floats(out, last, rest, some, 1, False)
 
@@ -114,24 +114,24 @@ def recode_plain(
     if program == 0:
         write_frame(out, header, (codes_end, nbytes))
     for group in tl.static_range(GROUPS):
-        at, inside = _place(program, group, numel)
+        at, inside = place(program, group, numel)
         total = _sum(wire + plane0, stride, world, scale, at, inside, SHORT, 4, GROUPED)
-        _put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
+        put(out + plane0, total, at, inside, SHORT, 4, GROUPED)
     if program == tl.num_programs(0) - 1:
-        rest, some = _left_over(numel)
+        rest, some = left_over(numel)
         last = _sum(wire + plane0, stride, world, scale, rest, some, SHORT, 1, GROUPED)
-        _put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
+        put(out + plane0, last, rest, some, SHORT, 1, GROUPED)
 
 
 @triton.jit
-def _place(program, group: tl.constexpr, numel):
+def place(program, group: tl.constexpr, numel):
     """First elements of the groups of four, and which are whole."""
     at = (program.to(tl.int64) * GROUPS + group) * (COLUMNS * 4) + tl.arange(0, COLUMNS) * 4
     return at, at + 4 <= numel
 
 
 @triton.jit
-def _left_over(numel):
+def left_over(numel):
     """The last elements, fewer than four."""
     at = wide(numel) - numel % 4 + tl.arange(0, COLUMNS)
     return at, at < numel
@@ -142,14 +142,14 @@ def _sum(
     plane, stride, world, scale, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr
 ):  # fmt: skip
     """The first number, and the others added to it (-0 stays -0), times `scale`."""
-    total = _get(plane, at, inside, SHORT, COUNT, GROUPED)
+    total = get(plane, at, inside, SHORT, COUNT, GROUPED)
     for w in range(1, world):
-        total = added(total, _get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED))
+        total = added(total, get(plane + w * stride, at, inside, SHORT, COUNT, GROUPED))
     return times(total, scale)
 
 
 @triton.jit
-def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+def get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
     """Numbers of a wire; byte by byte where it may lie odd."""
     if GROUPED:
         return load_floats(plane.to(tl.pointer_type(SHORT)), at, inside, COUNT, True)
@@ -166,7 +166,7 @@ def _get(plane, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: t
 
 
 @triton.jit
-def _put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+def put(plane, floats, at, inside, SHORT: tl.constexpr, COUNT: tl.constexpr, GROUPED: tl.constexpr):
     """Numbers to a wire, with one NaN whatever the hardware makes of its payload."""
     SIZE: tl.constexpr = SHORT.primitive_bitwidth // 8
     NAN: tl.constexpr = 0x7FC00000 if SIZE == 4 else (0x7FC0 if tl.bfloat16 == SHORT else 0x7E00)

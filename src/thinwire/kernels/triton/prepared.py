@@ -24,14 +24,20 @@ class Prepared:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, grid: int, warps: int, known: dict[str, Any], constants: dict[str, Any]
+        self,
+        kernel: Any,
+        device: torch.device,
+        grid: int | tuple[int, int],
+        warps: int,
+        known: dict[str, Any],
+        constants: dict[str, Any],
     ) -> None:
         known = {name: known[name] for name in kernel.arg_names if name in known}
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         beforehand = {**known, **constants}
         self._kernel = kernel
         self._device = device
-        self._grid = grid
+        self._grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         self._warps = warps
         self._args = [beforehand.get(name) for name in kernel.arg_names]
         self._places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
@@ -61,11 +67,11 @@ class Prepared:
                 ahead[id(self._found), key] = Noted(self._kernel.__name__, lambda: self._compile(args))
             return
         if found is not None:
-            found[self._grid, 1, 1](*args)
+            found[self._grid](*args)
             return
         assert given.keys() == self._places.keys(), f"expected {[*self._places]}, got {[*given]}"
         with telling("compiling GPU kernels as codecs are first used"):
-            found = self._kernel[(self._grid,)](*args, num_warps=self._warps, enable_fp_fusion=False)
+            found = self._kernel[self._grid](*args, num_warps=self._warps, enable_fp_fusion=False)
         if found is not None:  # the interpreter compiles nothing
             changing = self._kernel.do_not_specialize
             assert all(name in changing for name, value in given.items() if isinstance(value, int))
@@ -74,7 +80,7 @@ class Prepared:
     def _compile(self, args: list[Any]) -> None:
         """Compile and load; Triton finds the kernel at the next launch. In any thread."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            made = self._kernel.warmup(*args, grid=(self._grid,), num_warps=self._warps, enable_fp_fusion=False)
+            made = self._kernel.warmup(*args, grid=self._grid, num_warps=self._warps, enable_fp_fusion=False)
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
 
 

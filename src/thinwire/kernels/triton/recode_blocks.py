@@ -10,7 +10,7 @@ from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, sec
 from thinwire.kernels.triton.lloyd import codes_per_block, in_domain, put_levels
 from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
-from thinwire.kernels.triton.sums import begin_sum, sum_any, usual_sum, wires_of
+from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
 from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
 
 
@@ -35,9 +35,10 @@ def recode_kernel(
         write_frame(out, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
     dither = (dither_low, dither_high)
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
+    all_wires = Wires(scales_at, minima_at, (plane0, plane1, plane2), stride, world, levels, -1)
     if program < tl.cdiv(full, T.rows):
         first = program.to(tl.int64) * T.rows
-        wires = wires_of(wire, offsets, stride, world, levels, first, T)
+        wires = wires_from(wire, all_wires, first, T)
         target = sections(out, offsets, first, T)
         if T.pieces:
             _recode_pieces(wires, target, dither, scale, first, wide(T.span), T)
@@ -45,7 +46,7 @@ def recode_kernel(
             _recode_tile(wires, target, cells, dither, scale, position(first, full, T.block, T.span, T), T, WORLD)
     elif TAIL:
         first = wide(full)
-        wires = wires_of(wire, offsets, stride, world, levels, first, T)
+        wires = wires_from(wire, all_wires, first, T)
         target = sections(out, offsets, first, T)
         if T.lloyd:
             at = position(first, full + 1, length, span, T.ragged)

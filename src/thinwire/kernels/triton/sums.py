@@ -38,13 +38,29 @@ class Wires(NamedTuple):
     stride: Any
     world: Any
     levels: Any  # of Lloyd wires: the table of signed levels
+    own: Any  # the wire that is left out, in whose place the one after all others is added; -1 is none
 
 
 @triton.jit
-def wires_of(wire, offsets, stride, world, levels, first, T: tl.constexpr):
-    """Where block `first` of all wires is."""
+def wires_from(wire, offsets, first, T: tl.constexpr):
+    """Where block `first` of all wires is; `offsets` has the sections' offsets in place of pointers."""
     scales, minima, planes = sections(wire, offsets, first, T)
-    return Wires(scales, minima, planes, stride, world, levels)
+    return Wires(scales, minima, planes, offsets.stride, offsets.world, offsets.levels, offsets.own)
+
+
+@triton.jit
+def _row(wires, w):
+    """How far wire w is from the first."""
+    return tl.where(w == wires.own, wires.world, w) * wires.stride
+
+
+@triton.jit
+def worst_scale(wires, at, T: tl.constexpr):
+    """The largest size of the wires' scales, as bits: those of a number that is not finite where a block is not."""
+    worst = tl.zeros((T.rows, T.columns), tl.int32)
+    for w in range(wires.world):
+        worst = tl.maximum(worst, load_scale(wires.scales + _row(wires, w), at, T) & 0x7FFFFFFF)
+    return worst
 
 
 # A sum has two steps, with a branch between them: what is loaded before it tells which way to go. Up to 8 wires are
@@ -86,11 +102,11 @@ def _load_wires(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
     minimum_bits = ()
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     for w in tl.static_range(WORLD):
-        bits = load_scale(wires.scales + w * wires.stride, at, T)
+        bits = load_scale(wires.scales + _row(wires, w), at, T)
         scale_bits = scale_bits + (bits,)
         odd = odd | _is_odd(bits).to(tl.int32)
         if T.affine:
-            minimum = load_scale(wires.minima + w * wires.stride, at, T)
+            minimum = load_scale(wires.minima + _row(wires, w), at, T)
             minimum_bits = minimum_bits + (minimum,)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
     for w in tl.static_range(WORLD):
@@ -105,11 +121,11 @@ def _sum_wires(wires, at, T: tl.constexpr):
     odd = tl.zeros((T.rows, T.columns), tl.int32)
     if T.affine:
         for w in range(wires.world):
-            minimum = load_scale(wires.minima + w * wires.stride, at, T)
+            minimum = load_scale(wires.minima + _row(wires, w), at, T)
             odd = odd | ((minimum & 0x7FFFFFFF) >= HUGE_BITS).to(tl.int32)
             z = [x + float_of(minimum) for x in z]
     for w in range(wires.world):
-        bits = load_scale(wires.scales + w * wires.stride, at, T)
+        bits = load_scale(wires.scales + _row(wires, w), at, T)
         odd = odd | _is_odd(bits).to(tl.int32)
         z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, float_of(bits), T, True)
     return z, odd
@@ -118,7 +134,7 @@ def _sum_wires(wires, at, T: tl.constexpr):
 @triton.jit
 def _codes_of(wires, w, at, T: tl.constexpr):
     """The words of wire w."""
-    return load_codes([plane + w * wires.stride for plane in wires.planes], at, T)
+    return load_codes([plane + _row(wires, w) for plane in wires.planes], at, T)
 
 
 @triton.jit
@@ -129,12 +145,12 @@ def sum_any(wires, at, T: tl.constexpr):
     z = _zeros(T)
     if T.affine:
         for w in range(wires.world):
-            bits = load_scale(wires.scales + w * wires.stride, at, T)
+            bits = load_scale(wires.scales + _row(wires, w), at, T)
             into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
-            minimum = float_of(load_scale(wires.minima + w * wires.stride, at, T)) * into * lower
+            minimum = float_of(load_scale(wires.minima + _row(wires, w), at, T)) * into * lower
             z = [x + minimum for x in z]
     for w in range(wires.world):
-        bits = load_scale(wires.scales + w * wires.stride, at, T)
+        bits = load_scale(wires.scales + _row(wires, w), at, T)
         into = tl.where((bits < 0) & (all_lifted == 0), UNLIFT, 1.0)
         scale = scale_size(bits) * into * lower
         z = _add_codes(z, _codes_of(wires, w, at, T), wires.levels, scale, T, False)
@@ -169,12 +185,12 @@ def _domain(wires, at, T: tl.constexpr):
     any_lifted = tl.zeros((T.rows, T.columns), tl.int32)
     any_huge = tl.zeros((T.rows, T.columns), tl.int32)
     for w in range(wires.world):
-        bits = load_scale(wires.scales + w * wires.stride, at, T)
+        bits = load_scale(wires.scales + _row(wires, w), at, T)
         lifted = (bits < 0).to(tl.int32)
         huge = is_huge(bits)
         blank = (bits & 0x7FFFFFFF) < NORMAL_BITS
         if T.affine:
-            minimum = load_scale(wires.minima + w * wires.stride, at, T)
+            minimum = load_scale(wires.minima + _row(wires, w), at, T)
             huge = huge | is_huge(minimum)
             blank = blank & ((minimum & 0x7FFFFFFF) == 0)
         lifted_or_blank = lifted_or_blank & (lifted | blank.to(tl.int32))

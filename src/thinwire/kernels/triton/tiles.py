@@ -11,6 +11,12 @@ import triton.language as tl
 
 from thinwire.kernels.triton.memory import load_floats, load_words, opaque, store_floats, store_words
 
+# Feedback: what is encoded, and what is left where the next message finds it.
+ALONE = tl.constexpr(0)  # x
+RESIDUAL = tl.constexpr(1)  # x + residual; residual = what was lost of it, non-finite blocks left as they were
+OWED = tl.constexpr(2)  # x + factor * memory; left = what was lost of it
+CHANGE = tl.constexpr(3)  # x + factor * memory, rounded once; left = what the wire says
+
 
 class Position(NamedTuple):
     """Where a tile is. Span and length are known at compile time for full blocks, for a short last one at launch."""

@@ -1,0 +1,524 @@
+"""Calls on a GPU's stream as fixed series of launches: made once for calls of one kind, started at every call.
+
+[Note: Programs] The host takes longer to start a kernel than the kernel takes for a small message, so there are few,
+whatever the number of ranks: all shards of a tensor are one launch (kernels/rows.py), and travel in one collective as
+rows that are padded to the longest shard's wire, the own row too. A sum in two phases is three kernels per lane and two
+messages; a sum in one phase, and every other verb, two kernels and one message. Nothing is allocated, nothing waits.
+The bytes are those that the operations of operations.py make of the same shards.
+
+Legend: W ranks, `stride` bytes from one row to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives import chunks
+from thinwire.collectives.chunks import Cut, Span, aligned
+from thinwire.collectives.hierarchical import fewest_roundings, fitted
+from thinwire.collectives.lane import Key
+from thinwire.collectives.rooms import Room
+from thinwire.collectives.transport import RowTransport
+from thinwire.kernels import hashing, rows
+from thinwire.kernels.rows import Bad, Feedback, Memory
+from thinwire.kernels.schema import RowJob, Rows
+
+MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Views = TypeVar("Views")
+
+
+class StreamLane(NamedTuple):
+    """A lane of a sum: what fixes its launches."""
+
+    numel: int
+    dtype: torch.dtype
+    codec: Codec
+    first: Codec  # of the first of two phases
+    feedback: str = ""
+    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+
+    @property
+    def encoded(self) -> torch.dtype:
+        """In which numbers are encoded."""
+        return torch.float32 if self.feedback else self.dtype
+
+
+class Program(Protocol):
+    """A series of launches on the tensors of one call."""
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """Start them on the current stream, which owns the scratch of `room`."""
+
+
+def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int) -> Cut:
+    """A message in as few chunks as the scratch allows: on a GPU more of them gain nothing."""
+    count = -(-wire_bytes // MAX_WIRE_BYTES)
+    if count < 2:
+        return Cut(numel, max(numel, 1))
+    multiple = chunks.whole_chunk(shards, unit)
+    return Cut(numel, -(-numel // (count * multiple)) * multiple, 0, unit)
+
+
+def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
+    """Whether tensors of `dtype` can be encoded in rows of this codec: one that has not to choose by their lengths."""
+    if dtype not in _DTYPES or dtype not in codec.inputs or codec.pick(shape=(1,)) != codec:
+        return False
+    return not feedback or codec.encoding(torch.float32).format.block > 0
+
+
+def _job(codec: Codec, shape: Rows, lane: StreamLane, device: torch.device, stride: int) -> RowJob:
+    return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
+
+
+class Scratch(Generic[Views]):
+    """A program's parts of the scratch of every room, cut once; they end at `end`."""
+
+    def __init__(self, nbytes: int, cut: Callable[[Tensor], Views], begin: int = 0) -> None:
+        self.end = begin + nbytes
+        self._begin = begin
+        self._cut = cut
+        self._found: dict[int, tuple[Tensor, Views]] = {}
+
+    def views(self, room: Room) -> Views:
+        buffer = room.reserve(self.end)
+        found = self._found.get(id(room))
+        if found is None or found[0] is not buffer:
+            found = self._found[id(room)] = (buffer, self._cut(buffer[self._begin : self.end]))
+        return found[1]
+
+
+@dataclass(frozen=True)
+class Copying:
+    """A program on tensors that do not lie in one piece: on copies, of which the first `outputs` go back."""
+
+    program: Program
+    outputs: int
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        copies = [tensor.contiguous() for tensor in tensors]
+        self.program.run(room, copies, step)
+        for tensor, copy in zip(tensors[: self.outputs], copies, strict=False):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+
+@dataclass(frozen=True)
+class Coalesced:
+    """A program of one tensor on several: as one row, and back."""
+
+    program: Program
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        row = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.program.run(room, [row], step)
+        parts = row.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SumViews:
+    sent: Tensor  # the rows that are sent, and later those that are gathered
+    own: Tensor  # the row of this rank in them
+    came: Tensor  # the rows that come
+    sent_L: list[Tensor]  # each lane's part of all rows
+    came_L: list[Tensor]
+    own_L: list[Tensor]  # each lane's wire in the own row
+    left_L: list[Tensor | None]  # room for what feedback leaves, where the tensor itself has too few bits
+
+
+class _SumLane:
+    """The launches of a lane."""
+
+    def __init__(self, lane: StreamLane, link: RowTransport, scale: float, stride: int, *, two_phase: bool) -> None:
+        world = link.world
+        self.lane = lane
+        self.shape = _lane_rows(lane, world, two_phase=two_phase)
+        feedback = None
+        if lane.feedback:
+            feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
+        self.keeps_own = two_phase and (lane.exact_own or bool(lane.feedback))
+        own = link.rank if self.keeps_own else -1
+        first = _job(lane.first, self.shape, lane, link.device, stride)
+        self.job = _job(lane.codec, self.shape, lane, link.device, stride)
+        self.encode = rows.encoder(first, skip=own, by_row=int(two_phase), feedback=feedback)
+        self.recode: rows.Recode | None = None
+        self.row = link.rank if two_phase else 0
+        if two_phase and self.shape.span(link.rank)[1] > self.shape.span(link.rank)[0]:
+            size = scale if self.keeps_own else abs(scale)
+            self.recode = rows.recoder(self.job, link.rank, world, scale=size, own=own, feedback=feedback)
+        sign = -1.0 if scale < 0 and not self.keeps_own else 1.0
+        added = 1 if two_phase else world
+        scale_out = sign if two_phase else scale
+        self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
+        self.scan = rows.scanner(self.job, added) if feedback else None
+        self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
+
+
+def _lane_rows(lane: StreamLane, world: int, *, two_phase: bool) -> Rows:
+    if not two_phase:
+        return Rows(lane.numel, lane.numel, 1)
+    longest = chunks.shards(Span(0, lane.numel), world, lane.codec.unit)[0]
+    return Rows(lane.numel, longest.numel, world)
+
+
+class SumChunk:
+    """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
+
+    def __init__(
+        self, link: RowTransport, lanes: Sequence[StreamLane], scale: float, *, two_phase: bool, begin: int = 0
+    ) -> None:
+        self._link = link
+        self._two_phase = two_phase
+        shapes = [_lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
+        pairs = zip(lanes, shapes, strict=True)
+        self._sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
+        self._stride = sum(self._sizes)
+        self._matrices = (2 if two_phase else 1) * link.world * self._stride
+        self._lanes = [_SumLane(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
+        # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
+        self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
+        lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
+        self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
+
+    def run(
+        self, room: Room, xs: Sequence[Tensor], keys: Sequence[Key], memories: Sequence[Memory | None], bad: Bad | None
+    ) -> None:
+        """x = scale * sum of x over the ranks; everything by lane."""
+        views = self.scratch.views(room)
+        link = self._link
+        mixed = [key.mixed() for key in keys]
+        kept = [_with_left(memory, x, left) for memory, x, left in zip(memories, xs, views.left_L, strict=True)]
+        sent_L = views.sent_L if self._two_phase else views.own_L
+        for i, lane in enumerate(self._lanes):
+            lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
+        if self._two_phase:
+            link.all_to_all(views.came, views.sent)
+            for i, lane in enumerate(self._lanes):
+                if lane.recode is not None:
+                    lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
+        link.all_gather(views.sent, views.own)
+        for i in self._last_first:
+            lane = self._lanes[i]
+            if lane.scan is not None and bad is not None:
+                lane.scan(views.sent_L[i], bad)
+        for i in self._last_first:
+            self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
+
+    def _cut(self, buffer: Tensor) -> _SumViews:
+        matrix = self._link.world * self._stride
+        sent = buffer[:matrix]
+        came = buffer[matrix : 2 * matrix] if self._two_phase else sent
+        own = sent[self._link.rank * self._stride : (self._link.rank + 1) * self._stride]
+        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        owns = []
+        lefts: list[Tensor | None] = []
+        at = self._matrices
+        for start, lane in zip(starts, self._lanes, strict=True):
+            owns.append(own[start : start + lane.job.layout(lane.row).nbytes])
+            nbytes = lane.left_bytes
+            lefts.append(buffer[at : at + nbytes].view(torch.float32) if nbytes else None)
+            at += aligned(nbytes)
+        return _SumViews(
+            sent, own, came, [sent[start:] for start in starts], [came[start:] for start in starts], owns, lefts
+        )
+
+
+def _with_left(memory: Memory | None, x: Tensor, left: Tensor | None) -> Memory | None:
+    if memory is None:
+        return None
+    return memory._replace(left=x if left is None else left)
+
+
+@dataclass(frozen=True)
+class _NodeViews:
+    sent: Tensor
+    own: Tensor
+    came: Tensor
+    sent_L: list[Tensor]
+    came_L: list[Tensor]
+    own_L: list[Tensor]
+    total_L: list[Tensor]  # the sums of the own shards inside a node
+
+
+class NodesChunk:
+    """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
+
+    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float) -> None:
+        across, inside = links
+        self._inside = inside
+        self._scale = scale
+        world = inside.world
+        shapes = [_lane_rows(lane, world, two_phase=True) for lane in lanes]
+        self._sizes = [lane.codec.wire_bytes(shape.each, lane.dtype) for lane, shape in zip(lanes, shapes, strict=True)]
+        self._stride = sum(self._sizes)
+        pairs = list(zip(lanes, shapes, strict=True))
+        self._jobs = [_job(lane.codec, shape, lane, inside.device, self._stride) for lane, shape in pairs]
+        self._owns = [shape.span(inside.rank)[1] - shape.span(inside.rank)[0] for shape in shapes]
+        self._encodes = [rows.encoder(job) for job in self._jobs]
+        self._decodes = [rows.decoder(job) for job in self._jobs]
+        self._filled = [i for i, numel in enumerate(self._owns) if numel]
+        own_jobs = [replace(job, rows=Rows(n, n, 1)) for job, n in zip(self._jobs, self._owns, strict=True)]
+        self._adds = {i: rows.decoder(own_jobs[i], world=world) for i in self._filled}
+        self._puts = {i: rows.encoder(own_jobs[i], by_row=0, first_row=inside.rank) for i in self._filled}
+        self._lanes = lanes
+        totals = sum(aligned(4 * numel) for numel in self._owns)
+        nbytes = aligned(2 * world * self._stride) + totals
+        self._outer: SumChunk | None = None
+        end = nbytes
+        if self._filled and across.world > 1:
+            outer = [_outer_lane(lanes[i], self._owns[i]) for i in self._filled]
+            phases = fewest_roundings(across.world) == "two_phase"
+            self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=nbytes)
+            end = self._outer.scratch.end
+        self.scratch = Scratch(end, self._cut)
+
+    def run(
+        self, room: Room, xs: Sequence[Tensor], keys: Sequence[Key], memories: Sequence[Memory | None], bad: Bad | None
+    ) -> None:
+        """x = scale * sum of x over the ranks of all nodes; there is no feedback."""
+        views = self.scratch.views(room)
+        mixed = [key.mixed() for key in keys]
+        for i, encode in enumerate(self._encodes):
+            encode(xs[i], views.sent_L[i], mixed[i], None)
+        self._inside.all_to_all(views.came, views.sent)
+        for i, add in self._adds.items():
+            add(views.came_L[i], views.total_L[i], None, None)
+        self._add_nodes(room, keys, views)
+        for i, put in self._puts.items():
+            lane = self._lanes[i]
+            total = fitted(views.total_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
+            put(total, views.own_L[i], mixed[i], None)
+        self._inside.all_gather(views.sent, views.own)
+        for i, decode in enumerate(self._decodes):
+            decode(views.sent_L[i], xs[i], None, bad)
+
+    def _add_nodes(self, room: Room, keys: Sequence[Key], views: _NodeViews) -> None:
+        """The sums of the own shards over nodes, whose step is the shard's key."""
+        totals = [views.total_L[i] for i in self._filled]
+        if self._outer is None:
+            for total in totals:
+                total.mul_(self._scale)
+            return
+        outer = [Key(keys[i].of(self._inside.rank), keys[i].chunk) for i in self._filled]
+        self._outer.run(room, totals, outer, [None] * len(totals), None)
+
+    def _cut(self, buffer: Tensor) -> _NodeViews:
+        world = self._inside.world
+        rank = self._inside.rank
+        matrix = world * self._stride
+        sent = buffer[:matrix]
+        came = buffer[matrix : 2 * matrix]
+        own = sent[rank * self._stride : (rank + 1) * self._stride]
+        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        owns = []
+        totals = []
+        at = aligned(2 * matrix)
+        for start, job, numel in zip(starts, self._jobs, self._owns, strict=True):
+            owns.append(own[start : start + job.layout(rank).nbytes])
+            totals.append(buffer[at : at + 4 * numel].view(torch.float32))
+            at += aligned(4 * numel)
+        parts = [sent[start:] for start in starts], [came[start:] for start in starts]
+        return _NodeViews(sent, own, came, *parts, owns, totals)
+
+
+def _outer_lane(lane: StreamLane, numel: int) -> StreamLane:
+    codec, first = lane.across or (lane.codec, lane.codec)
+    return StreamLane(numel, torch.float32, codec, first)
+
+
+class Sum:
+    """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
+
+    def __init__(
+        self,
+        links: Sequence[RowTransport],
+        algorithm: str,
+        lanes: Sequence[StreamLane],
+        cuts: Sequence[Cut],
+        scale: float,
+    ) -> None:
+        self._cuts = cuts
+        self._count = max(cut.num_chunks for cut in cuts)
+        # The lanes that have anything in a chunk, and their sum.
+        self._chunks: list[tuple[list[int], SumChunk | NodesChunk]] = []
+        made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}
+        for index in range(self._count):
+            lengths = tuple(cut.span(index).numel for cut in cuts)
+            some = [i for i, numel in enumerate(lengths) if numel]
+            if lengths not in made:
+                parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
+                made[lengths] = (
+                    NodesChunk(links, parts, scale)
+                    if len(links) == 2
+                    else SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
+                )
+            self._chunks.append((some, made[lengths]))
+        self._nothing: list[Memory | None] = [None] * len(lanes)
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        self.run_lanes(room, tensors, step, self._nothing, None)
+
+    def run_lanes(
+        self, room: Room, xs: Sequence[Tensor], step: int, memories: Sequence[Memory | None], bad: Bad | None
+    ) -> None:
+        """The same with the memories of lanes, and a place to note whether a chunk was finite."""
+        if self._count == 1:
+            self._chunks[0][1].run(room, xs, [Key(step, 0, lane) for lane in range(len(xs))], memories, bad)
+            return
+        for index, (some, chunk) in enumerate(self._chunks):
+            spans = [self._cuts[i].span(index) for i in some]
+            parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
+            pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
+            noted = None if bad is None else bad._replace(call=bad.call * self._count + index)
+            chunk.run(room, parts, [Key(step, index, i) for i in some], pieces, noted)
+
+
+def _slice(memory: Memory | None, span: Span) -> Memory | None:
+    if memory is None:
+        return None
+    mean = None if memory.mean is None else memory.mean[span.begin : span.end]
+    return Memory(memory.kept[span.begin : span.end], memory.left[span.begin : span.end], mean)
+
+
+# --- other verbs: one message -----------------------------------------------------------------------------------------
+
+
+class ReduceScatter:
+    """(output, input): output = scale * the sum over ranks of their row for this rank, of `numel` elements each."""
+
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, scale: float) -> None:
+        self._link = link
+        lane = StreamLane(numel, dtype, codec, codec)
+        stride = codec.wire_bytes(numel, dtype)
+        matrix = link.world * stride
+        all_rows = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
+        own_row = _job(codec, Rows(numel, numel, 1), lane, link.device, stride)
+        self._encode = rows.encoder(all_rows)
+        self._decode = rows.decoder(own_row, world=link.world, scale=scale)
+        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix : 2 * matrix]))
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        output, input = tensors
+        sent, came = self._scratch.views(room)
+        self._encode(input, sent, hashing.mix64(step), None)
+        self._link.all_to_all(came, sent)
+        self._decode(came, output, None, None)
+
+
+class Gather:
+    """(output, input): output = every rank's input of `numel` elements, as decoded from its wire."""
+
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
+        self._link = link
+        lane = StreamLane(numel, dtype, codec, codec)
+        stride = codec.wire_bytes(numel, dtype)
+        matrix = link.world * stride
+        own_row = _job(codec, Rows(numel, numel, 1), lane, link.device, stride)
+        all_rows = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
+        self._encode = rows.encoder(own_row, by_row=0, first_row=link.rank)
+        self._decode = rows.decoder(all_rows)
+        begin = link.rank * stride
+        self._scratch = Scratch(matrix, lambda buffer: (buffer[:matrix], buffer[begin : begin + stride]))
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        output, input = tensors
+        whole, own = self._scratch.views(room)
+        self._encode(input, own, hashing.mix64(step), None)
+        self._link.all_gather(whole, own)
+        self._decode(whole, output, None, None)
+
+
+class Exchange:
+    """(output, input): row r of output = rank r's row for this one, all of `numel` elements; the own row exactly."""
+
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
+        self._link = link
+        lane = StreamLane(numel, dtype, codec, codec)
+        stride = codec.wire_bytes(numel, dtype)
+        matrix = link.world * stride
+        job = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
+        self._encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
+        self._decode = rows.decoder(job, skip=link.rank)
+        self._sizes = [stride] * link.world
+        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix : 2 * matrix]))
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        output, input = tensors
+        sent, came = self._scratch.views(room)
+        self._encode(input, sent, hashing.mix64(step), None)
+        self._link.exchange_rows(came, sent, self._sizes, self._sizes)  # others may have rows of other lengths
+        self._decode(came, output, None, None, input)
+
+
+class Broadcast:
+    """(tensor,): the source's, as decoded from its wires on every rank."""
+
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, source: int) -> None:
+        self._link = link
+        self._source = source
+        count = link.world - 1
+        longest = chunks.shards(Span(0, numel), count, codec.unit)[0].numel
+        stride = codec.wire_bytes(longest, dtype)
+        lane = StreamLane(numel, dtype, codec, codec)
+        job = _job(codec, Rows(numel, longest, count), lane, link.device, stride)
+        self._encode = rows.encoder(job) if link.rank == source else None
+        self._decode = rows.decoder(job)
+        self._scratch = Scratch(count * stride, lambda buffer: buffer[: count * stride])
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        (tensor,) = tensors
+        wires = self._scratch.views(room)
+        if self._encode is not None:
+            self._encode(tensor, wires, hashing.mix64(step), None)
+        self._link.broadcast(wires, self._source)
+        self._decode(wires, tensor, None, None)
+
+
+class UnevenExchange:
+    """(*outputs, *inputs): output r = what rank r's inputs hold for this rank, of any lengths; what is kept exactly."""
+
+    def __init__(self, link: RowTransport, codec: Codec) -> None:
+        self._link = link
+        self._codec = codec
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program. Lengths change from call to call, so every message is a launch of its own."""
+        link = self._link
+        outputs = tensors[: link.world]
+        inputs = tensors[link.world :]
+        key = Key(step, 0)
+        sent_R = self._sizes(inputs)
+        came_R = self._sizes(outputs)
+        buffer = room.reserve(sum(sent_R) + sum(came_R))
+        sent = buffer[: sum(sent_R)]
+        came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
+        for peer, wire in enumerate(sent.split(sent_R)):
+            if wire.numel():
+                self._codec.encode(inputs[peer], wire, step=key.of(link.rank))
+        link.exchange_rows(came, sent, came_R, sent_R)
+        for peer, wire in enumerate(came.split(came_R)):
+            if wire.numel():
+                self._codec.decode(wire, outputs[peer], step=key.of(peer))
+        outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Bytes of every message; what is kept does not travel."""
+        sizes = [self._codec.wire_bytes(t.numel(), t.dtype) if t.numel() else 0 for t in tensors]
+        sizes[self._link.rank] = 0
+        return sizes

@@ -1,0 +1,94 @@
+"""Calls of a kind that was decided on before: looked up first thing, and started with nothing around them.
+
+[Note: Quick calls] Where a call takes little of the wire or the GPU, some tens of microseconds of Python can be seen.
+So a call whose like was made before is found by what it was given, before anything is checked or compared: torch's own
+verb on a group (blocking calls), or a program of a GPU's stream.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.collectives import torch_verbs, transport
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import known_channel
+from thinwire.collectives.checks import check_step
+from thinwire.collectives.programs import Program
+
+UNKNOWN: Any = object()  # in place of a result: nothing of this kind was remembered
+_PLAIN = (Tensor, nn.Parameter)
+_NOW: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda g, x, op: g.allreduce([x], _SUM),  # without the checks of torch's Python side
+    "reduce_scatter": lambda g, out, x, op: transport.reduce_scatter_single(
+        out.view(-1), x.view(-1), group=g, async_op=True
+    ),
+    "all_gather": lambda g, out, x: transport.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
+}
+_SUM: Any = dist.AllreduceOptions()
+_SUM.asyncOp = True
+
+
+def remember(
+    call: Call,
+    program: Program | None,
+    verb: str,
+    tensors: Sequence[Tensor],
+    codec: object,
+    algorithm: str,
+    *how: object,
+) -> None:
+    """From now on `quick` serves calls like this one, by torch's own verb or a program, unless all are compared."""
+    channel = call.channel
+    if not call.free_next_time or channel.world == 1 or any(t.is_complex() for t in tensors):
+        return
+    if any(isinstance(part, dist.ReduceOp) for part in how):  # one with a factor, which is not compared
+        return
+    if program is not None or len(channel.transports) == 1:
+        channel.quick[verb, codec, algorithm, how, *_kinds(tensors)] = program or call.text
+
+
+def quick(
+    verb: str,
+    tensors: Sequence[Tensor],
+    group: transport.Group,
+    codec: object,
+    algorithm: str,
+    *how: object,
+    outputs: int = 1,
+    step: int | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Run a call whose like was remembered; UNKNOWN where it was not. `how`: the op of a sum, or a broadcast's source.
+
+    The first `outputs` of the tensors are written.
+    """
+    try:
+        members: Any = dist.group.WORLD if group is None else group
+        channel = known_channel(members, tensors[0].device)
+        if channel is None:
+            return UNKNOWN
+        found = channel.quick[verb, codec, algorithm, how, *_kinds(tensors)]
+    except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
+        return UNKNOWN
+    if channel.failure or not all(
+        type(t) in _PLAIN and t.is_contiguous() and t.dtype == tensors[0].dtype for t in tensors
+    ):
+        return UNKNOWN
+    if isinstance(found, str) and async_op:
+        return UNKNOWN
+    with channel.lock:
+        channel.calls += 1
+        number = channel.calls
+    if isinstance(found, str):
+        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, number, found)
+        return None
+    at = channel.next_step() if step is None else check_step(step)
+    return channel.start(found, tensors, tensors[:outputs], at, async_op=async_op)
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[object]:
+    return [tensors[0].dtype, *(tensor.shape for tensor in tensors)]

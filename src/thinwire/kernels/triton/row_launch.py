@@ -1,0 +1,279 @@
+"""The launches of messages in rows (kernels/rows.py): what is known when they are made, and the rest at every call."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import hashing, reference
+from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
+from thinwire.kernels.schema import RowJob, decoding
+from thinwire.kernels.triton import INTERPRETED, launch, row_blocks, row_plain, tuning
+from thinwire.kernels.triton.launch import Config
+from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.tile import LONG_WARPS, MOST_CODES, Tile
+from thinwire.wire import Kind, Layout
+
+_MODES = {"": 0, "classic": 2, "ef21": 3}  # tiles.OWED, tiles.CHANGE
+_ROWS = {"encode": row_blocks.encode_rows, "decode": row_blocks.decode_rows, "recode": row_blocks.recode_own}
+
+
+class Launches:
+    """Launches of one operation, by how the tensors of a call lie: each is made when it is first needed."""
+
+    def __init__(self, make: Callable[[bool], Prepared]) -> None:
+        self._make = make
+        self._made: dict[bool, Prepared] = {}
+
+    def __call__(self, grouped: bool) -> Prepared:
+        """The launch for tensors of which four neighbours can be read at once, or not."""
+        found = self._made.get(grouped)
+        if found is None:
+            found = self._made[grouped] = self._make(grouped)
+        return found
+
+
+def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedback | None) -> Encode:
+    """See rows.encoder."""
+    known: dict[str, Any] = {"each": job.rows.each, "stride": job.stride, "skip": skip, "short": job.rows.short}
+    seed = launch.halves("seed", hashing.mix64(job.seed))
+    known |= {**seed, "by_row": by_row, "first_row": first_row, "factor": feedback.factor if feedback else 1.0}
+    mode = _MODES[feedback.mode if feedback else ""]
+    raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
+    launches = Launches(
+        lambda grouped: (
+            _blocks("encode", job, known, grouped, MODE=mode)
+            if job.how.format.block
+            else _plain(row_plain.encode_plain_rows, job, known, grouped, RAW=raw)
+        )
+    )
+    step_of = _step_halves if job.how.keyed else _no_step
+    if not job.how.format.block:
+        return lambda x, wires, mixed, memory: launches(_grouped(job, x))(x=x, wire=wires)
+
+    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+        kept, left = (x, x) if memory is None else (memory.kept, memory.left)
+        grouped = _grouped(job, x, kept, left)
+        launches(grouped)(x=x, memory=kept, left=left, wire=wires, **step_of("step", mixed))
+
+    return encode
+
+
+def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback: Feedback | None) -> Recode:
+    """See rows.recoder."""
+    begin, end = job.rows.span(row)
+    numel = end - begin
+    dtype = torch.float32
+    config = tuning.choose("recode", job.how, dtype, job.device, numel, world)
+    stream = hashing.DITHER_RECODE if own < 0 else hashing.DITHER
+
+    def keys(mixed: int) -> tuple[int, int]:
+        if not job.how.keyed:
+            return 0, 0
+        step = hashing.row_step(mixed, row)
+        rotation = hashing.key(job.seed, step, hashing.ROTATION) if job.how.format.rotated else 0
+        return rotation, hashing.key(job.seed, step, stream) if job.how.stochastic else 0
+
+    def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+        wires_WN = wires.as_strided((world, job.layout(row).nbytes), (job.stride, 1), wires.storage_offset())
+        rotation, dither = keys(mixed)
+        launch.recode(job.how, wires_WN, wire, numel, scale, rotation, dither, config)
+
+    if own < 0:
+        return recode
+    launches = Launches(lambda grouped: _own(job, row, world, own, scale, feedback, grouped, config))
+    if not job.how.format.block:
+        return lambda wires, wire, mixed, x, memory: launches(_grouped(job, x))(wire=wires, out=wire, x=x)
+
+    def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+        assert x is not None
+        kept, left = (x, x) if memory is None else (memory.kept, memory.left)
+        grouped = _grouped(job, x, kept, left)
+        rotation, dither = keys(mixed)
+        halves = {**launch.halves("key", rotation), **launch.halves("dither", dither)}
+        launches(grouped)(wire=wires, out=wire, x=x, memory=kept, left=left, **halves)
+
+    return recode_own
+
+
+def decoder(
+    job: RowJob, world: int, scale: float, skip: int, own: int, share: float, feedback: Feedback | None
+) -> Decode:
+    """See rows.decoder."""
+    known: dict[str, Any] = {"each": job.rows.each, "stride": job.stride, "skip": skip, "short": job.rows.short}
+    known |= {"own": own, "world": world, "factor": share, "scale": float(scale)}
+    mode = _MODES[feedback.mode if feedback else ""]
+    if not job.how.format.block:
+        plain = {
+            counted: Launches(
+                lambda grouped, counted=counted: _plain(  # type: ignore[misc]
+                    row_plain.decode_plain_rows, job, known, grouped, COUNT=counted
+                )
+            )
+            for counted in (False, True)
+        }
+
+        def decode_plain(
+            wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
+        ) -> None:
+            noted, call = (wires, 0) if bad is None else bad
+            found = plain[bad is not None](_grouped(job, out))
+            found(wire=wires, out=out, source=out if source is None else source, bad=noted, call=call)
+
+        return decode_plain
+    norm = reference.f32(scale)
+    calm = abs(scale) * world < launch.SMALL_NORM
+    constants = {"WORLD": launch.unrolled(world), "CALM": calm, "MODE": mode}
+    blocks = {
+        counted: Launches(
+            lambda grouped, counted=counted: _blocks(  # type: ignore[misc]
+                "decode", job, known, grouped, norm, world, COUNT=counted and not mode, **constants
+            )
+        )
+        for counted in (False, True)
+    }
+
+    def decode(
+        wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
+    ) -> None:
+        kept, left, mean = (out, out, None) if memory is None else memory
+        noted, call = (wires, 0) if bad is None else bad
+        tensors = {"left": left, "memory": kept, "mean": out if mean is None else mean}
+        found = blocks[bad is not None](_grouped(job, out, *tensors.values()))
+        found(wire=wires, out=out, source=out if source is None else source, **tensors, bad=noted, call=call)
+
+    return decode
+
+
+def scanner(job: RowJob, world: int) -> Scan:
+    """See rows.scanner."""
+    short = world - 1 if world > 1 else job.rows.short
+    last = job.layout(job.rows.short)
+    first = job.layout(0)
+    known = {"stride": job.stride, "short": short, "a_scales_at": first.scales_at}
+    known |= {"a_blocks": first.num_blocks, "b_blocks": last.num_blocks}
+    grid = (-(-first.num_blocks // row_blocks.SCANNED.value), short + 1)
+    made = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
+    return lambda wires, bad: made(wire=wires, bad=bad.noted, call=bad.call)
+
+
+def adds_own(job: RowJob) -> bool:
+    """Whether there is one launch that adds the own part: not where blocks have minima or are longer than a tile."""
+    format = job.how.format
+    if not format.block:
+        return True
+    tile = _tile(job, Config(), False)
+    return format.block <= MOST_CODES and not tile.affine and not tile.ragged.pieces
+
+
+# --- arguments known beforehand ---------------------------------------------------------------------------------------
+
+
+def _blocks(
+    op: str, job: RowJob, known: dict[str, Any], grouped: bool, norm: float = 1.0, world: int = 1, **constants: Any
+) -> Prepared:
+    """encode_rows or decode_rows. norm: the scale of a decoded sum."""
+    rows = job.rows
+    name = {"encode": "encode" if not constants["MODE"] else "encode_residual", "decode": "decode_sum"}[op]
+    how = job.how if op == "encode" else decoding(job.how.format)
+    config = tuning.choose(name, how, job.dtype, job.device, rows.numel, world)
+    T = _tile(job, config, grouped)
+    layouts = {"a": job.layout(0), "b": job.layout(rows.short)}
+    arguments = {**known, **_shared(layouts["a"], job.device)}
+    arguments["norm"] = norm * launch.roots(layouts["a"])[0] if job.how.format.rotated else norm
+    tail = False
+    programs = 1
+    for letter, layout in layouts.items():
+        numbers = _numbers(layout, T, norm)
+        arguments |= {f"{letter}_{name}": value for name, value in numbers.items()}
+        tail = tail or bool(numbers["length"])
+        programs = max(programs, -(-numbers["full"] // T.rows) + bool(numbers["length"]))
+    constants = {"T": T if INTERPRETED else launch.Known(T), "TAIL": tail, **constants}
+    warps = LONG_WARPS if T.pieces else config.warps
+    return Prepared(_ROWS[op], job.device, (programs, rows.short + 1), warps, arguments, constants)
+
+
+def _own(
+    job: RowJob, row: int, world: int, own: int, scale: float, feedback: Feedback | None, grouped: bool, config: Config
+) -> Prepared:
+    layout = job.layout(row)
+    known: dict[str, Any] = {"stride": job.stride, "world": world - 1, "own": own, "scale": float(scale)}
+    known |= {"factor": feedback.factor if feedback else 1.0, "numel": layout.numel, **launch.frame(layout)}
+    known["start"] = job.rows.span(row)[0]
+    if not layout.format.block:
+        known |= _shared(layout, job.device)
+        grid = max(1, -(-4 * layout.numel // launch.PLAIN_BYTES))
+        constants = {"SHORT": launch.SHORT_KINDS[layout.plain_dtype], "GROUPED": grouped}
+        return Prepared(row_plain.recode_plain_own, job.device, grid, launch.PLAIN_WARPS, known, constants)
+    T = _tile(job, config, grouped)
+    norm = reference.f32(scale)
+    numbers = _numbers(layout, T, norm)
+    known |= {**_shared(layout, job.device), **numbers}
+    known["norm"] = norm * launch.roots(layout)[0] if layout.format.rotated else norm
+    constants = {
+        "T": T if INTERPRETED else launch.Known(T),
+        "TAIL": bool(numbers["length"]),
+        "WORLD": launch.unrolled(world - 1),
+        "CALM": abs(scale) * world < launch.SMALL_NORM,
+        "MODE": _MODES[feedback.mode if feedback else ""],
+    }
+    grid = max(1, -(-numbers["full"] // T.rows) + bool(numbers["length"]))
+    return Prepared(row_blocks.recode_own, job.device, grid, config.warps, known, constants)
+
+
+def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **constants: bool) -> Prepared:
+    rows = job.rows
+    layouts = {"a": job.layout(0), "b": job.layout(rows.short)}
+    arguments = {**known, **_shared(layouts["a"], job.device)}
+    for letter, layout in layouts.items():
+        arguments |= {f"{letter}_{name}": value for name, value in launch.frame(layout).items()}
+    programs = max(1, -(-4 * layouts["a"].numel // launch.PLAIN_BYTES))
+    kind = {"SHORT": launch.SHORT_KINDS[layouts["a"].plain_dtype], "GROUPED": grouped}
+    return Prepared(
+        kernel, job.device, (programs, rows.short + 1), launch.PLAIN_WARPS, arguments, {**kind, **constants}
+    )
+
+
+def _shared(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """What both layouts have alike."""
+    frame = launch.frame(layout)
+    table = layout.format.bits if layout.format.kind == Kind.LLOYD else 0
+    heads = {name: frame[name] for name in ("head0", "head1", "head2", "plane0")}
+    tables = {"levels": launch.levels(table, device), "cells": launch.cells(table, device)}
+    return {**heads, **tables, "root": launch.roots(layout)[0]}
+
+
+def _numbers(layout: Layout, T: Tile, norm: float) -> dict[str, Any]:
+    """The numbers of a layout that kernels ask for."""
+    full = layout.numel // layout.format.block
+    tail_root = launch.roots(layout)[1]
+    return {
+        **launch.frame(layout),
+        "numel": layout.numel,
+        "full": full,
+        "length": layout.numel - full * layout.format.block,
+        "span": layout.tail // T.ragged.lanes,
+        "tail_root": tail_root,
+        "tail_norm": norm * tail_root if layout.format.rotated else norm,
+    }
+
+
+def _tile(job: RowJob, config: Config, grouped: bool) -> Tile:
+    """The tile that serves both layouts."""
+    first = launch.tile_of(job.how, job.layout(0), config, 0, 0, grouped)
+    last = launch.tile_of(job.how, job.layout(job.rows.short), config, 0, 0, grouped)
+    return replace(first, words=tuple(a and b for a, b in zip(first.words, last.words, strict=True)))
+
+
+def _grouped(job: RowJob, *tensors: Any) -> bool:
+    """Whether four neighbours can be read at once in all rows of all tensors."""
+    return job.rows.each % 4 == 0 and all(tensor.data_ptr() % (4 * tensor.itemsize) == 0 for tensor in tensors)
+
+
+_step_halves = launch.halves
+
+
+def _no_step(name: str, mixed: int) -> dict[str, int]:
+    return launch.halves(name, 0)

@@ -1,0 +1,58 @@
+"""A transport of rows (collectives.transport.RowTransport) between CPU tensors: programs without a GPU.
+
+Rows travel over gloo, blocking. `with rowed(group)` the group's calls run as programs, as they do on NCCL.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives import channel, transport
+from thinwire.collectives.transport import Tags, Transport
+
+CPU = torch.device("cpu")
+
+
+class RowedTransport(transport.PairTransport):
+    """What StreamTransport does, by gloo; `log` has (verb, bytes) of every message."""
+
+    on_stream = True
+
+    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+        super().__init__(group, tags)
+        self.device = CPU
+        self.log: list[tuple[str, int]] = []
+
+    def all_to_all(self, came: Tensor, sent: Tensor) -> None:
+        self.log.append(("all_to_all", sent.numel()))
+        dist.all_to_all_single(came, sent, group=self.group)
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        self.log.append(("all_gather", whole.numel()))
+        transport.all_gather_single(whole, own.clone(), group=self.group)
+
+    def broadcast(self, whole: Tensor, source: int) -> None:
+        self.log.append(("broadcast", whole.numel()))
+        dist.broadcast(whole, group=self.group, group_src=source)
+
+    def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
+        self.log.append(("exchange", sent.numel()))
+        dist.all_to_all_single(came, sent, list(came_R), list(sent_R), group=self.group)
+
+
+def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
+    return RowedTransport(group, tags)
+
+
+@contextlib.contextmanager
+def rowed() -> Iterator[None]:
+    """Groups that are used inside for the first time run programs; what was kept about others comes back at the end."""
+    with (
+        mock.patch.object(transport, "transport", _rowed_transport),
+        mock.patch.object(channel, "_groups", type(channel._groups)()),
+    ):
+        yield
