@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from programs import Ended
-from thinwire.kernels import BACKENDS, cpu, use_backend
+from thinwire.kernels import BACKENDS, cpu, reference, use_backend
 from thinwire.tools.bench import (
     codec as codec_bench,
     collectives as collectives_bench,
@@ -363,11 +363,27 @@ def test_doctor() -> None:
 @pytest.mark.usefixtures("few_codecs")
 @pytest.mark.skipif(cpu.unavailable() is not None, reason="the C kernels were not built")
 def test_doctor_fails_on_a_kernel_with_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "differences", lambda backend, device: (40, ["recode int8"]))
+    monkeypatch.setattr(selftest, "differences", lambda *request: (40, ["recode int8"]))
     result = call("doctor")
     assert result.exit_code == 1
     line = next(line for line in result.stdout.splitlines() if line.startswith("✗"))
     assert "1 of 40 results differ from the reference, the first: recode int8; set THINWIRE_BACKEND=reference" in line
+
+
+@pytest.mark.parametrize(("flags", "told"), [([], "(of int8 and lloyd4; all: doctor --full)"), (["--full"], "")])
+def test_doctor_compares_few_kernels_that_have_to_be_compiled(
+    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "names", lambda: ("int2",))
+    monkeypatch.setattr(selftest, "OPTIONS", ())
+    monkeypatch.setattr(checkup, "BACKENDS", {"card": reference})
+    monkeypatch.setattr(checkup, "_native", lambda: iter(()))
+    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
+    result = call("doctor", *flags)
+    line = next(line for line in result.stdout.splitlines() if "card self-test" in line)
+    extent = selftest.Extent(selftest.codecs()) if flags else selftest.few()
+    compared, _ = selftest.differences(reference, torch.device("cpu"), extent)
+    assert line.split(maxsplit=3)[-1] == f"{compared} results have the bytes of the reference {told}".strip()
 
 
 @pytest.mark.usefixtures("few_codecs")

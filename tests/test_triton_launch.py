@@ -1,13 +1,18 @@
-"""Launches of GPU kernels: arguments by name, and a compiled kernel kept by what Triton distinguishes."""
+"""Launches of GPU kernels: arguments by name, a compiled kernel kept by what Triton distinguishes, or made ahead."""
 
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from thinwire.kernels.triton import compiling
 from thinwire.kernels.triton.prepared import Prepared
 
-NAMES = ("x", "stride", "numel", "wire", "SIZE")
+NAMES = ("x", "stride", "numel", "rows", "wire", "SIZE")
 X = torch.zeros(8)
 WIRE = torch.zeros(8, dtype=torch.uint8)
 
@@ -15,12 +20,21 @@ WIRE = torch.zeros(8, dtype=torch.uint8)
 class Kernel:
     """Stands in for one of Triton's, and for what it compiles: the arguments of every launch, by name."""
 
+    __name__ = "some_kernel"
     arg_names = NAMES
     do_not_specialize = ("stride", "numel")
 
     def __init__(self, compiles: bool = True) -> None:
         self.made = Kernel(compiles=False) if compiles else None
         self.launches: list[dict[str, Any]] = []
+        self.warmups: list[dict[str, Any]] = []
+        self.meet = threading.Barrier(1)  # where compilers wait for each other
+        self.run = None
+
+    def warmup(self, *args: Any, **options: Any) -> "Kernel | None":
+        self.meet.wait(10)
+        self.warmups.append({**dict(zip(NAMES, args, strict=True)), **options})
+        return self.made
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> Kernel | None:
@@ -30,8 +44,9 @@ class Kernel:
         return launch
 
 
-def start(kernel: Kernel, size: int = 4, numel: int = 32, **given: Any) -> None:
-    launch = Prepared(kernel, X.device, 7, 2, {"numel": numel, "unasked": 5}, {"SIZE": size, "UNASKED": True})
+def start(kernel: Kernel, size: int = 4, numel: int = 32, rows: int = 32, **given: Any) -> None:
+    known = {"numel": numel, "rows": rows, "unasked": 5}
+    launch = Prepared(kernel, X.device, 7, 2, known, {"SIZE": size, "UNASKED": True})
     launch(**{"wire": WIRE, "x": X, "stride": 3, **given})
 
 
@@ -39,19 +54,21 @@ def test_arguments_find_their_places_by_name() -> None:
     kernel = Kernel()
     start(kernel)
     start(kernel, stride=48)
-    known = {"x": X, "numel": 32, "wire": WIRE, "SIZE": 4}
+    known = {"x": X, "numel": 32, "rows": 32, "wire": WIRE, "SIZE": 4}
     assert kernel.made is not None
-    assert kernel.launches == [{**known, "grid": (7,), "stride": 3, "num_warps": 2, "enable_fp_fusion": False}]
+    assert kernel.launches == [{**known, "grid": (7, 1, 1), "stride": 3, "num_warps": 2, "enable_fp_fusion": False}]
     assert kernel.made.launches == [{**known, "grid": (7, 1, 1), "stride": 48}]
 
 
-def test_another_length_of_the_same_kind_is_not_compiled_again() -> None:
+@pytest.mark.parametrize("other", [{"numel": 33}, {"numel": 1}, {"rows": 48}], ids=str)
+def test_another_length_of_the_same_kind_is_not_compiled_again(other: dict[str, int]) -> None:
     kernel = Kernel()
-    start(kernel, numel=32)
-    start(kernel, numel=48)
+    start(kernel)
+    start(kernel, **other)
     assert kernel.made is not None
-    assert [launch["numel"] for launch in kernel.launches + kernel.made.launches] == [32, 48]
+    (again,) = kernel.made.launches
     assert len(kernel.launches) == 1
+    assert other.items() <= again.items()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +78,8 @@ def test_another_length_of_the_same_kind_is_not_compiled_again() -> None:
         {"x": torch.zeros(8, dtype=torch.bfloat16)},
         {"stride": 1 << 31},  # 64 bits
         {"numel": 1 << 40},
-        {"numel": 33},
+        {"rows": 33},
+        {"rows": 1},
         {"size": 8},
     ],
     ids=lambda other: "".join(other),
@@ -74,7 +92,7 @@ def test_what_triton_distinguishes_is_compiled_by_itself(other: dict[str, Any]) 
 
 
 def test_a_missing_and_a_surplus_name_are_slips_of_ours() -> None:
-    launch = Prepared(Kernel(), X.device, 7, 2, {"numel": 32}, {"SIZE": 4})
+    launch = Prepared(Kernel(), X.device, 7, 2, {"numel": 32, "rows": 32}, {"SIZE": 4})
     with pytest.raises(AssertionError, match="wire"):
         launch(x=X, stride=1)
     with pytest.raises(KeyError, match="numel"):
@@ -84,3 +102,80 @@ def test_a_missing_and_a_surplus_name_are_slips_of_ours() -> None:
 def test_integers_of_a_call_are_none_that_triton_specialises() -> None:
     with pytest.raises(AssertionError):
         start(Kernel(), x=16)
+
+
+# --- ahead ------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_ahead_each_once_several_at_a_time() -> None:
+    kernel = Kernel()
+    kernel.meet = threading.Barrier(2)  # breaks if one is compiled after the other
+    followed: list[str] = []
+
+    def follow(cases: Sequence[Any]) -> Iterable[Any]:
+        followed.extend(map(str, cases))
+        return cases
+
+    with compiling.compiling(follow):
+        start(kernel)
+        start(kernel, numel=33)
+        start(kernel, size=8)
+        assert not kernel.warmups
+    assert sorted(made["SIZE"] for made in kernel.warmups) == [4, 8]
+    assert kernel.warmups[0].items() >= {"grid": (7, 1, 1), "num_warps": 2, "enable_fp_fusion": False}.items()
+    assert followed == ["some_kernel"] * 2
+    assert not kernel.launches
+    start(kernel)
+    assert len(kernel.launches) == 1
+
+
+def test_what_was_compiled_is_not_compiled_ahead_and_not_launched() -> None:
+    kernel = Kernel()
+    start(kernel)
+    with compiling.compiling():
+        start(kernel)
+    assert kernel.made is not None
+    assert not kernel.warmups
+    assert not kernel.made.launches
+
+
+def test_a_compiler_that_fails_says_so_and_launches_go_on() -> None:
+    kernel = Kernel()
+    kernel.meet.abort()
+    with pytest.raises(threading.BrokenBarrierError), compiling.compiling():
+        start(kernel)
+    start(kernel)
+    assert len(kernel.launches) == 1
+
+
+def test_other_threads_launch_meanwhile() -> None:
+    kernel = Kernel()
+    with compiling.compiling():
+        other = threading.Thread(target=start, args=[kernel])
+        other.start()
+        other.join()
+    assert len(kernel.launches) == 1
+
+
+@pytest.mark.parametrize(("rank", "seconds", "said"), [("0", 0.3, 1), ("1", 0.3, 0), ("0", 0.0, 0)])
+def test_a_long_compilation_is_announced_once_a_machine(
+    rank: str, seconds: float, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compiling, "PATIENCE_S", 0.02 if seconds else 60.0)
+    monkeypatch.setattr(compiling, "_told", threading.Event())
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with caplog.at_level(logging.INFO, logger="thinwire"):
+        for _ in range(2):
+            with compiling.telling("compiling things"):
+                time.sleep(seconds)
+    assert ["compiling things" in text for text in caplog.messages] == [True] * said
+
+
+def test_ranks_share_the_cores_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 24)
+    found = []
+    for ranks in ("1", "4", "24"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(compiling._threads())
+    assert found == [8, 6, 2]

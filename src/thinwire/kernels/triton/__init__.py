@@ -1,9 +1,9 @@
 """Triton kernels for CUDA tensors. Triton itself is imported with the first tensor they serve.
 
 tile.py says how a program holds its blocks. encode_blocks.py, decode_blocks.py, recode_blocks.py and plain.py are the
-kernels of the codecs; launch.py starts them in the configuration that tuning.py found. fake.py and fake_launch.py do
-the same for fake quantisation. Under Triton's interpreter (TRITON_INTERPRET=1) they serve CPU tensors, slowly, for
-tests of their logic.
+kernels of the codecs; launch.py starts them in the configuration that tuning.py gives, and compiling.py compiles
+several at once. fake.py and fake_launch.py are the same for fake quantisation. Under Triton's interpreter
+(TRITON_INTERPRET=1) they serve CPU tensors, slowly, for tests of their logic.
 """
 
 import importlib.util
@@ -96,8 +96,7 @@ def fake_quantize(grid: Grid, x_OCI: Tensor, scale_C: Tensor, shift_C: Tensor | 
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
         return
-    _, fake_launch, tuning = _modules()
-    tuning.meet(x_OCI.device)
+    _, fake_launch, _ = _modules()
     fake_launch.fake_quantize(grid, x_OCI, scale_C, shift_C, out_OCI)
 
 
@@ -117,8 +116,7 @@ def fake_quantize_grad(
     if x_OCI.dtype == torch.float64:
         reference.fake_quantize_grad(grid, *tensors, factor=factor)
         return
-    _, fake_launch, tuning = _modules()
-    tuning.meet(x_OCI.device)
+    _, fake_launch, _ = _modules()
     fake_launch.fake_quantize_grad(grid, *tensors, factor)
 
 

@@ -2,13 +2,17 @@
 
 [Note: Launching again] Triton's own way from arguments to a compiled kernel takes tens of microseconds of the host,
 more than a small message takes of the GPU. So a kernel found that way is kept by what Triton distinguishes: constants,
-dtypes, pointers on 16 bytes or not, integers that are 1, multiples of 16, or longer than 32 bits.
+dtypes, pointers on 16 bytes or not, integers that are longer than 32 bits and, unless a kernel takes any alike, those
+that are 1 or multiples of 16.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from thinwire.kernels.triton.compiling import Noted, noted, telling
 
 _found: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}  # compiled kernels, by the arguments known beforehand
 
@@ -37,7 +41,8 @@ class Prepared:
         self._warps = warps
         self._args = [beforehand.get(name) for name in kernel.arg_names]
         self._places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
-        kinds = (*constants.values(), *map(_kind, known.values()))
+        alike = getattr(kernel, "do_not_specialize", ())  # the interpreter has none
+        kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
         self._found = _found.setdefault((kernel, device, warps, kinds), {})
 
     def __call__(self, **given: Any) -> None:
@@ -56,21 +61,33 @@ class Prepared:
                 kinds += value.dtype, value.data_ptr() % 16 == 0
         key = tuple(kinds)
         found = self._found.get(key)
+        ahead = noted.get()
+        if ahead is not None:  # [Note: Compiled ahead]
+            if found is None:
+                ahead[id(self._found), key] = Noted(self._kernel.__name__, lambda: self._compile(args))
+            return
         if found is not None:
             found[self._grid](*args)
             return
         assert given.keys() == self._places.keys(), f"expected {[*self._places]}, got {[*given]}"
-        found = self._kernel[self._grid](*args, num_warps=self._warps, enable_fp_fusion=False)
+        with telling("compiling GPU kernels as codecs are first used"):
+            found = self._kernel[self._grid](*args, num_warps=self._warps, enable_fp_fusion=False)
         if found is not None:  # the interpreter compiles nothing
             changing = self._kernel.do_not_specialize
             assert all(name in changing for name, value in given.items() if isinstance(value, int))
             self._found[key] = found
 
+    def _compile(self, args: list[Any]) -> None:
+        """Compile and load; Triton finds the kernel at the next launch. In any thread."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            made = self._kernel.warmup(*args, grid=self._grid, num_warps=self._warps, enable_fp_fusion=False)
+            _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
 
-def _kind(value: Any) -> Any:
-    """What Triton distinguishes in an argument."""
+
+def _kind(value: Any, alike: bool) -> Any:
+    """What Triton distinguishes in an argument; alike: of numbers their width alone."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return value == 1, value % 16 == 0, value.bit_length() < 32
+        return value.bit_length() < 32, alike or (value == 1, value % 16 == 0)
     return type(value)

@@ -1,130 +1,111 @@
-"""How kernels are cut up: measured once per machine, remembered on disk. No choice changes a byte.
+"""How kernels are cut up: by a table that comes with the package, or by measurement where it is asked for.
 
-The first large tensor of a kind is preceded by a measurement of a few configurations on buffers of its own, which waits
-for the device; others, and all while a CUDA graph is being captured, take what is known or the default. Results are
-kept in THINWIRE_CACHE, or thinwire/ in the user's cache directory; THINWIRE_TUNE=0 keeps the defaults.
+The table is what was best on an H200; cards with less memory bandwidth per multiprocessor take small tiles throughout.
+Nothing is measured in a call, unless THINWIRE_TUNE=1: then the first large tensor of a kind is preceded by a
+measurement of a few configurations on buffers of its own, which compiles each and waits for the device. Results are
+kept in THINWIRE_CACHE, or thinwire/ in the user's cache directory, and used from then on. No choice changes a byte.
 """
 
 import contextlib
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from thinwire.kernels.schema import Encoding
 from thinwire.kernels.triton import launch
+from thinwire.kernels.triton.compiling import noted, tell
 from thinwire.kernels.triton.launch import MOST_UNROLLED, Config
 from thinwire.kernels.triton.tile import MOST_CODES
 from thinwire.wire import Format, Kind
 
 SMALL = 1 << 20  # elements; fewer do not fill the card, so that a thread should have little to do
-LARGE = 1 << 22  # from here on a better configuration is worth a measurement
+LARGE = 1 << 22  # from here on a better configuration is worth a measurement, if measurements are wanted
 SHORT = Config(4, 1)
+STARVED = Config(4, 2)  # few registers, quickly compiled; two warps, as such cards hold few programs at a time
+FED_BYTES = 13e9  # of memory bandwidth per multiprocessor: A100 14 to 19, H100 25, H200 36; RTX, L40S, A10 5 to 12
 _ELEMENTS = 1 << 25  # measured on: more than an L2 cache holds
 _ROUNDS = 5
-_say = logging.getLogger("thinwire")
 _lock = threading.Lock()
 _Key = tuple[str, Encoding, torch.dtype, int]  # operation and its wires, encoding, dtype, number of the device
 _chosen: dict[_Key, Config] = {}
-_announced = False
 
 
 def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, numel: int, world: int = 1) -> Config:
-    """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`."""
+    """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`.
+
+    One serves all sizes, so that a kernel is compiled once; but a small tensor does not wait for the 64 numbers a
+    thread has in the tiles of a large Lloyd encode.
+    """
     if not how.format.block:
         return Config()
     if how.format.block > MOST_CODES:  # one program per block, whatever the configuration
         return SHORT
-    if numel < SMALL:
-        meet(device)
+    if numel < SMALL and op == "encode" and how.format.kind == Kind.LLOYD:
         return SHORT
+    if device.type != "cuda":
+        return candidates(op, how.format, dtype)[0]
     world = min(world, MOST_UNROLLED + 1)  # more are one kernel
     key = (op if world == 1 else f"{op}_{world}", how, dtype, device.index or 0)
     found = _chosen.get(key)
-    if found is not None:
-        return found
-    if device.type != "cuda":
-        return default(op, how.format, dtype)
-    with _lock:
-        return _chosen.get(key) or _first_choice(key, op, device, numel, world)
-
-
-def default(op: str, format: Format, dtype: torch.dtype) -> Config:
-    """The configuration of a kernel that was not tuned: what was best on an H200."""
-    return candidates(op, format, dtype)[0]
+    if found is None:
+        with _lock:
+            found = _chosen.get(key) or _first_choice(key, op, device, numel, world)
+    return found
 
 
 def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
-    """What is worth measuring, likeliest first."""
+    """What is worth measuring, the best on an H200 first."""
     if format.kind != Kind.LLOYD:
         if (op == "recode" and format.bits < 8) or (op.startswith("encode") and dtype.itemsize == 2):
-            return [Config(8, 2), Config(4, 2), Config(8, 4)]
-        return [Config(4, 2), Config(8, 2), Config(4, 4)]
+            return [Config(8, 2), STARVED, Config(8, 4)]
+        return [STARVED, Config(8, 2), Config(4, 4)]
     if op == "encode_residual":
-        return [Config(4, 1), Config(8, 1), Config(8, 2)]
+        return [Config(4, 1), Config(8, 1), Config(8, 2), STARVED]
     if op == "encode":
-        return [Config(16, 2), Config(8, 1), Config(16, 1)]
-    return [Config(8, 1), Config(4, 1), Config(16, 2)]
+        return [Config(16, 2), Config(8, 1), Config(16, 1), STARVED]
+    return [Config(8, 1), Config(4, 1), Config(16, 2), STARVED]
+
+
+@lru_cache(maxsize=64)
+def starved(device: torch.device) -> bool:
+    """Whether the card's memory, and not its arithmetic, is what every kernel waits for."""
+    return _starved(torch.cuda.get_device_properties(device))
+
+
+def _starved(card: Any) -> bool:
+    bandwidth = 2 * 1e3 * card.memory_clock_rate * card.memory_bus_width / 8  # kHz, twice a cycle; bits
+    return bool(0 < bandwidth < FED_BYTES * card.multi_processor_count)
 
 
 def _first_choice(key: _Key, op: str, device: torch.device, numel: int, world: int) -> Config:
-    """Called with the lock: what the disk says, what a measurement says, or for now the default."""
+    """Called with the lock: what the disk says, what a measurement says if one is wanted, or what the table says."""
     kind, how, dtype, _ = key
     name = f"{kind} {_text(how)} {str(dtype).removeprefix('torch.')}"
     known = _known(device).get(name)
     options = candidates(op, how.format, dtype)
+    table = STARVED if starved(device) else options[0]
     found = next((config for config in options if known == [config.lanes, config.warps]), None)
-    if found is None:
-        _announce(device)
-        if os.environ.get("THINWIRE_TUNE", "1") == "0":
-            found = options[0]
-        elif numel >= LARGE and not _capturing(device):
-            _say.info("thinwire: measuring configurations of %s", name)
-            found = _measured(op, how, dtype, device, world)
-            if found is not None:
-                _write(device, {name: [found.lanes, found.warps]})
-    if found is None:
-        return options[0]
-    _chosen[key] = found
-    return found
+    if found is None and os.environ.get("THINWIRE_TUNE") == "1":
+        if numel < LARGE or _busy(device):
+            return table  # and perhaps better the next time
+        tell(f"measuring configurations of {name}, some seconds; kept for later runs in {_file(device)}")
+        found = _measured(op, how, dtype, device, world)
+        if found is not None:
+            _write(device, {name: [found.lanes, found.warps]})
+    return _chosen.setdefault(key, found or table)
 
 
-def _capturing(device: torch.device) -> bool:
+def _busy(device: torch.device) -> bool:
+    """Whether launches are captured in a graph, or only compiled."""
     with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _announce(device: torch.device) -> None:
-    """Say once per process that kernels are compiled and measured now, where this was not done before."""
-    global _announced
-    if not _announced:
-        _announced = True
-        _say.warning(
-            "thinwire: compiling GPU kernels as codecs are first used, a few seconds each; kept for later runs "
-            "in Triton's cache, with their measured configurations in %s",
-            _file(device),
-        )
-
-
-def meet(device: torch.device) -> None:
-    """Announce compilation on a machine where no file of this card says that it happened before, and leave one."""
-    global _announced
-    if _announced or device.type != "cuda":
-        return
-    with _lock:
-        new = True
-        with contextlib.suppress(OSError):
-            new = not _file(device).exists()
-        if new:
-            _announce(device)
-            _write(device, {})
-        _announced = True
+        return noted.get() is not None or torch.cuda.is_current_stream_capturing()
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -148,7 +129,7 @@ def _trial(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, wor
     if op.startswith("encode"):
         residual = torch.zeros(_ELEMENTS, device=device) if op == "encode_residual" else None
         return lambda config: launch.encode(how, x, wire, residual, 1, 1, config)
-    launch.encode(how, x, wire, None, 1, 1, default("encode", how.format, dtype))
+    launch.encode(how, x, wire, None, 1, 1, SHORT)
     wires_WN = wire.repeat(world, 1)
     if op == "decode_sum":
         return lambda config: launch.decode_sum(how.format, wires_WN, x, 1 / world, 1, config)

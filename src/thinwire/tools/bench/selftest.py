@@ -1,6 +1,8 @@
 """Whether the kernels of this machine work: every op of every codec, and fake quantisation, against the reference."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -16,6 +18,7 @@ OPTIONS = (
     *("int8:mode=affine", "int3:block=24,mode=affine", "int4:rounding=stochastic"),
     *("lloyd2:block=64", "lloyd3:rotate=false", "lloyd4:scale=unbiased"),
 )
+OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
 WORLD = 3
 FAKES = (Grid(-8, 7), Grid(0, 15, offset=True, paper=True))
 FAKE_SHAPES = ((1, 1, 1001), (5, 3, 49), (33, 7, 1))  # outer, channels, inner: for all, long and short rows
@@ -27,6 +30,23 @@ def codecs() -> list[Codec]:
     return [codec(spec) for spec in (*names(), *OPTIONS)]
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What is compared: of every codec and dtype all that is named."""
+
+    codecs: Sequence[Codec]
+    dtypes: Sequence[torch.dtype] = DTYPES
+    ops: Sequence[str] = OPS
+    fakes: Sequence[Grid] = FAKES
+    shapes: Sequence[tuple[int, int, int]] = FAKE_SHAPES
+
+
+def few() -> Extent:
+    """What a DDP model uses first, for kernels that are compiled when they are used."""
+    chosen = [codec("int8"), codec("lloyd4")]
+    return Extent(chosen, DTYPES[:1], ("encode", "decode", "recode"), FAKES[:1], FAKE_SHAPES[:1])
+
+
 def broken_reference() -> list[str]:
     """Codecs whose reference does not return something nearer to a Gaussian input than nothing at all; [] is good."""
     x = _inputs(1001, torch.device("cpu"))[0]
@@ -34,39 +54,54 @@ def broken_reference() -> list[str]:
         return [str(chosen) for chosen in codecs() if not lost_by(chosen, x) < (1e-12 if str(chosen) == "none" else 1)]
 
 
-def differences(backend: Backend, device: torch.device) -> tuple[int, list[str]]:
+def differences(backend: Backend, device: torch.device, extent: Extent | None = None) -> tuple[int, list[str]]:
     """How many results of `backend` were compared with the reference, and those whose bytes differ; [] is good.
 
-    Sums of fake quantisation may be added in any order: there a bound takes the place of bytes.
+    Sums of fake quantisation may be added in any order: there a bound takes the place of bytes. extent: all, if None.
     """
+    extent = extent or Extent(codecs())
     found = []
-    for chosen, numel, dtype in product(codecs(), SIZES, DTYPES):
+    for chosen, numel, dtype in product(extent.codecs, SIZES, extent.dtypes):
         how = chosen.encoding(dtype)
         x_WN = _inputs(numel, device).to(dtype)
-        ours, theirs = (_results(each, how, x_WN) for each in (backend, reference))
+        ours, theirs = (_results(each, how, x_WN, extent.ops) for each in (backend, reference))
         found += [(f"{op} {chosen} {dtype} numel={numel}", _same_bytes(ours[op], theirs[op])) for op in theirs]
-    for grid, shape, dtype in product(FAKES, FAKE_SHAPES, DTYPES):
+    for grid, shape, dtype in product(extent.fakes, extent.shapes, extent.dtypes):
         compared = _fake_comparisons(backend, grid, shape, dtype, device)
         found += [(f"{op} {grid} {dtype} shape={shape}", same) for op, same in compared.items()]
     return len(found), [name for name, same in found if not same]
 
 
-def _results(backend: Backend, how: Encoding, x_WN: Tensor) -> dict[str, Tensor]:
+def _results(backend: Backend, how: Encoding, x_WN: Tensor, ops: Sequence[str]) -> dict[str, Tensor]:
     """What each op gives; ops after encode start from the reference's wires, so that one fault is named once."""
     layout = how.format.layout(x_WN.shape[1])
     wires_WN = x_WN.new_empty(len(x_WN), layout.nbytes, dtype=torch.uint8)
     for x, wire in zip(x_WN, wires_WN, strict=True):
         reference.encode(how, x, wire, None, rotation=_KEY, dither=1)
-    encoded, corrected, recoded = (torch.full_like(wires_WN[0], 255) for _ in range(3))
-    residual = x_WN[1].float().clone()  # a copy: encode writes into it
-    out, total = (torch.empty_like(x_WN[0]) for _ in range(2))
-    backend.encode(how, x_WN[0], encoded, None, rotation=_KEY, dither=1)
-    backend.encode(how, x_WN[0], corrected, residual, rotation=_KEY, dither=1)
-    backend.decode_sum(how.format, wires_WN[:1], out, scale=1.0, rotation=_KEY)
-    backend.decode_sum(how.format, wires_WN, total, scale=1 / len(x_WN), rotation=_KEY)
-    backend.recode(how, wires_WN, recoded, x_WN.shape[1], scale=1 / len(x_WN), rotation=_KEY, dither=1)
-    with_residual = torch.cat((corrected, residual.view(torch.uint8)))
-    return {"encode": encoded, "encode_residual": with_residual, "decode": out, "decode_sum": total, "recode": recoded}
+
+    def encode(residual: Tensor | None) -> Tensor:
+        wire = torch.full_like(wires_WN[0], 255)
+        backend.encode(how, x_WN[0], wire, residual, rotation=_KEY, dither=1)
+        return wire if residual is None else torch.cat((wire, residual.view(torch.uint8)))
+
+    def decode_sum(world: int) -> Tensor:
+        out = torch.empty_like(x_WN[0])
+        backend.decode_sum(how.format, wires_WN[:world], out, scale=1 / world, rotation=_KEY)
+        return out
+
+    def recode() -> Tensor:
+        wire = torch.full_like(wires_WN[0], 255)
+        backend.recode(how, wires_WN, wire, x_WN.shape[1], scale=1 / len(x_WN), rotation=_KEY, dither=1)
+        return wire
+
+    every = {
+        "encode": lambda: encode(None),
+        "encode_residual": lambda: encode(x_WN[1].float().clone()),  # a copy: encode writes into it
+        "decode": lambda: decode_sum(1),
+        "decode_sum": lambda: decode_sum(len(x_WN)),
+        "recode": recode,
+    }
+    return {op: every[op]() for op in ops}
 
 
 def _fake_comparisons(

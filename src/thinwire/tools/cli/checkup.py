@@ -12,7 +12,9 @@ import torch
 
 from thinwire.errors import ThinwireError
 from thinwire.kernels import BACKENDS, Backend, cpu
+from thinwire.kernels.triton.compiling import compiling
 from thinwire.tools.bench import link as links, selftest
+from thinwire.tools.bench.record import Progress
 
 PYTHON = (3, 11)  # the oldest that serves
 TORCH = (2, 11)
@@ -29,12 +31,16 @@ class Finding:
     todo: str = ""
 
 
-def examine() -> Iterator[Finding]:
+def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]:
+    """The findings, as they come.
+
+    follow: is handed the GPU kernels that are compiled for a self-test. full: compare all of them, for minutes.
+    """
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
     yield _reference()
     yield from _native()
-    yield from _other_backends()
+    yield from _other_backends(follow, full)
     yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
     yield _cuda()
     yield _transport("gloo", "collectives on CPU tensors need it: install a torch built with gloo")
@@ -68,24 +74,30 @@ def _native() -> Iterator[Finding]:
         yield Finding("C kernels", False if cpu.LIBRARY.exists() else None, why)
 
 
-def _other_backends() -> Iterator[Finding]:
-    """Backends beside the reference and the C kernels, where they can run."""
+def _other_backends(follow: Progress, full: bool) -> Iterator[Finding]:
+    """Backends beside the reference and the C kernels, where they can run: theirs are compiled for the comparison."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
-            yield _same_bytes(name, backend, device)
+            yield _same_bytes(name, backend, device, None if full else selftest.few(), follow)
 
 
-def _same_bytes(name: str, backend: Backend, device: torch.device) -> Finding:
+def _same_bytes(
+    name: str, backend: Backend, device: torch.device, extent: selftest.Extent | None = None, follow: Progress = iter
+) -> Finding:
     name = f"{name} self-test"
     try:
-        compared, wrong = selftest.differences(backend, device)
+        if device.type == "cuda":
+            with compiling(follow):
+                selftest.differences(backend, device, extent)
+        compared, wrong = selftest.differences(backend, device, extent)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
         detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
         return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    return Finding(name, True, f"{compared} results have the bytes of the reference")
+    of = f" (of {' and '.join(map(str, extent.codecs))}; all: doctor --full)" if extent else ""
+    return Finding(name, True, f"{compared} results have the bytes of the reference{of}")
 
 
 def _package(name: str, module: str, todo: str) -> Finding:

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -18,7 +19,10 @@ ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Compare every kernel of a GPU, which takes minutes.")] = False,
+) -> None:
     """Say what works on this machine, and what to do about the rest.
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
@@ -26,30 +30,37 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print the find
     load or gives other bytes than the reference, or the environment names a network interface that is not there. A
     missing optional part, a compiler or a GPU say, leaves it at 0.
 
-    As root, a network namespace with a shaped link is made and removed again.
+    As root, a network namespace with a shaped link is made and removed again. On a machine with a GPU a few kernels
+    are compiled and compared, some seconds when it is done for the first time.
 
     \b
     Example:
       thinwire doctor
+      thinwire doctor --full
       thinwire doctor --json
     """
     from thinwire.tools.cli import checkup  # with torch, which --help does without
 
-    findings = list(checkup.examine())
+    findings = []
+    for finding in checkup.examine(_followed, full=full):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
     works = all(finding.works is not False for finding in findings)
     if as_json:
         typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
-    else:
-        _show(findings)
     raise typer.Exit(int(not works))
 
 
-def _show(findings: "list[Finding]") -> None:
-    """One line each, in marks the stream can show, coloured on a terminal."""
+def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
+    """With a bar that is gone before the next line is printed."""
+    with screen.progress() as follow:
+        yield from follow(kernels)
+
+
+def _show(finding: "Finding") -> None:
+    """One line, in marks the stream can show, coloured on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
-    console = screen.console()
-    for finding in findings:
-        mark = marks[finding.works]
-        todo = f"; {finding.todo}" if finding.todo else ""
-        line = f" {finding.name:<20} {finding.detail}{todo}"
-        console.print(Text.assemble((mark, STYLES[finding.works]), line), soft_wrap=True)
+    todo = f"; {finding.todo}" if finding.todo else ""
+    line = f" {finding.name:<20} {finding.detail}{todo}"
+    screen.console().print(Text.assemble((marks[finding.works], STYLES[finding.works]), line), soft_wrap=True)
