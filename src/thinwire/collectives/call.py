@@ -22,6 +22,7 @@ class Call:
     def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
         self.channel = channel
         self.text = text
+        self.known = known  # whether one like it was made before
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
@@ -47,10 +48,12 @@ class Call:
     ) -> Work | None:
         """Run a program, whose first tensors stand for the outputs; where one is not contiguous, on copies."""
         number = self.channel.next_step() if step is None else check_step(step)
+        first = not self.known
         rows = [tensor.detach() for tensor in tensors]
         if all(row.is_contiguous() for row in rows):
-            return self.channel.start(program, rows, outputs, number, async_op=async_op)
-        return self.channel.start(Copying(program, len(outputs)), rows, outputs, number, async_op=async_op)
+            return self.channel.start(program, rows, outputs, number, async_op=async_op, first=first)
+        copying = Copying(program, len(outputs))
+        return self.channel.start(copying, rows, outputs, number, async_op=async_op, first=first)
 
     def run(
         self,

@@ -87,10 +87,23 @@ class Channel:
         return work
 
     def start(
-        self, program: Program, tensors: Sequence[Tensor], outputs: Sequence[Tensor], step: int, *, async_op: bool
+        self,
+        program: Program,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        step: int,
+        *,
+        async_op: bool,
+        first: bool = False,
     ) -> Work | None:
-        """Run a program on contiguous tensors: on the caller's stream, or asynchronously on one of the group's."""
+        """Run a program on contiguous tensors: on the caller's stream, or asynchronously on one of the group's.
+
+        When it runs for the `first` time its kernels are compiled before, all at once.
+        """
         assert self.rooms is not None
+        if first and self.stream is not None:
+            with kernels.compiling():
+                program.run(self.rooms.here, tensors, step)
         room = self.rooms.next() if async_op else None
         with self.lock:
             if room is None:

@@ -107,7 +107,7 @@ class DDPState:
                 raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
         self._ended = False
         if self._decisions.race is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)  # the host is ahead of the steps that are timed
+            torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
         before = self._began
         self._began = perf_counter()
         if group.size() == 1 or self.closed:

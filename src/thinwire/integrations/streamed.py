@@ -18,7 +18,7 @@ from thinwire.collectives.programs import Sum
 from thinwire.collectives.work import new_future
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
-from thinwire.kernels.rows import Memory
+from thinwire.kernels.rows import Bad, Memory
 
 Future = torch.futures.Future
 
@@ -42,6 +42,7 @@ class StreamedBucket:
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
         self._numbers: Tensor | None = None  # those that are aside
         self._kernels: Any = kernels.select(device)
+        self._first = True
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
@@ -49,6 +50,9 @@ class StreamedBucket:
         message.meet()
         channel = message.channel
         assert channel.rooms is not None
+        if self._first:
+            self._first = False
+            self._compile(buffer, step)
         bad = tally.bad(self._program.count, buffer.device)
         future = new_future(buffer.device)
         with channel.lock, contextlib.ExitStack() as stack:
@@ -61,6 +65,19 @@ class StreamedBucket:
             self._end(buffer, xs)
             future.set_result(output)
         return future
+
+    def _compile(self, buffer: Tensor, step: int) -> None:
+        """Compile all kernels of the bucket at once, before the first of them is needed."""
+        channel = self._message.channel
+        if channel.stream is None or channel.rooms is None:
+            return
+        with kernels.compiling():
+            xs = self._begin(buffer)
+            memories = [self._memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
+            nothing = Bad(torch.zeros(2, dtype=torch.int32, device=buffer.device), 0)
+            self._program.run_lanes(channel.rooms.here, xs, step, memories, nothing)
+            if self._index is not None:
+                self._kernels.put_back(buffer, self._index, self._numbers)
 
     def _begin(self, buffer: Tensor) -> list[Tensor]:
         """The numbers of every lane, each in one piece."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from thinwire import wire as wire_format
 from thinwire.kernels import dispatch, hashing
 from thinwire.kernels.schema import RowJob
+from thinwire.kernels.triton.compiling import is_ahead
 
 
 class Feedback(NamedTuple):
@@ -71,6 +72,8 @@ def encoder(
     backend = dispatch.select(job.device)
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+        if is_ahead():
+            return
         x = x.view(-1)
         for row in range(job.rows.short + 1):
             if row == skip:
@@ -104,6 +107,8 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     numel = end - begin
 
     def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+        if is_ahead():
+            return
         step = hashing.row_step(mixed, row)
         rotation = _rotation(job, step)
         wires_WN = _row(wires, job, row, world)
@@ -154,6 +159,8 @@ def decoder(
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
     ) -> None:
+        if is_ahead():
+            return
         out = out.view(-1)
         if feedback is None and bad is not None:
             note(job, wires, bad, world)
@@ -186,6 +193,8 @@ def scanner(job: RowJob, world: int = 1) -> Scan:
 
 def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
     """Count the call once, if a wire of it is not finite."""
+    if is_ahead():
+        return
     fine = all(
         bool(wire_format.all_finite(job.layout(row), _row(wires, job, row, world))) for row in range(job.rows.short + 1)
     )

@@ -34,6 +34,11 @@ class Noted:
 noted: ContextVar[dict[Hashable, Noted] | None] = ContextVar("noted", default=None)  # None where launches launch
 
 
+def is_ahead() -> bool:
+    """Whether launches only note their kernels, so that nothing is there to be sent or read."""
+    return noted.get() is not None
+
+
 @contextmanager
 def compiling(follow: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Iterator[None]:
     """Launches inside do nothing; when it ends, their kernels are compiled. [Note: Compiled ahead]
