@@ -126,6 +126,16 @@ class Tile:
         return LLOYD[self.bits].levels
 
     @cached_property
+    def reach(self) -> int:
+        """The largest value of a code, without its sign, in units of its scale."""
+        return self.levels[-1] if self.lloyd else self.half
+
+    @cached_property
+    def narrow(self) -> bool:
+        """Whether sums of a few wires are made of integers: exact_sums.py."""
+        return self.bits in (1, 2, 4) and not self.affine and self.vector == 4
+
+    @cached_property
     def ragged(self) -> "Tile":
         """The same for a short last block."""
         if self.pieces:
