@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import INTERPRETED, instruction
+from thinwire.kernels.triton.four_bytes import chosen, dotted, in_bytes, permuted
+from thinwire.kernels.triton.memory import look_up
 from thinwire.kernels.triton.numbers import HUGE_BITS, WIDENER, WIDENER_BITS, bits_of, float_of
 
 LEAST = tl.constexpr(16)  # exponent, as a scale's bits have it: units and their inverses from here on are usual numbers
@@ -60,58 +61,89 @@ def furthest(reach, world):
 
 
 @triton.jit
-def exact_sum(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
+def exact_sum(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
     """The sum of wires whose scales are these integers."""
-    ZERO: tl.constexpr = zero_of(T.lloyd, T.bits, T.reach)
-    turned = ()
-    for w in tl.static_range(0, WORLD, 4):
-        for bank in tl.static_range(T.banks[0]):
-            four = ()
-            for k in tl.static_range(4):
-                if w + k < WORLD:
-                    four = four + (words[(w + k) * T.count + bank],)
-                else:
-                    four = four + (tl.zeros((T.rows, T.columns), tl.int32),)
-            if T.lloyd and T.bits == 4:
-                turned = turned + _levels_of(four, T)
-            else:
-                turned = turned + _turned(four)
-    starts = ()
-    units = ()
-    for place in tl.static_range(4 // T.bits if T.bits < 4 else 1):
-        starts = starts + ((scales.total * -ZERO if T.bits > 1 else -(scales.total >> 1)) << (place * T.bits),)
-        units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
-    z = ()
-    for i in tl.static_range(T.size):
-        z = z + (_sum_of(i // 4, i % 4, turned, starts, units, scales.pairs, T, WORLD),)
-    return z
-
-
-@triton.constexpr_function
-def zero_of(lloyd, bits, reach):
-    """What the bytes of codes are more than their values; of 1 bit it is a half."""
-    return 0 if lloyd and bits == 4 else reach
+    if T.lloyd and T.bits == 4:
+        return _sum_levels(words, scales, levels, T, WORLD)
+    else:
+        return _sum_codes(words, scales, T, WORLD)
 
 
 @triton.jit
-def _sum_of(
+def _sum_codes(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
+    turned = ()
+    for w in tl.static_range(0, WORLD, 4):
+        for bank in tl.static_range(T.banks[0]):
+            turned = turned + _turned(_four(words, w, bank, T, WORLD))
+    starts = ()
+    units = ()
+    for place in tl.static_range(4 // T.bits):  # of half a byte
+        zeros = scales.total >> 1 if T.bits == 1 else scales.total * T.reach
+        starts = starts + (-zeros << (place * T.bits),)
+        units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
+    z = ()
+    for i in tl.static_range(T.size):
+        z = z + (_sum_fields(i // 4, i % 4, turned, starts, units, scales.pairs, T, WORLD),)
+    return z
+
+
+@triton.jit
+def _sum_fields(
     lane: tl.constexpr, v: tl.constexpr, turned, starts, units, pairs, T: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
-    BANK: tl.constexpr = lane % T.banks[0]
     PLACE: tl.constexpr = lane // T.banks[0]
-    SIGNED: tl.constexpr = T.lloyd and T.bits == 4
-    PER: tl.constexpr = 8 if SIGNED else 4  # tensors of a bank
-    IN_PLACE: tl.constexpr = 0 if T.bits == 4 else PLACE % (4 // T.bits)  # codes this many places up stay there
-    total = starts[IN_PLACE]
+    total = starts[PLACE % len(starts)]
     for w in tl.static_range(0, WORLD, 4):
-        if SIGNED:
-            four = turned[(w // 4 * T.banks[0] + BANK) * PER + PLACE * 4 + v]
+        four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
+        total = _added(total, four, pairs, w, WORLD, False)
+    return total.to(tl.float32) * units[PLACE % len(starts)]
+
+
+@triton.jit
+def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
+    zero = scales.total >> 31  # not known to ptxas, which would keep the table where each use takes a move
+    table = ()
+    for k in tl.static_range(5):
+        table = table + (look_up(levels, zero, -2 * T.half - k),)
+    found = ()
+    for w in tl.static_range(0, WORLD, 4):
+        for bank in tl.static_range(T.banks[0]):
+            found = found + _levels_of(_four(words, w, bank, T, WORLD), table)
+    z = ()
+    for i in tl.static_range(T.size):
+        total = _sum_bytes(i // 4, i % 4, found, scales.pairs, T, WORLD)
+        z = z + (total.to(tl.float32) * scales.unit,)
+    return z
+
+
+@triton.jit
+def _sum_bytes(lane: tl.constexpr, v: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
+    INDEX: tl.constexpr = lane % T.banks[0] * 8 + lane // T.banks[0] * 4 + v
+    total = tl.zeros((T.rows, T.columns), tl.int32)
+    for w in tl.static_range(0, WORLD, 4):
+        total = _added(total, found[w * 2 * T.banks[0] + INDEX], pairs, w, WORLD, True)
+    return total
+
+
+@triton.jit
+def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr, WORLD: tl.constexpr):
+    """A bank's words of four wires from w on; zeros past the last."""
+    four = ()
+    for k in tl.static_range(w, w + 4):
+        if k < WORLD:
+            four = four + (words[k * T.count + bank],)
         else:
-            four = _field(turned[(w // 4 * T.banks[0] + BANK) * PER + v], PLACE, T)
-        total = dotted(pairs[w // 2], four, total, 0, SIGNED)
-        if w + 2 < WORLD:
-            total = dotted(pairs[w // 2 + 1], four, total, 1, SIGNED)
-    return total.to(tl.float32) * units[IN_PLACE]
+            four = four + (tl.zeros((T.rows, T.columns), tl.int32),)
+    return four
+
+
+@triton.jit
+def _added(total, four, pairs, w: tl.constexpr, WORLD: tl.constexpr, SIGNED: tl.constexpr):
+    """total + the scales of wires from w on times the bytes of `four`."""
+    total = dotted(pairs[w // 2], four, total, False, SIGNED)
+    if w + 2 < WORLD:
+        total = dotted(pairs[w // 2 + 1], four, total, True, SIGNED)
+    return total
 
 
 @triton.jit
@@ -145,18 +177,15 @@ def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
         return codes
 
 
-@triton.constexpr_function
-def in_bytes(value):
-    """The same in all four bytes, as a signed number."""
-    return (value * 0x01010101 + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
 # --- 16 levels --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _levels_of(four, T: tl.constexpr):
-    """The levels of four words of eight codes, as signed bytes: of each place and neighbour those of all words."""
+def _levels_of(four, table):
+    """The levels of four words of eight codes, as signed bytes: of each place and neighbour those of all words.
+
+    table: words of the positive levels, of the negative ones, and of a mask.
+    """
     found = ()
     for place in tl.static_range(2):
         low = _nibbles(four[0], four[1], place)
@@ -164,8 +193,12 @@ def _levels_of(four, T: tl.constexpr):
         for half in tl.static_range(2):
             codes = permuted(low, high, 0x7362 if half else 0x5140)
             rest = codes & 0x77777777
-            top = (codes >> 3) & 0x11111111
-            found = found + (_four_levels(rest, top, T), _four_levels(rest >> 16, top >> 16, T))
+            tops = (codes >> 3) & 0x11111111
+            for shift in tl.static_range(0, 32, 16):
+                above = chosen(table[0], table[1], rest >> shift)
+                below = chosen(table[2], table[3], rest >> shift)
+                mask = chosen(table[4], table[4], tops >> shift)
+                found = found + ((above & mask) | (below & (mask ^ -1)),)
     return found
 
 
@@ -176,84 +209,3 @@ def _nibbles(a, b, UPPER: tl.constexpr):
         return ((a >> 4) & 0x0F0F0F0F) | (b & in_bytes(0xF0))
     else:
         return (a & 0x0F0F0F0F) | ((b << 4) & in_bytes(0xF0))
-
-
-@triton.jit
-def _four_levels(rest, top, T: tl.constexpr):
-    """The signed levels of four codes, from their lower three bits and their highest."""
-    if INTERPRETED:
-        found = tl.zeros_like(rest)
-        for i in tl.static_range(4):
-            index = (rest >> (4 * i)) & 7
-            above = (top >> (4 * i)) & 1
-            level = tl.zeros_like(rest)
-            for k in tl.static_range(8):
-                level = tl.where(index == k, tl.where(above != 0, T.levels[k], -T.levels[7 - k]), level)
-            found = found | ((level & 0xFF) << (8 * i))
-        return found
-    else:
-        table = ()
-        for k in tl.static_range(4):
-            table = table + (tl.full(rest.shape, table_word(T.levels, k), tl.int32),)
-        return instruction(FOUR_LEVELS, "=r,r,r,r,r,r,r", (rest, top) + table)
-
-
-# PTX: both halves of the table by the lower three bits of each code, and the choice between them by the upper.
-FOUR_LEVELS = tl.constexpr("""{
-    .reg .b32 positive, negative, which;
-    prmt.b32 positive, $3, $4, $1;
-    prmt.b32 negative, $5, $6, $1;
-    prmt.b32 which, 0xff00, 0, $2;
-    lop3.b32 $0, which, positive, negative, 0xCA;
-}""")
-
-
-@triton.constexpr_function
-def table_word(levels, k):
-    """Word k of the four that hold the levels as bytes: the positive ones, then the negative."""
-    values = [level for level in levels]
-    values = [*values, *(-level for level in reversed(values))]
-    word = sum((value & 0xFF) << (8 * i) for i, value in enumerate(values[4 * k : 4 * k + 4]))
-    return word - ((word >> 31) << 32)
-
-
-# --- instructions -----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def permuted(a, b, SELECT: tl.constexpr):
-    """Four bytes of two words, each chosen by a hexadecimal digit: 0..3 of a, 4..7 of b; the last digit the lowest."""
-    if INTERPRETED:
-        chosen = tl.zeros_like(a)
-        for i in tl.static_range(4):
-            byte = (b if (SELECT >> (4 * i)) & 4 else a) >> (8 * ((SELECT >> (4 * i)) & 3))
-            chosen = chosen | ((byte & 0xFF) << (8 * i))
-        return chosen
-    else:
-        return instruction(permute_text(SELECT), "=r,r,r", (a, b))
-
-
-@triton.constexpr_function
-def permute_text(select):
-    """PTX of a byte permutation."""
-    return f"prmt.b32 $0, $1, $2, {select};"
-
-
-@triton.jit
-def dotted(pair, four, total, UPPER: tl.constexpr, SIGNED: tl.constexpr):
-    """total + both 16-bit numbers of `pair` times the lower, or UPPER, two bytes of `four`."""
-    if INTERPRETED:
-        for k in tl.static_range(2):
-            byte = (four >> (16 * UPPER + 8 * k)) & 0xFF
-            if SIGNED:
-                byte = (byte ^ 128) - 128
-            total = total + ((pair >> (16 * k)) & 0xFFFF) * byte
-        return total
-    else:
-        return instruction(dot_text(UPPER, SIGNED), "=r,r,r,r", (pair, four, total))
-
-
-@triton.constexpr_function
-def dot_text(upper, signed):
-    """PTX of two multiplications and additions of integers."""
-    return f"dp2a.{'hi' if upper else 'lo'}.u32.{'s32' if signed else 'u32'} $0, $1, $2, $3;"

@@ -243,10 +243,17 @@ def _halves(name: str, key: int) -> dict[str, int]:
 
 @cache  # never dropped: a CUDA graph may hold their addresses
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """The signed levels of a Lloyd table, as the bits of floats; something where there is none."""
-    levels = LLOYD[bits].signed_levels if bits in LLOYD else (0,)
+    """The signed levels of a Lloyd table, as the bits of floats; something where there is none.
+
+    After them follow the bytes that exact_sums.py permutes, the positive levels, the negative ones and a mask: ptxas
+    would keep such constants outside the registers, and move one in for every use.
+    """
+    table = LLOYD[bits] if bits in LLOYD else LLOYD[1]
+    floats = struct.pack(f"<{2 * len(table.levels)}f", *table.signed_levels)
+    levels = bytes(level & 0xFF for level in (*table.levels, *table.signed_levels[: len(table.levels)]))
+    words = levels.ljust(16, b"\0") + bytes((0, 255, 0, 0))
     with torch.inference_mode(False):
-        return torch.tensor(levels, dtype=torch.float32).view(torch.int32).to(device)
+        return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 
 
 @cache

@@ -71,7 +71,7 @@ def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
     """The sum of wires with usual scales."""
     if WORLD > 1 and T.narrow:
         words, scales = begun
-        return exact_sum(words, scales, T, WORLD)
+        return exact_sum(words, scales, table, T, WORLD)
     elif WORLD:
         words, scale_bits, minimum_bits = begun
         z = _zeros(T)

@@ -126,6 +126,11 @@ class Tile:
         return LLOYD[self.bits].levels
 
     @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Edges of a Lloyd table."""
+        return LLOYD[self.bits].edges
+
+    @cached_property
     def reach(self) -> int:
         """The largest value of a code, without its sign, in units of its scale."""
         return self.levels[-1] if self.lloyd else self.half
