@@ -13,7 +13,7 @@ import triton.language as tl
 
 from thinwire.kernels.triton.four_bytes import chosen, dotted, in_bytes, permuted
 from thinwire.kernels.triton.memory import look_up
-from thinwire.kernels.triton.numbers import HUGE_BITS, WIDENER, WIDENER_BITS, bits_of, float_of
+from thinwire.kernels.triton.numbers import HUGE_BITS, ROUNDER, ROUNDER_BITS, WIDENER, WIDENER_BITS, bits_of, float_of
 
 LEAST = tl.constexpr(16)  # exponent, as a scale's bits have it: units and their inverses from here on are usual numbers
 
@@ -79,7 +79,7 @@ def _sum_codes(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
     units = ()
     for place in tl.static_range(4 // T.bits):  # of half a byte
         zeros = scales.total >> 1 if T.bits == 1 else scales.total * T.reach
-        starts = starts + (-zeros << (place * T.bits),)
+        starts = starts + ((-zeros << (place * T.bits)) + (ROUNDER_BITS if T.short else 0),)
         units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
     z = ()
     for i in tl.static_range(T.size):
@@ -96,7 +96,11 @@ def _sum_fields(
     for w in tl.static_range(0, WORLD, 4):
         four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
         total = _added(total, four, pairs, w, WORLD, False)
-    return total.to(tl.float32) * units[PLACE % len(starts)]
+    unit = units[PLACE % len(starts)]
+    if T.short:
+        return tl.fma(float_of(total), unit, unit * -ROUNDER)
+    else:
+        return total.to(tl.float32) * unit
 
 
 @triton.jit

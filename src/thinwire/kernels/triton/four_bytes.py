@@ -5,6 +5,10 @@ import triton.language as tl
 
 from thinwire.kernels.triton.memory import INTERPRETED, instruction
 
+CHOOSE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
+SQUARE = tl.constexpr("dp4a.u32.u32 $0, $1, $1, $2;")
+COUNT = tl.constexpr("popc.b32 $0, $1;")
+
 
 @triton.constexpr_function
 def in_bytes(value):
@@ -42,7 +46,7 @@ def chosen(a, b, select):
             found = found | ((byte & 0xFF) << (8 * i))
         return found
     else:
-        return instruction("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, select))
+        return instruction(CHOOSE, "=r,r,r,r", (a, b, select))
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def squared(four, total):
             total = total + byte * byte
         return total
     else:
-        return instruction("dp4a.u32.u32 $0, $1, $1, $2;", "=r,r,r", (four, total))
+        return instruction(SQUARE, "=r,r,r", (four, total))
 
 
 @triton.jit
@@ -86,4 +90,4 @@ def bits_set(word):
             count = count + ((word >> k) & 1)
         return count
     else:
-        return instruction("popc.b32 $0, $1;", "=r,r", (word,))
+        return instruction(COUNT, "=r,r", (word,))

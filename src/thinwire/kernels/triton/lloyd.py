@@ -133,7 +133,7 @@ def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
-    """(word, sums) of a bank. The signs are shifted from below into a word of their own, and so are the sizes' codes."""
+    """(word, sums) of a bank: signs are shifted from below into a word of their own, and so are the codes of sizes."""
     PLACES: tl.constexpr = T.vector * (8 // T.bits)
     word = tl.zeros((T.rows, T.columns), tl.int32)
     signs = word
@@ -180,6 +180,7 @@ def _rank(cell):
     return tl.fma(tl.fma(near, RANK_BEND, RANK_SLOPE), near, ROUNDER)
 
 
+SATURATE = tl.constexpr("fma.rn.sat.f32 $0, $1, 0f3C000000, $2;")  # that is 1 / 128
 RANK_START = tl.constexpr(7)
 RANK_SLOPE = tl.constexpr(11.709)
 RANK_BEND = tl.constexpr(-4.629)
@@ -193,7 +194,7 @@ def _saturated(cell):
         return tl.minimum(tl.maximum(tl.fma(cell, 1 / 128, OFFSET), 0.0), 1.0)
     else:
         offset = tl.full(cell.shape, OFFSET, tl.float32)
-        return float_of(instruction("fma.rn.sat.f32 $0, $1, 0f3C000000, $2;", "=r,f,f", (cell, offset)))
+        return float_of(instruction(SATURATE, "=r,f,f", (cell, offset)))
 
 
 @triton.jit
@@ -252,7 +253,7 @@ def _sums(sums, at, T: tl.constexpr):
         along = (along - entries * ROUNDER_BITS) & LOW_28
         square = square & LOW_28
     if not T.whole:
-        square = tl.where(at.inside, square, 0)
+        square = tl.where(at.there, square, 0)
     return row_total(along, T).to(tl.float32), row_total(square, T).to(tl.float32)
 
 
