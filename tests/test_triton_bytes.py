@@ -11,13 +11,14 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+import torch
 
 from thinwire.kernels.schema import LLOYD
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from thinwire.kernels.triton import exact_sums, four_bytes, lloyd, rotation
+from thinwire.kernels.triton import exact_sums, four_bytes, launch, lloyd, rotation
 
 WORDS = [0, 1, 0x80, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, *(random.Random(7).getrandbits(32) for _ in range(200))]
 
@@ -47,13 +48,8 @@ def prmt(a: int, b: int, select: int) -> int:
     return chosen
 
 
-def dp2a(upper: bool, signed: bool) -> Callable[[int, int, int], int]:
-    def dot(a: int, b: int, c: int) -> int:
-        four = [byte(b, k) - (256 if signed and byte(b, k) > 127 else 0) for k in range(4)]
-        low, high = four[2:] if upper else four[:2]
-        return (a & 0xFFFF) * low + (a >> 16) * high + c & 0xFFFFFFFF
-
-    return dot
+def dp2a(upper: bool) -> Callable[[int, int, int], int]:
+    return lambda a, b, c: (a & 0xFFFF) * byte(b, 2 * upper) + (a >> 16) * byte(b, 2 * upper + 1) + c & 0xFFFFFFFF
 
 
 def saturated(a: int, b: int, c: int) -> int:
@@ -63,10 +59,8 @@ def saturated(a: int, b: int, c: int) -> int:
 
 MEANING: dict[str, Callable[..., int]] = {
     "prmt.b32": prmt,
-    "dp2a.lo.u32.u32": dp2a(False, False),
-    "dp2a.hi.u32.u32": dp2a(True, False),
-    "dp2a.lo.u32.s32": dp2a(False, True),
-    "dp2a.hi.u32.s32": dp2a(True, True),
+    "dp2a.lo.u32.u32": dp2a(False),
+    "dp2a.hi.u32.u32": dp2a(True),
     "dp4a.u32.u32": lambda a, b, c: sum(byte(a, k) * byte(b, k) for k in range(4)) + c & 0xFFFFFFFF,
     "popc.b32": lambda a: a.bit_count(),
     "fma.rn.sat.f32": saturated,
@@ -102,22 +96,28 @@ def test_permuted_is_what_its_digits_say(select: int) -> None:
         assert run(four_bytes.permute_text(select), a, b) == int.from_bytes(want, "little")
 
 
-def test_chosen_looks_up_four_of_eight_bytes() -> None:
-    table = bytes(LLOYD[4].levels)
-    low, high = struct.unpack("<2I", table)
+def test_levels_come_in_two_bytes() -> None:
+    table = LLOYD[4]
+    levels = words_in_memory()[16:]
     for word in WORDS:
-        select = word & 0x7777
-        want = bytes(table[select >> 4 * i & 7] for i in range(4))
-        assert run(four_bytes.CHOOSE.value, low, high, select) == int.from_bytes(want, "little")
+        above = run(four_bytes.CHOOSE.value, levels[0], levels[1], word ^ 0x8888)
+        rest = above | run(four_bytes.CHOOSE.value, levels[2], levels[3], word)
+        mark = run(four_bytes.CHOOSE.value, levels[4], levels[4], word)
+        found = [byte(rest, i) + 2 * byte(mark, i) - 510 for i in range(4)]
+        assert found == [table.signed_levels[word >> 4 * i & 15] for i in range(4)]
 
 
-@pytest.mark.parametrize("signed", [False, True])
+def words_in_memory() -> list[int]:
+    """What kernels of 4-bit levels find in memory."""
+    return [word & 0xFFFFFFFF for word in launch._levels(4, torch.device("cpu")).tolist()]
+
+
 @pytest.mark.parametrize("upper", [False, True])
-def test_dotted_adds_two_products(upper: bool, signed: bool) -> None:
+def test_dotted_adds_two_products(upper: bool) -> None:
     for pair, four in zip(WORDS, reversed(WORDS), strict=True):
-        low, high = struct.unpack("<4b" if signed else "<4B", struct.pack("<I", four))[2 * upper :][:2]
+        low, high = struct.pack("<I", four)[2 * upper :][:2]
         want = 5 + (pair & 0xFFFF) * low + (pair >> 16) * high
-        assert run(four_bytes.dot_text(upper, signed), pair, four, 5) == want & 0xFFFFFFFF
+        assert run(four_bytes.dot_text(upper), pair, four, 5) == want & 0xFFFFFFFF
 
 
 def test_squared_and_bits_set() -> None:

@@ -95,7 +95,7 @@ def _sum_fields(
     total = starts[PLACE % len(starts)]
     for w in tl.static_range(0, WORLD, 4):
         four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
-        total = _added(total, four, pairs, w, WORLD, False)
+        total = _added(total, four, pairs, w, WORLD)
     unit = units[PLACE % len(starts)]
     if T.short:
         return tl.fma(float_of(total), unit, unit * -ROUNDER)
@@ -109,23 +109,27 @@ def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
     table = ()
     for k in tl.static_range(5):
         table = table + (look_up(levels, zero, -2 * T.half - k),)
-    found = ()
+    rests = ()
+    marks = ()
     for w in tl.static_range(0, WORLD, 4):
         for bank in tl.static_range(T.banks[0]):
-            found = found + _levels_of(_four(words, w, bank, T, WORLD), table)
+            rest, mark = _levels_of(_four(words, w, bank, T, WORLD), table)
+            rests = rests + rest
+            marks = marks + mark
+    doubled = [pair << 1 for pair in scales.pairs]
     z = ()
     for i in tl.static_range(T.size):
-        total = _sum_bytes(i // 4, i % 4, found, scales.pairs, T, WORLD)
+        total = _sum_bytes(scales.total * -510, i // 4, i % 4, rests, scales.pairs, T, WORLD)
+        total = _sum_bytes(total, i // 4, i % 4, marks, doubled, T, WORLD)
         z = z + (total.to(tl.float32) * scales.unit,)
     return z
 
 
 @triton.jit
-def _sum_bytes(lane: tl.constexpr, v: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
+def _sum_bytes(total, lane: tl.constexpr, v: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
     INDEX: tl.constexpr = lane % T.banks[0] * 8 + lane // T.banks[0] * 4 + v
-    total = tl.zeros((T.rows, T.columns), tl.int32)
     for w in tl.static_range(0, WORLD, 4):
-        total = _added(total, found[w * 2 * T.banks[0] + INDEX], pairs, w, WORLD, True)
+        total = _added(total, found[w * 2 * T.banks[0] + INDEX], pairs, w, WORLD)
     return total
 
 
@@ -142,11 +146,11 @@ def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr, WORLD: tl
 
 
 @triton.jit
-def _added(total, four, pairs, w: tl.constexpr, WORLD: tl.constexpr, SIGNED: tl.constexpr):
+def _added(total, four, pairs, w: tl.constexpr, WORLD: tl.constexpr):
     """total + the scales of wires from w on times the bytes of `four`."""
-    total = dotted(pairs[w // 2], four, total, False, SIGNED)
+    total = dotted(pairs[w // 2], four, total, False)
     if w + 2 < WORLD:
-        total = dotted(pairs[w // 2 + 1], four, total, True, SIGNED)
+        total = dotted(pairs[w // 2 + 1], four, total, True)
     return total
 
 
@@ -182,28 +186,32 @@ def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
 
 
 # --- 16 levels --------------------------------------------------------------------------------------------------------
+# A permutation looks up four codes of which half have a byte in its 8, and for the others takes the sign of a byte. So
+# a level comes in two bytes, of 7 bits and the sign 0, which two tables tell, and of the sign 1, which is a mark alone:
+#
+#   code >= 8: rest = level          mark = 255      rest + 2 * mark = level + 510
+#   code <  8: rest = 128 + level    mark = 191      rest + 2 * mark = level + 510
 
 
 @triton.jit
 def _levels_of(four, table):
-    """The levels of four words of eight codes, as signed bytes: of each place and neighbour those of all words.
+    """(rests, marks) of four words of eight codes, as bytes: of each place and neighbour those of all words.
 
-    table: words of the positive levels, of the negative ones, and of a mask.
+    table: two words of positive levels, two of the negative ones + 128, and one of marks.
     """
-    found = ()
+    rests = ()
+    marks = ()
     for place in tl.static_range(2):
         low = _nibbles(four[0], four[1], place)
         high = _nibbles(four[2], four[3], place)
         for half in tl.static_range(2):
             codes = permuted(low, high, 0x7362 if half else 0x5140)
-            rest = codes & 0x77777777
-            tops = (codes >> 3) & 0x11111111
+            others = codes ^ in_bytes(0x88)
             for shift in tl.static_range(0, 32, 16):
-                above = chosen(table[0], table[1], rest >> shift)
-                below = chosen(table[2], table[3], rest >> shift)
-                mask = chosen(table[4], table[4], tops >> shift)
-                found = found + ((above & mask) | (below & (mask ^ -1)),)
-    return found
+                above = chosen(table[0], table[1], others >> shift)
+                rests = rests + (above | chosen(table[2], table[3], codes >> shift),)
+                marks = marks + (chosen(table[4], table[4], codes >> shift),)
+    return rests, marks
 
 
 @triton.jit

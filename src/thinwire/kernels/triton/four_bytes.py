@@ -37,36 +37,33 @@ def permute_text(select):
 
 @triton.jit
 def chosen(a, b, select):
-    """Four bytes of two words, by digits that are not known beforehand, each below 8."""
+    """Four bytes of two words, by digits that are not known beforehand; from 8 on, 0 or 255 by the sign of a byte."""
     if INTERPRETED:
         found = tl.zeros_like(select)
         for i in tl.static_range(4):
-            digit = (select >> (4 * i)) & 7
-            byte = tl.where(digit < 4, a, b) >> (8 * (digit & 3))
-            found = found | ((byte & 0xFF) << (8 * i))
+            digit = (select >> (4 * i)) & 15
+            byte = (tl.where((digit & 4) == 0, a, b) >> (8 * (digit & 3))) & 0xFF
+            found = found | (tl.where(digit < 8, byte, (byte >> 7) * 255) << (8 * i))
         return found
     else:
         return instruction(CHOOSE, "=r,r,r,r", (a, b, select))
 
 
 @triton.jit
-def dotted(pair, four, total, UPPER: tl.constexpr, SIGNED: tl.constexpr):
+def dotted(pair, four, total, UPPER: tl.constexpr):
     """total + both 16-bit numbers of `pair` times the lower, or UPPER, two bytes of `four`."""
     if INTERPRETED:
         for k in tl.static_range(2):
-            byte = (four >> (16 * UPPER + 8 * k)) & 0xFF
-            if SIGNED:
-                byte = (byte ^ 128) - 128
-            total = total + ((pair >> (16 * k)) & 0xFFFF) * byte
+            total = total + ((pair >> (16 * k)) & 0xFFFF) * ((four >> (16 * UPPER + 8 * k)) & 0xFF)
         return total
     else:
-        return instruction(dot_text(UPPER, SIGNED), "=r,r,r,r", (pair, four, total))
+        return instruction(dot_text(UPPER), "=r,r,r,r", (pair, four, total))
 
 
 @triton.constexpr_function
-def dot_text(upper, signed):
+def dot_text(upper):
     """PTX of two multiplications and additions of integers."""
-    return f"dp2a.{'hi' if upper else 'lo'}.u32.{'s32' if signed else 'u32'} $0, $1, $2, $3;"
+    return f"dp2a.{'hi' if upper else 'lo'}.u32.u32 $0, $1, $2, $3;"
 
 
 @triton.jit

@@ -245,13 +245,14 @@ def _halves(name: str, key: int) -> dict[str, int]:
 def _levels(bits: int, device: torch.device) -> Tensor:
     """The signed levels of a Lloyd table, as the bits of floats; something where there is none.
 
-    After them follow the bytes that exact_sums.py permutes, the positive levels, the negative ones and a mask: ptxas
-    would keep such constants outside the registers, and move one in for every use.
+    After them follow the bytes that exact_sums.py permutes: ptxas would keep such constants outside the registers, and
+    move one in for every use.
     """
     table = LLOYD[bits] if bits in LLOYD else LLOYD[1]
-    floats = struct.pack(f"<{2 * len(table.levels)}f", *table.signed_levels)
-    levels = bytes(level & 0xFF for level in (*table.levels, *table.signed_levels[: len(table.levels)]))
-    words = levels.ljust(16, b"\0") + bytes((0, 255, 0, 0))
+    count = len(table.levels)
+    floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
+    levels = bytes((*table.levels, *(128 + level for level in table.signed_levels[:count])))
+    words = levels.ljust(16, b"\0") + bytes((191,) * 4)
     with torch.inference_mode(False):
         return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 

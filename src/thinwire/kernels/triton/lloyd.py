@@ -206,7 +206,7 @@ def _sums_of_ranks(cells, ranks, sums, T: tl.constexpr):
         if T.vector == 1:  # two cells
             levels = levels & 0xFFFF
         for k in tl.static_range(first, min(first + 4, len(cells)), 2):
-            along = dotted(permuted(cells[k], cells[k + 1], 0x5410), levels, along, k > first, False)
+            along = dotted(permuted(cells[k], cells[k + 1], 0x5410), levels, along, k > first)
         square = squared(levels, square)
     return along, square, nothing
 
