@@ -261,10 +261,18 @@ def halves(name: str, key: int) -> dict[str, int]:
 
 @cache  # never dropped: a CUDA graph may hold their addresses
 def levels(bits: int, device: torch.device) -> Tensor:
-    """The signed levels of a Lloyd table, as the bits of floats; something where there is none."""
-    levels = LLOYD[bits].signed_levels if bits in LLOYD else (0,)
+    """The signed levels of a Lloyd table, as the bits of floats; something where there is none.
+
+    After them follow the bytes that exact_sums.py permutes: ptxas would keep such constants outside the registers, and
+    move one in for every use.
+    """
+    table = LLOYD[bits] if bits in LLOYD else LLOYD[1]
+    count = len(table.levels)
+    floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
+    shorts = bytes((*table.levels, *(128 + level for level in table.signed_levels[:count])))
+    words = shorts.ljust(16, b"\0") + bytes((191,) * 4)
     with torch.inference_mode(False):
-        return torch.tensor(levels, dtype=torch.float32).view(torch.int32).to(device)
+        return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 
 
 @cache

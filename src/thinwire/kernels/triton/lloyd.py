@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.memory import look_up
+from thinwire.kernels.triton.four_bytes import bits_set, chosen, dotted, permuted, squared
+from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
 from thinwire.kernels.triton.numbers import (
     INF_BITS,
     ONE_BITS,
@@ -103,16 +104,18 @@ def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
     gain = tl.where(some, tl.div_rn(GRID, tl.where(some, rms, 1.0)), 0.0)
     nothing = tl.zeros((T.rows, T.columns), tl.int32)
     sums = (nothing, nothing, nothing)
+    if T.bits == 2:
+        sums = (nothing.to(tl.float32), nothing.to(tl.float32), nothing)
     words = ()
     values = ()
     if len(T.planes) == 1:
         for bank in tl.static_range(T.banks[0]):
-            word, sums = _bank(tile, gain, table, sums, bank, T)
+            word, sums = _bank(tile, gain, sums, bank, T)
             words = words + (word,)
     else:
         codes_of = ()
         for i in tl.static_range(T.size):
-            entry, sums = _code(tile[i], gain, table, sums, T)
+            entry, sums = _code(tile[i], gain, table, sums)
             code = (entry >> (32 - T.bits)) ^ (bits_of(tile[i]) >> 31)
             codes_of = codes_of + (code & (2 * T.half - 1),)
         for p in tl.static_range(len(T.planes)):
@@ -129,24 +132,90 @@ def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _bank(tile, gain, table, sums, bank: tl.constexpr, T: tl.constexpr):
-    """The word of a bank: codes of the sizes are shifted in from below, the signs into a word of their own."""
-    WIDTH: tl.constexpr = T.bits
-    PLACES: tl.constexpr = T.vector * (8 // WIDTH)
+def _bank(tile, gain, sums, bank: tl.constexpr, T: tl.constexpr):
+    """(word, sums) of a bank: signs are shifted from below into a word of their own, and so are the codes of sizes."""
+    PLACES: tl.constexpr = T.vector * (8 // T.bits)
     word = tl.zeros((T.rows, T.columns), tl.int32)
     signs = word
+    cells = ()
     for i in tl.static_range(PLACES):
-        x = tile[place_index(PLACES - 1 - i, WIDTH, bank, T.banks[0], T.vector)]
-        code, sums = _code(x, gain, table, sums, T)
-        if WIDTH > 1:
-            word = _shift_in(word, code, WIDTH)
-        signs = _shift_in(signs, bits_of(x), WIDTH)
-    if WIDTH == 1:
-        word = signs ^ -1
+        x = tile[place_index(PLACES - 1 - i, T.bits, bank, T.banks[0], T.vector)]
+        cell = tl.fma(tl.abs(x), gain, ROUNDER)
+        cells = (bits_of(cell),) + cells
+        signs = _shift_in(signs, bits_of(x), T.bits)
+        if T.bits == 2:
+            beyond = cell - (ROUNDER + T.edges[0])
+            word = _shift_in(word, bits_of(beyond), 2)
+            sums = (sums[0] + beyond, sums[1] + tl.abs(beyond), sums[2])
+        elif T.bits == 4:
+            word = word * 16 + bits_of(_rank(cell))
+    if T.bits == 1:
+        for i in tl.static_range(PLACES):
+            sums = (sums[0] + cells[i], sums[1], sums[2])
+        return signs ^ -1, sums
+    elif T.bits == 2:
+        signs = signs & everywhere(2, 2, 4)
+        outer = (word ^ -1) & everywhere(2, 2, T.vector)
+        sums = (sums[0], sums[1], sums[2] + bits_set(outer))
+        return (signs ^ everywhere(2, 2, 4)) | _half(outer ^ signs), sums
     else:
-        tops = (signs & everywhere(1 << (WIDTH - 1), WIDTH, 4)).to(tl.uint32, bitcast=True) >> (WIDTH - 1)
-        word = word ^ (tops.to(tl.int32, bitcast=True) * ((1 << WIDTH) - 1))
-    return word, sums
+        ranks = word - everywhere(ROUNDER_BITS, 4, T.vector)
+        tops = _half(_half(_half(signs & everywhere(8, 4, 4))))
+        return (ranks | everywhere(8, 4, 4)) ^ (tops * 15), _sums_of_ranks(cells, ranks, sums, T)
+
+
+@triton.jit
+def _half(word):
+    """A word without its sign, one place down."""
+    return (word.to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _rank(cell):
+    """How many edges of the 4-bit table a cell is not below, with the bits of ROUNDER, as it has them itself.
+
+    A parabola goes through the ranks of all cells with less than a half to spare: tested for each.
+    """
+    near = _saturated(cell)
+    return tl.fma(tl.fma(near, RANK_BEND, RANK_SLOPE), near, ROUNDER)
+
+
+SATURATE = tl.constexpr("fma.rn.sat.f32 $0, $1, 0f3C000000, $2;")  # that is 1 / 128
+RANK_START = tl.constexpr(7)
+RANK_SLOPE = tl.constexpr(11.709)
+RANK_BEND = tl.constexpr(-4.629)
+
+
+@triton.jit
+def _saturated(cell):
+    """(cell - RANK_START) / 128, between 0 and 1, of a cell with the bits of ROUNDER."""
+    OFFSET: tl.constexpr = -(ROUNDER + RANK_START) / 128
+    if INTERPRETED:
+        return tl.minimum(tl.maximum(tl.fma(cell, 1 / 128, OFFSET), 0.0), 1.0)
+    else:
+        offset = tl.full(cell.shape, OFFSET, tl.float32)
+        return float_of(instruction(SATURATE, "=r,f,f", (cell, offset)))
+
+
+@triton.jit
+def _sums_of_ranks(cells, ranks, sums, T: tl.constexpr):
+    """The sums with those of a bank's cells, whose ranks are the digits of a word: four levels by one permutation."""
+    along, square, nothing = sums
+    for first in tl.static_range(0, len(cells), 4):
+        levels = chosen(_four_levels(0, T), _four_levels(4, T), ranks >> (4 * first))
+        if T.vector == 1:  # two cells
+            levels = levels & 0xFFFF
+        for k in tl.static_range(first, min(first + 4, len(cells)), 2):
+            along = dotted(permuted(cells[k], cells[k + 1], 0x5410), levels, along, k > first)
+        square = squared(levels, square)
+    return along, square, nothing
+
+
+@triton.jit
+def _four_levels(START: tl.constexpr, T: tl.constexpr):
+    V: tl.constexpr = T.levels
+    WORD: tl.constexpr = V[START] | V[START + 1] << 8 | V[START + 2] << 16 | V[START + 3] << 24
+    return tl.full((T.rows, T.columns), WORD, tl.int32)
 
 
 @triton.jit
@@ -163,15 +232,12 @@ LOW_28 = tl.constexpr((1 << 28) - 1)
 
 
 @triton.jit
-def _code(x, gain, table, sums, T: tl.constexpr):
-    """(table entry of |x|, sums with this one); of 1 bit, whose only level is 1, the cell."""
+def _code(x, gain, table, sums):
+    """(table entry of |x|, sums with this one)."""
     cell = bits_of(tl.fma(tl.abs(x), gain, ROUNDER))
     along, square, entries = sums
-    if T.bits == 1:
-        return cell, (along + cell, square, entries)
-    else:
-        entry = _entry(cell, table)
-        return entry, (along + cell * entry, square + entry * entry, entries + entry)
+    entry = _entry(cell, table)
+    return entry, (along + cell * entry, square + entry * entry, entries + entry)
 
 
 @triton.jit
@@ -181,12 +247,28 @@ def _sums(sums, at, T: tl.constexpr):
     if T.bits == 1:
         along = along - as_int32(ROUNDER_BITS * T.size)
         square = tl.full((T.rows, T.columns), T.size, tl.int32)
-    else:
+    elif T.bits == 2:
+        along, square = _sums_of_two(along.to(tl.int32), square.to(tl.int32), entries, T)
+    elif T.bits == 3:
         along = (along - entries * ROUNDER_BITS) & LOW_28
         square = square & LOW_28
     if not T.whole:
-        square = tl.where(at.inside, square, 0)
+        square = tl.where(at.there, square, 0)
     return row_total(along, T).to(tl.float32), row_total(square, T).to(tl.float32)
+
+
+@triton.jit
+def _sums_of_two(beyond, away, outer, T: tl.constexpr):
+    """(sum of cell * level, sum of level**2) for two levels, from sums of cell - edge, of its size, and the number of
+    cells with the outer level. Half of both sums together is that of cell - edge over these.
+    """
+    EDGE: tl.constexpr = T.edges[0]
+    INNER: tl.constexpr = T.levels[0]
+    OUTER: tl.constexpr = T.levels[1]
+    cells = beyond + EDGE * T.size
+    outer_cells = ((beyond + away) >> 1) + EDGE * outer
+    along = INNER * cells + (OUTER - INNER) * outer_cells
+    return along, INNER * INNER * T.size + (OUTER * OUTER - INNER * INNER) * outer
 
 
 @triton.jit

@@ -7,6 +7,7 @@ partner's number by a shuffle and adds it to its own, whose sign changes in the 
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton.memory import INTERPRETED, instruction
 from thinwire.kernels.triton.numbers import SIGN_BIT, bits_of, float_of, hash32
 from thinwire.kernels.triton.tiles import added, log2, partner, row_start
 
@@ -89,8 +90,24 @@ def flip(tile, keys, at, T: tl.constexpr):
             word = hash32(first_word + (element >> 5).to(tl.uint32), tl.zeros_like(element), keys)
         signs = (word.to(tl.uint32, bitcast=True) >> (element & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
         for v in tl.static_range(T.vector):
-            done = done + (float_of(bits_of(tile[lane * T.vector + v]) ^ ((signs << (31 - v)) & SIGN_BIT)),)
+            done = done + (_flipped(tile[lane * T.vector + v], signs, 1 << v),)
     return done
+
+
+@triton.jit
+def _flipped(x, signs, BIT: tl.constexpr):
+    """-x where a bit is set. As a predicate: ptxas takes up to seven from a register at once."""
+    if INTERPRETED:
+        return tl.where((signs & BIT) != 0, float_of(bits_of(x) ^ SIGN_BIT), x)  # Triton's own -x is 0 - x
+    else:
+        return float_of(instruction(flip_text(BIT), "=r,f,r", (x, signs)))
+
+
+@triton.constexpr_function
+def flip_text(bit):
+    """PTX: the negation of a float where a bit of a word is set."""
+    test = f".reg .pred p; .reg .b32 t; and.b32 t, $2, {bit}; setp.ne.b32 p, t, 0;"
+    return f"{{ {test} mov.b32 $0, $1; @p neg.f32 $0, $0; }}"
 
 
 @triton.jit

@@ -170,7 +170,9 @@ def _integer_codes(tile, factor, scale, minimum, most, keys, at, T: tl.constexpr
         if T.affine:
             rounded = tl.minimum(tl.maximum(t, 0.0), most) + ROUNDER
         else:
-            rounded = tl.minimum(tl.maximum(t, -QMAX), QMAX) + (ROUNDER + T.half)
+            if T.stochastic or T.bits > 6:  # else scale * QMAX is not 1/128 below the peak: all round to QMAX at most
+                t = tl.minimum(tl.maximum(t, -QMAX), QMAX)
+            rounded = t + (ROUNDER + T.half)
         codes = codes + (bits_of(rounded),)
     return codes
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from thinwire.kernels.triton.exact_sums import exact_sum, integers_of
 from thinwire.kernels.triton.frame import sections
 from thinwire.kernels.triton.memory import INTERPRETED, instruction, look_up
 from thinwire.kernels.triton.numbers import (
@@ -72,7 +73,11 @@ def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
     """(begun, odd): what usual_sum takes; odd where a row's scales ask for sum_any. WORLD: wires, or 0 for a loop."""
     if WORLD:
         words, scale_bits, minimum_bits, odd = _load_wires(wires, at, T, WORLD)
-        return (words, scale_bits, minimum_bits), odd
+        if T.narrow and WORLD > 1:
+            scales, odd = integers_of(scale_bits, T, WORLD)
+            return (words, scales), odd
+        else:
+            return (words, scale_bits, minimum_bits), odd
     else:
         return _sum_wires(wires, at, T)
 
@@ -80,7 +85,10 @@ def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
 @triton.jit
 def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
     """The sum of wires with usual scales."""
-    if WORLD:
+    if WORLD > 1 and T.narrow:
+        words, scales = begun
+        return exact_sum(words, scales, table, T, WORLD)
+    elif WORLD:
         words, scale_bits, minimum_bits = begun
         z = _zeros(T)
         if T.affine:

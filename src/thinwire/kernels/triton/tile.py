@@ -126,6 +126,26 @@ class Tile:
         return LLOYD[self.bits].levels
 
     @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Edges of a Lloyd table."""
+        return LLOYD[self.bits].edges
+
+    @cached_property
+    def reach(self) -> int:
+        """The largest value of a code, without its sign, in units of its scale."""
+        return self.levels[-1] if self.lloyd else self.half
+
+    @cached_property
+    def narrow(self) -> bool:
+        """Whether sums of a few wires are made of integers: exact_sums.py."""
+        return self.bits in (1, 2, 4) and not self.affine and self.vector == 4
+
+    @cached_property
+    def short(self) -> bool:
+        """Whether 8 times `reach` of the largest of narrow scales, at any place of half a byte, is below 2**22."""
+        return self.reach << 4 - self.bits + 15 + 3 < 1 << 22
+
+    @cached_property
     def ragged(self) -> "Tile":
         """The same for a short last block."""
         if self.pieces:

@@ -24,9 +24,10 @@ class Position(NamedTuple):
     first: Any  # the block of its first row
     length: Any  # elements per block
     span: Any  # elements per lane
-    row: Any
+    row: Any  # past the last block it is that one again, so that loads need no mask
     column: Any
     inside: Any  # rows and columns that exist
+    there: Any  # columns that exist: what can be loaded
 
 
 @triton.jit
@@ -34,9 +35,13 @@ def position(first, end, length, span, T: tl.constexpr):
     """The position of the tile that holds the blocks from `first` on, before `end`."""
     row, column = rows_and_columns(T)
     inside = first + row < end
+    there = tl.full((T.rows, T.columns), 1, tl.int1)
     if not T.whole:
-        inside = inside & (column * T.vector < span)
-    return Position(first, length, span, row, column, inside)
+        there = column * T.vector < span
+        inside = inside & there
+    if T.rows > 1:
+        row = tl.minimum(row, (end - 1 - first).to(tl.int32))
+    return Position(first, length, span, row, column, inside, there)
 
 
 @triton.jit
@@ -47,8 +52,8 @@ def piece(first, length, span, start, T: tl.constexpr, end=None):
     """
     row, column = rows_and_columns(T)
     column = column + start
-    there = row >= 0 if end is None else first + row < end
-    return Position(first, length, span, row, column, there & (column < span))
+    inside = (row >= 0 if end is None else first + row < end) & (column < span)
+    return Position(first, length, span, row, column, inside, inside)
 
 
 @triton.jit
@@ -71,21 +76,21 @@ def row_start(row, STEP: tl.constexpr, T: tl.constexpr):
 def load(pointer, at, T: tl.constexpr):
     """The tile of floats that starts at `pointer`, as fp32; zeros past the length of its blocks."""
     tile = ()
+    start = pointer + (row_start(at.row, T.block, T) + at.column * T.vector)
     for lane in tl.static_range(T.lanes):
-        element = lane * at.span + at.column * T.vector
-        inside = at.inside & (element < at.length) if T.loose else at.inside
-        tile = tile + load_floats(pointer, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
+        there = at.there & (lane * at.span + at.column * T.vector < at.length) if T.loose else at.there
+        tile = tile + load_floats(start, lane * at.span, there, T.vector, T.grouped)
     return tile
 
 
 @triton.jit
 def store(pointer, tile, at, T: tl.constexpr):
     """Write a tile of floats in the dtype of `pointer`."""
+    start = pointer + (row_start(at.row, T.block, T) + at.column * T.vector)
     for lane in tl.static_range(T.lanes):
-        element = lane * at.span + at.column * T.vector
-        inside = at.inside & (element < at.length) if T.loose else at.inside
+        inside = at.inside & (lane * at.span + at.column * T.vector < at.length) if T.loose else at.inside
         group = tile[lane * T.vector : (lane + 1) * T.vector]
-        store_floats(pointer, group, row_start(at.row, T.block, T) + element, inside, T.vector, T.grouped)
+        store_floats(start, group, lane * at.span, inside, T.vector, T.grouped)
 
 
 @triton.jit
@@ -125,14 +130,15 @@ def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
             word = words[T.starts[p] + bank]
             if T.lloyd:
                 word = tl.where(zero, everywhere(T.half >> T.shifts[p], T.planes[p], T.vector), word)
-            place = _place_in_plane(p, bank, at, T)
-            store_bytes(planes[p], place, tl.where(bad, 0, word), at.inside, T.words[p], T.vector)
+            place = bank * (at.span // T.vector)
+            start = _start_in_plane(planes, p, at, T)
+            store_bytes(start, place, tl.where(bad, 0, word), at.inside, T.words[p], T.vector)
 
 
 @triton.jit
-def _place_in_plane(p: tl.constexpr, bank: tl.constexpr, at, T: tl.constexpr):
-    """Where the words of a bank are in plane p, counted in words."""
-    return row_start(at.row, T.span * T.banks[p] // T.vector, T) + bank * (at.span // T.vector) + at.column
+def _start_in_plane(planes, p: tl.constexpr, at, T: tl.constexpr):
+    """Where the words of bank 0 are in plane p; those of another bank are as many words further in all threads."""
+    return planes[p] + (row_start(at.row, T.span * T.banks[p] // T.vector, T) + at.column) * T.vector
 
 
 @triton.jit
@@ -187,8 +193,9 @@ def load_codes(planes, at, T: tl.constexpr):
         words = ()
         for p in tl.static_range(len(T.planes)):
             for bank in tl.static_range(T.banks[p]):
-                place = _place_in_plane(p, bank, at, T)
-                words = words + (load_bytes(planes[p], place, at.inside, T.words[p], T.vector),)
+                place = bank * (at.span // T.vector)
+                start = _start_in_plane(planes, p, at, T)
+                words = words + (load_bytes(start, place, at.there, T.words[p], T.vector),)
         return words
 
 
@@ -199,10 +206,10 @@ def load_halves(plane, at, T: tl.constexpr):
     for lane in tl.static_range(T.lanes):
         element = row_start(at.row, T.block, T) + lane * at.span + at.column * T.vector
         if T.even:
-            tile = tile + load_floats(plane.to(tl.pointer_type(tl.float16)), element, at.inside, T.vector, T.words[0])
+            tile = tile + load_floats(plane.to(tl.pointer_type(tl.float16)), element, at.there, T.vector, T.words[0])
         else:
             for v in tl.static_range(T.vector):
-                word = load_bytes(plane, element + v, at.inside, False, 2)
+                word = load_bytes(plane, element + v, at.there, False, 2)
                 tile = tile + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
     return tile
 
@@ -240,7 +247,7 @@ def _part(words, p: tl.constexpr, lane: tl.constexpr, v: tl.constexpr, T: tl.con
 @triton.jit
 def load_scale(pointer, at, T: tl.constexpr):
     """The bits of the bfloat16 of each row, as those of an fp32."""
-    return load_bytes(pointer, at.row, at.inside, T.even, 2) << 16
+    return load_bytes(pointer, at.row, at.there, T.even, 2) << 16
 
 
 @triton.jit
@@ -273,7 +280,7 @@ def kept(tile, at, other, T: tl.constexpr):
     if T.whole:
         return tile
     else:
-        return [tl.where(at.inside, x, other) for x in tile]
+        return [tl.where(at.there, x, other) for x in tile]
 
 
 # --- between columns --------------------------------------------------------------------------------------------------

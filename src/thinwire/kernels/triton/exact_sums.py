@@ -1,0 +1,223 @@
+"""Sums of narrow wires in integers, for blocks whose scales are near enough to each other.
+
+A scale has 8 bits. Let a unit be the last bit of the smallest scale of a block that is not zero: if no scale is too far
+above, all are integers of 16 bits in that unit, and so many of them times a small value add up to less than 2**24. Then
+no sum of the reference is ever rounded, and any order and form of the sum gives its bytes. Here four wires change place
+with the four neighbours in their words, and one instruction multiplies and adds two scales and two codes.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.four_bytes import chosen, dotted, in_bytes, permuted
+from thinwire.kernels.triton.memory import look_up
+from thinwire.kernels.triton.numbers import HUGE_BITS, ROUNDER, ROUNDER_BITS, WIDENER, WIDENER_BITS, bits_of, float_of
+
+LEAST = tl.constexpr(16)  # exponent, as a scale's bits have it: units and their inverses from here on are usual numbers
+
+
+class Integers(NamedTuple):
+    """The scales of the wires of each row as integers."""
+
+    pairs: Any  # two 16-bit scales in a word
+    total: Any
+    unit: Any
+
+
+@triton.jit
+def integers_of(scale_bits, T: tl.constexpr, WORLD: tl.constexpr):
+    """(Integers, odd): what exact_sum takes; odd where scales are too far apart, or not usual."""
+    lowest = tl.full((T.rows, T.columns), 0xFFFFFFFF, tl.uint32)
+    highest = tl.full((T.rows, T.columns), 0, tl.uint32)
+    for w in tl.static_range(WORLD):
+        bits = scale_bits[w].to(tl.uint32, bitcast=True)
+        lowest = tl.minimum(lowest, bits - 1)  # zero is the highest there
+        highest = tl.maximum(highest, bits)
+    least = tl.maximum(((lowest + 1) >> 23).to(tl.int32), LEAST)
+    odd = (lowest < (LEAST << 23) - 1) | (highest >= HUGE_BITS)
+    odd = odd | ((highest >> 23).to(tl.int32) - least > furthest(T.reach, WORLD))
+    inverse = float_of((261 + (T.bits == 1) - least) << 23)  # of 1 bit scales are even: its levels are halves
+    words = ()
+    total = tl.full((T.rows, T.columns), 0, tl.int32)
+    for w in tl.static_range(WORLD):
+        word = bits_of(tl.fma(float_of(scale_bits[w]), inverse, WIDENER))
+        words = words + (word,)
+        total = total + (word - WIDENER_BITS)
+    pairs = ()
+    for w in tl.static_range(0, WORLD, 2):
+        if w + 1 < WORLD:
+            pairs = pairs + (permuted(words[w], words[w + 1], 0x5410),)
+        else:
+            pairs = pairs + (words[w] & 0xFFFF,)
+    return Integers(pairs, total, float_of((least - 7) << 23)), odd.to(tl.int32)
+
+
+@triton.constexpr_function
+def furthest(reach, world):
+    """How many powers of two scales may be apart: at most 7, and values up to `reach` add up to 2**24 units at most."""
+    return max(d for d in range(8) if d == 0 or reach * world << 8 + d <= 1 << 24)
+
+
+@triton.jit
+def exact_sum(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
+    """The sum of wires whose scales are these integers."""
+    if T.lloyd and T.bits == 4:
+        return _sum_levels(words, scales, levels, T, WORLD)
+    else:
+        return _sum_codes(words, scales, T, WORLD)
+
+
+@triton.jit
+def _sum_codes(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
+    turned = ()
+    for w in tl.static_range(0, WORLD, 4):
+        for bank in tl.static_range(T.banks[0]):
+            turned = turned + _turned(_four(words, w, bank, T, WORLD))
+    starts = ()
+    units = ()
+    for place in tl.static_range(4 // T.bits):  # of half a byte
+        zeros = scales.total >> 1 if T.bits == 1 else scales.total * T.reach
+        starts = starts + ((-zeros << (place * T.bits)) + (ROUNDER_BITS if T.short else 0),)
+        units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
+    z = ()
+    for i in tl.static_range(T.size):
+        z = z + (_sum_fields(i // 4, i % 4, turned, starts, units, scales.pairs, T, WORLD),)
+    return z
+
+
+@triton.jit
+def _sum_fields(
+    lane: tl.constexpr, v: tl.constexpr, turned, starts, units, pairs, T: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    PLACE: tl.constexpr = lane // T.banks[0]
+    total = starts[PLACE % len(starts)]
+    for w in tl.static_range(0, WORLD, 4):
+        four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
+        total = _added(total, four, pairs, w, WORLD)
+    unit = units[PLACE % len(starts)]
+    if T.short:
+        return tl.fma(float_of(total), unit, unit * -ROUNDER)
+    else:
+        return total.to(tl.float32) * unit
+
+
+@triton.jit
+def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
+    zero = scales.total >> 31  # not known to ptxas, which would keep the table where each use takes a move
+    table = ()
+    for k in tl.static_range(5):
+        table = table + (look_up(levels, zero, -2 * T.half - k),)
+    rests = ()
+    marks = ()
+    for w in tl.static_range(0, WORLD, 4):
+        for bank in tl.static_range(T.banks[0]):
+            rest, mark = _levels_of(_four(words, w, bank, T, WORLD), table)
+            rests = rests + rest
+            marks = marks + mark
+    doubled = [pair << 1 for pair in scales.pairs]
+    z = ()
+    for i in tl.static_range(T.size):
+        total = _sum_bytes(scales.total * -510, i // 4, i % 4, rests, scales.pairs, T, WORLD)
+        total = _sum_bytes(total, i // 4, i % 4, marks, doubled, T, WORLD)
+        z = z + (total.to(tl.float32) * scales.unit,)
+    return z
+
+
+@triton.jit
+def _sum_bytes(total, lane: tl.constexpr, v: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
+    INDEX: tl.constexpr = lane % T.banks[0] * 8 + lane // T.banks[0] * 4 + v
+    for w in tl.static_range(0, WORLD, 4):
+        total = _added(total, found[w * 2 * T.banks[0] + INDEX], pairs, w, WORLD)
+    return total
+
+
+@triton.jit
+def _four(words, w: tl.constexpr, bank: tl.constexpr, T: tl.constexpr, WORLD: tl.constexpr):
+    """A bank's words of four wires from w on; zeros past the last."""
+    four = ()
+    for k in tl.static_range(w, w + 4):
+        if k < WORLD:
+            four = four + (words[k * T.count + bank],)
+        else:
+            four = four + (tl.zeros((T.rows, T.columns), tl.int32),)
+    return four
+
+
+@triton.jit
+def _added(total, four, pairs, w: tl.constexpr, WORLD: tl.constexpr):
+    """total + the scales of wires from w on times the bytes of `four`."""
+    total = dotted(pairs[w // 2], four, total, False)
+    if w + 2 < WORLD:
+        total = dotted(pairs[w // 2 + 1], four, total, True)
+    return total
+
+
+@triton.jit
+def _turned(four):
+    """Four words of four bytes: byte v of all in word v, the first word's lowest."""
+    low = permuted(four[0], four[1], 0x5140)
+    high = permuted(four[0], four[1], 0x7362)
+    upper_low = permuted(four[2], four[3], 0x5140)
+    upper_high = permuted(four[2], four[3], 0x7362)
+    return (
+        permuted(low, upper_low, 0x5410),
+        permuted(low, upper_low, 0x7632),
+        permuted(high, upper_high, 0x5410),
+        permuted(high, upper_high, 0x7632),
+    )
+
+
+@triton.jit
+def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
+    """The values at a place of every byte, reach more than they are; of 1 bit the codes. The lower half of a byte stays
+    where it is, so that values are 2**(place * bits) times too large.
+    """
+    SHIFT: tl.constexpr = PLACE * T.bits // 4 * 4
+    LEFT: tl.constexpr = PLACE * T.bits - SHIFT
+    codes = (four >> SHIFT) & in_bytes(((1 << T.bits) - 1) << LEFT)
+    if T.lloyd and T.bits == 2:
+        INNER: tl.constexpr = T.levels[0]
+        OUTER: tl.constexpr = T.levels[1]
+        return codes * (OUTER - INNER) + (codes & in_bytes(2 << LEFT)) * ((3 * INNER - OUTER) // 2)
+    else:
+        return codes
+
+
+# --- 16 levels --------------------------------------------------------------------------------------------------------
+# A permutation looks up four codes of which half have a byte in its 8, and for the others takes the sign of a byte. So
+# a level comes in two bytes, of 7 bits and the sign 0, which two tables tell, and of the sign 1, which is a mark alone:
+#
+#   code >= 8: rest = level          mark = 255      rest + 2 * mark = level + 510
+#   code <  8: rest = 128 + level    mark = 191      rest + 2 * mark = level + 510
+
+
+@triton.jit
+def _levels_of(four, table):
+    """(rests, marks) of four words of eight codes, as bytes: of each place and neighbour those of all words.
+
+    table: two words of positive levels, two of the negative ones + 128, and one of marks.
+    """
+    rests = ()
+    marks = ()
+    for place in tl.static_range(2):
+        low = _nibbles(four[0], four[1], place)
+        high = _nibbles(four[2], four[3], place)
+        for half in tl.static_range(2):
+            codes = permuted(low, high, 0x7362 if half else 0x5140)
+            others = codes ^ in_bytes(0x88)
+            for shift in tl.static_range(0, 32, 16):
+                above = chosen(table[0], table[1], others >> shift)
+                rests = rests + (above | chosen(table[2], table[3], codes >> shift),)
+                marks = marks + (chosen(table[4], table[4], codes >> shift),)
+    return rests, marks
+
+
+@triton.jit
+def _nibbles(a, b, UPPER: tl.constexpr):
+    """The lower, or UPPER, halves of all bytes of two words: those of `a` below."""
+    if UPPER:
+        return ((a >> 4) & 0x0F0F0F0F) | (b & in_bytes(0xF0))
+    else:
+        return (a & 0x0F0F0F0F) | ((b << 4) & in_bytes(0xF0))
