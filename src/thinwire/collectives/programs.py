@@ -188,17 +188,22 @@ class SumChunk:
         self._lanes = [_SumLane(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
+        self._nothing: list[Memory | None] = [None] * len(lanes)
         lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
         self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
 
     def run(
-        self, room: Room, xs: Sequence[Tensor], keys: Sequence[Key], memories: Sequence[Memory | None], bad: Bad | None
+        self,
+        room: Room,
+        xs: Sequence[Tensor],
+        mixed: Sequence[int],
+        memories: Sequence[Memory | None] | None = None,
+        bad: Bad | None = None,
     ) -> None:
-        """x = scale * sum of x over the ranks; everything by lane."""
+        """x = scale * sum of x over the ranks. By lane: the mixed step, and the memory where there is feedback."""
         views = self.scratch.views(room)
         link = self._link
-        mixed = [key.mixed() for key in keys]
-        kept = [_with_left(memory, x, left) for memory, x, left in zip(memories, xs, views.left_L, strict=True)]
+        kept = self._nothing if memories is None else _with_left(memories, xs, views.left_L)
         sent_L = views.sent_L if self._two_phase else views.own_L
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
@@ -208,12 +213,15 @@ class SumChunk:
                 if lane.recode is not None:
                     lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
         link.all_gather(views.sent, views.own)
-        for i in self._last_first:
-            lane = self._lanes[i]
-            if lane.scan is not None and bad is not None:
-                lane.scan(views.sent_L[i], bad)
+        if bad is not None:
+            for scan, wires in self._scans(views):
+                scan(wires, bad)
         for i in self._last_first:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
+
+    def _scans(self, views: _SumViews) -> list[tuple[rows.Scan, Tensor]]:
+        pairs = zip(self._lanes, views.sent_L, strict=True)
+        return [(lane.scan, wires) for lane, wires in pairs if lane.scan is not None]
 
     def _cut(self, buffer: Tensor) -> _SumViews:
         matrix = self._link.world * self._stride
@@ -234,10 +242,14 @@ class SumChunk:
         )
 
 
-def _with_left(memory: Memory | None, x: Tensor, left: Tensor | None) -> Memory | None:
-    if memory is None:
-        return None
-    return memory._replace(left=x if left is None else left)
+def _with_left(
+    memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor | None]
+) -> list[Memory | None]:
+    """The memories, with the place for what is left."""
+    return [
+        memory and memory._replace(left=x if left is None else left)
+        for memory, x, left in zip(memories, xs, lefts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -254,8 +266,9 @@ class _NodeViews:
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
-    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float) -> None:
+    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float, chunk: int) -> None:
         across, inside = links
+        self._chunk = chunk
         self._inside = inside
         self._scale = scale
         world = inside.world
@@ -284,17 +297,21 @@ class NodesChunk:
         self.scratch = Scratch(end, self._cut)
 
     def run(
-        self, room: Room, xs: Sequence[Tensor], keys: Sequence[Key], memories: Sequence[Memory | None], bad: Bad | None
+        self,
+        room: Room,
+        xs: Sequence[Tensor],
+        mixed: Sequence[int],
+        memories: Sequence[Memory | None] | None = None,
+        bad: Bad | None = None,
     ) -> None:
         """x = scale * sum of x over the ranks of all nodes; there is no feedback."""
         views = self.scratch.views(room)
-        mixed = [key.mixed() for key in keys]
         for i, encode in enumerate(self._encodes):
             encode(xs[i], views.sent_L[i], mixed[i], None)
         self._inside.all_to_all(views.came, views.sent)
         for i, add in self._adds.items():
             add(views.came_L[i], views.total_L[i], None, None)
-        self._add_nodes(room, keys, views)
+        self._add_nodes(room, mixed, views)
         for i, put in self._puts.items():
             lane = self._lanes[i]
             total = fitted(views.total_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
@@ -303,15 +320,15 @@ class NodesChunk:
         for i, decode in enumerate(self._decodes):
             decode(views.sent_L[i], xs[i], None, bad)
 
-    def _add_nodes(self, room: Room, keys: Sequence[Key], views: _NodeViews) -> None:
+    def _add_nodes(self, room: Room, mixed: Sequence[int], views: _NodeViews) -> None:
         """The sums of the own shards over nodes, whose step is the shard's key."""
         totals = [views.total_L[i] for i in self._filled]
         if self._outer is None:
             for total in totals:
                 total.mul_(self._scale)
             return
-        outer = [Key(keys[i].of(self._inside.rank), keys[i].chunk) for i in self._filled]
-        self._outer.run(room, totals, outer, [None] * len(totals), None)
+        steps = [hashing.row_step(mixed[i], self._inside.rank) for i in self._filled]
+        self._outer.run(room, totals, [Key(step, self._chunk).mixed() for step in steps])
 
     def _cut(self, buffer: Tensor) -> _NodeViews:
         world = self._inside.world
@@ -352,37 +369,44 @@ class Sum:
         self.count = max(cut.num_chunks for cut in cuts)
         # The lanes that have anything in a chunk, and their sum.
         self._chunks: list[tuple[list[int], SumChunk | NodesChunk]] = []
-        made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}
+        made: dict[tuple[int, ...], SumChunk | NodesChunk] = {}  # chunks of the same lengths have the same
         for index in range(self.count):
             lengths = tuple(cut.span(index).numel for cut in cuts)
             some = [i for i, numel in enumerate(lengths) if numel]
-            if lengths not in made:
-                parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
-                made[lengths] = (
-                    NodesChunk(links, parts, scale)
-                    if len(links) == 2
-                    else SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
-                )
+            parts = [lanes[i]._replace(numel=lengths[i]) for i in some]
+            if len(links) == 2:
+                made[lengths] = NodesChunk(links, parts, scale, index)
+            elif lengths not in made:
+                made[lengths] = SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
             self._chunks.append((some, made[lengths]))
-        self._nothing: list[Memory | None] = [None] * len(lanes)
+        self._places = [lane << 48 for lane in range(len(lanes))]
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self.run_lanes(room, tensors, step, self._nothing, None)
+        self.run_lanes(room, tensors, step)
 
     def run_lanes(
-        self, room: Room, xs: Sequence[Tensor], step: int, memories: Sequence[Memory | None], bad: Bad | None
+        self,
+        room: Room,
+        xs: Sequence[Tensor],
+        step: int,
+        memories: Sequence[Memory | None] | None = None,
+        bad: Bad | None = None,
     ) -> None:
         """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite."""
+        mixed = hashing.mix64(step)
         if self.count == 1:
-            self._chunks[0][1].run(room, xs, [Key(step, 0, lane) for lane in range(len(xs))], memories, bad)
+            self._chunks[0][1].run(room, xs, [mixed ^ place for place in self._places], memories, bad)
             return
         for index, (some, chunk) in enumerate(self._chunks):
             spans = [self._cuts[i].span(index) for i in some]
             parts = [xs[i].view(-1)[span.begin : span.end] for i, span in zip(some, spans, strict=True)]
-            pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
+            steps = [mixed ^ (self._places[i] | index << 16) for i in some]
+            pieces = None
+            if memories is not None:
+                pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
             noted = None if bad is None else bad._replace(call=bad.call + index)
-            chunk.run(room, parts, [Key(step, index, i) for i in some], pieces, noted)
+            chunk.run(room, parts, steps, pieces, noted)
 
 
 def _slice(memory: Memory | None, span: Span) -> Memory | None:

@@ -48,7 +48,7 @@ def remember(
     if any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
         return
     if program is not None or len(channel.transports) == 1:
-        channel.quick[verb, codec, algorithm, how, *_kinds(tensors)] = program or call.text
+        channel.quick[verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors]] = program or call.text
 
 
 def quick(
@@ -58,25 +58,23 @@ def quick(
     codec: object,
     algorithm: str,
     *how: object,
-    outputs: int = 1,
     step: int | None = None,
     async_op: bool = False,
 ) -> Any:
     """Run a call whose like was remembered; UNKNOWN where it was not. `how`: the op of a sum, or a broadcast's source.
 
-    The first `outputs` of the tensors are written.
+    The first of the tensors is written.
     """
     try:
         members: Any = dist.group.WORLD if group is None else group
         channel = known_channel(members, tensors[0].device)
         if channel is None:
             return UNKNOWN
-        found = channel.quick[verb, codec, algorithm, how, *_kinds(tensors)]
+        dtype = tensors[0].dtype
+        found = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
-    if channel.failure or not all(
-        type(t) in _PLAIN and t.is_contiguous() and t.dtype == tensors[0].dtype for t in tensors
-    ):
+    if channel.failure or not all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in tensors):
         return UNKNOWN
     if isinstance(found, str) and async_op:
         return UNKNOWN
@@ -87,8 +85,4 @@ def quick(
         torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, number, found)
         return None
     at = channel.next_step() if step is None else check_step(step)
-    return channel.start(found, tensors, tensors[:outputs], at, async_op=async_op)
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[object]:
-    return [tensors[0].dtype, *(tensor.shape for tensor in tensors)]
+    return channel.start(found, tensors, tensors[:1], at, async_op=async_op)

@@ -158,6 +158,22 @@ def _blocks(
     **constants: Any,
 ) -> Prepared:
     """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16."""
+    return blocks(kernel, how, layout, config, device, wire_at, stride, grouped, {}, **constants)
+
+
+def blocks(
+    kernel: str,
+    how: Encoding,
+    layout: Layout,
+    config: Config,
+    device: torch.device,
+    wire_at: int,
+    stride: int,
+    grouped: bool,
+    more: dict[str, Any],
+    **constants: Any,
+) -> Prepared:
+    """The same with `more` arguments that are known beforehand."""
     T = tile_of(how, layout, config, wire_at, stride, grouped)
     full = layout.numel // layout.format.block
     ragged = full < layout.num_blocks
@@ -172,6 +188,7 @@ def _blocks(
         "tail_root": tail_root,
         "levels": levels(table, device),
         "cells": cells(table, device),
+        **more,
     }
     constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
     grid = max(1, -(-full // T.rows) + ragged)
@@ -190,7 +207,14 @@ def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride:
 @lru_cache(maxsize=4096)
 def _plain(kernel: str, layout: Layout, device: torch.device, work: int, **constants: bool) -> Prepared:
     """A kernel of wires without blocks that has `work` bytes to do."""
-    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
+    return plain_wires(kernel, layout, device, work, {}, **constants)
+
+
+def plain_wires(
+    kernel: str, layout: Layout, device: torch.device, work: int, more: dict[str, Any], **constants: bool
+) -> Prepared:
+    """The same with `more` arguments that are known beforehand."""
+    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8, **more}
     constants = {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants}
     return Prepared(getattr(plain, kernel), device, max(1, -(-work // PLAIN_BYTES)), PLAIN_WARPS, known, constants)
 
@@ -253,10 +277,16 @@ def _grouped(x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def halves(name: str, key: int) -> dict[str, int]:
+    """The two halves of a key, by name."""
+    low, high = split(key)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def split(key: int) -> tuple[int, int]:
     """A 64-bit key as two signed numbers of 32 bits: Triton types an integer by its size, and these are alike."""
     low = key & 0xFFFFFFFF
     high = key >> 32
-    return {f"{name}_low": low - ((low >> 31) << 32), f"{name}_high": high - ((high >> 31) << 32)}
+    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
 @cache  # never dropped: a CUDA graph may hold their addresses

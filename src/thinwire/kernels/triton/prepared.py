@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from thinwire.kernels.triton.compiling import Noted, noted, telling
@@ -36,8 +37,8 @@ class Prepared:
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         beforehand = {**known, **constants}
         self._kernel = kernel
-        self._device = device
-        self._grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
+        self.device = device
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         self._warps = warps
         self._args = [beforehand.get(name) for name in kernel.arg_names]
         self._places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
@@ -45,12 +46,11 @@ class Prepared:
         kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
         self._found = _found.setdefault((kernel, device, warps, kinds), {})
 
-    def __call__(self, **given: Any) -> None:
-        """Start the kernel with the arguments that were not known."""
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
-            with torch.cuda.device(self._device):
-                self(**given)
-            return
+    def __call__(self, **given: Any) -> Any:
+        """Start the kernel with the arguments that were not known; gives the compiled one, if it was started."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self(**given)
         args = self._args.copy()
         kinds: list[Any] = []  # of the given: their integers are not specialised, apart from their width
         for name, value in given.items():
@@ -65,23 +65,79 @@ class Prepared:
         if ahead is not None:  # [Note: Compiled ahead]
             if found is None:
                 ahead[id(self._found), key] = Noted(self._kernel.__name__, lambda: self._compile(args))
-            return
+            return None
         if found is not None:
-            found[self._grid](*args)
-            return
+            found[self.grid](*args)
+            return found
         assert given.keys() == self._places.keys(), f"expected {[*self._places]}, got {[*given]}"
         with telling("compiling GPU kernels as codecs are first used"):
-            found = self._kernel[self._grid](*args, num_warps=self._warps, enable_fp_fusion=False)
+            found = self._kernel[self.grid](*args, num_warps=self._warps, enable_fp_fusion=False)
         if found is not None:  # the interpreter compiles nothing
             changing = self._kernel.do_not_specialize
             assert all(name in changing for name, value in given.items() if isinstance(value, int))
             self._found[key] = found
+        return found
+
+    def place(self, name: str) -> int:
+        """Where an argument that is not known stands."""
+        return self._places[name]
+
+    def known(self) -> list[Any]:
+        """All arguments, None in place of those that are not known."""
+        return self._args.copy()
 
     def _compile(self, args: list[Any]) -> None:
         """Compile and load; Triton finds the kernel at the next launch. In any thread."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            made = self._kernel.warmup(*args, grid=self._grid, num_warps=self._warps, enable_fp_fusion=False)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            made = self._kernel.warmup(*args, grid=self.grid, num_warps=self._warps, enable_fp_fusion=False)
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
+
+
+class Repeated:
+    """A prepared kernel that is started again and again, by the addresses of tensors and by numbers of 32 bits.
+
+    [Note: By address] The way from tensors to a launch is most of what a small call costs. Where all tensors begin on
+    multiples of 16 bytes, which they nearly always do, there is one compiled kernel, and it is started by their
+    addresses at once. The order of the arguments is that of the names.
+    """
+
+    def __init__(self, prepared: Prepared, tensors: tuple[str, ...], numbers: tuple[str, ...] = ()) -> None:
+        self._prepared = prepared
+        self._names = (*tensors, *numbers)
+        self._places = [prepared.place(name) for name in tensors]
+        self._later = [prepared.place(name) for name in numbers]
+        self._args = prepared.known()
+        self._start: Any = None  # of the compiled kernel
+        self._device = prepared.device.index
+
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
+        """Start it on the current stream."""
+        args = self._args.copy()
+        odd = 0
+        for place, tensor in zip(self._places, tensors, strict=True):
+            address = tensor.data_ptr()
+            odd |= address
+            args[place] = address
+        if odd & 15 or self._start is None or noted.get() is not None or _device() != self._device:
+            self._by_name(tensors, numbers, aligned=odd & 15 == 0)
+            return
+        for place, number in zip(self._later, numbers, strict=True):
+            args[place] = number
+        self._start(_stream(self._device), args)
+
+    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, aligned: bool) -> None:
+        found = self._prepared(**dict(zip(self._names, (*tensors, *numbers), strict=True)))
+        if aligned and _DIRECT and hasattr(found, "packed_metadata"):
+            grid = self._prepared.grid
+            run = found.run
+            function = found.function
+            packed = found.packed_metadata
+            self._start = lambda stream, args: run(*grid, stream, function, packed, None, None, None, *args)
+
+
+_DIRECT = triton.__version__.startswith("3.6.")  # whose compiled kernels are started as above; others by name
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has neither
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _kind(value: Any, alike: bool) -> Any:

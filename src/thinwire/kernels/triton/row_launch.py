@@ -1,5 +1,6 @@
 """The launches of messages in rows (kernels/rows.py): what is known when they are made, and the rest at every call."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode,
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import INTERPRETED, launch, row_blocks, row_plain, tuning
 from thinwire.kernels.triton.launch import Config
-from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.tile import LONG_WARPS, MOST_CODES, Tile
 from thinwire.wire import Kind, Layout
 
@@ -23,15 +24,18 @@ _ROWS = {"encode": row_blocks.encode_rows, "decode": row_blocks.decode_rows, "re
 class Launches:
     """Launches of one operation, by how the tensors of a call lie: each is made when it is first needed."""
 
-    def __init__(self, make: Callable[[bool], Prepared]) -> None:
+    def __init__(
+        self, make: Callable[[bool], Prepared], tensors: tuple[str, ...], numbers: tuple[str, ...] = ()
+    ) -> None:
         self._make = make
-        self._made: dict[bool, Prepared] = {}
+        self._names = (tensors, numbers)
+        self._made: dict[bool, Repeated] = {}
 
-    def __call__(self, grouped: bool) -> Prepared:
+    def __call__(self, grouped: bool) -> Repeated:
         """The launch for tensors of which four neighbours can be read at once, or not."""
         found = self._made.get(grouped)
         if found is None:
-            found = self._made[grouped] = self._make(grouped)
+            found = self._made[grouped] = Repeated(self._make(grouped), *self._names)
         return found
 
 
@@ -41,61 +45,71 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     seed = launch.halves("seed", hashing.mix64(job.seed))
     known |= {**seed, "by_row": by_row, "first_row": first_row, "factor": feedback.factor if feedback else 1.0}
     mode = _MODES[feedback.mode if feedback else ""]
-    raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
-    launches = Launches(
-        lambda grouped: (
-            _blocks("encode", job, known, grouped, MODE=mode)
-            if job.how.format.block
-            else _plain(row_plain.encode_plain_rows, job, known, grouped, RAW=raw)
-        )
-    )
-    step_of = _step_halves if job.how.keyed else _no_step
+    even = job.rows.each % 4 == 0
     if not job.how.format.block:
-        return lambda x, wires, mixed, memory: launches(_grouped(job, x))(x=x, wire=wires)
+        raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
+        plain = Launches(
+            lambda grouped: _plain(row_plain.encode_plain_rows, job, known, grouped, RAW=raw), ("x", "wire")
+        )
+        return lambda x, wires, mixed, memory: plain(even and _grouped(x))((x, wires))
+    launches = Launches(
+        lambda grouped: _blocks("encode", job, known, grouped, MODE=mode),
+        ("x", "memory", "left", "wire"),
+        ("step_low", "step_high"),
+    )
+    keyed = job.how.keyed
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         kept, left = (x, x) if memory is None else (memory.kept, memory.left)
-        grouped = _grouped(job, x, kept, left)
-        launches(grouped)(x=x, memory=kept, left=left, wire=wires, **step_of("step", mixed))
+        grouped = even and _grouped(x) and (memory is None or (_grouped(kept) and _grouped(left)))
+        launches(grouped)((x, kept, left, wires), launch.split(mixed) if keyed else (0, 0))
 
     return encode
 
 
 def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback: Feedback | None) -> Recode:
     """See rows.recoder."""
-    begin, end = job.rows.span(row)
-    numel = end - begin
-    dtype = torch.float32
-    config = tuning.choose("recode", job.how, dtype, job.device, numel, world)
-    stream = hashing.DITHER_RECODE if own < 0 else hashing.DITHER
+    layout = job.layout(row)
+    config = tuning.choose("recode", job.how, torch.float32, job.device, layout.numel, world)
+    even = job.rows.each % 4 == 0
+    keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
+    key_names = ("key_low", "key_high", "dither_low", "dither_high")
+    if own >= 0:
+        make = functools.partial(_own, job, row, world, own, scale, feedback, config=config)
+        tensors = ("wire", "out", "x", "memory", "left") if layout.format.block else ("wire", "out", "x")
+        adding = Launches(lambda grouped: make(grouped=grouped), tensors, key_names if layout.format.block else ())
+        if not layout.format.block:
+            return lambda wires, wire, mixed, x, memory: adding(even and _grouped(x))((wires, wire, x))  # type: ignore[arg-type]
 
-    def keys(mixed: int) -> tuple[int, int]:
-        if not job.how.keyed:
-            return 0, 0
-        step = hashing.row_step(mixed, row)
-        rotation = hashing.key(job.seed, step, hashing.ROTATION) if job.how.format.rotated else 0
-        return rotation, hashing.key(job.seed, step, stream) if job.how.stochastic else 0
+        def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+            assert x is not None
+            kept, left = (x, x) if memory is None else (memory.kept, memory.left)
+            grouped = even and _grouped(x) and (memory is None or (_grouped(kept) and _grouped(left)))
+            adding(grouped)((wires, wire, x, kept, left), keys(mixed))
 
-    def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
-        wires_WN = wires.as_strided((world, job.layout(row).nbytes), (job.stride, 1), wires.storage_offset())
-        rotation, dither = keys(mixed)
-        launch.recode(job.how, wires_WN, wire, numel, scale, rotation, dither, config)
+        return recode_own
+    known = {"stride": job.stride, "world": world, "scale": float(scale)}
+    if not layout.format.block:
+        work = 4 * layout.numel
+        summing = launch.plain_wires("recode_plain", layout, job.device, work, known, GROUPED=True, CHECK=False)
+        plain = Repeated(summing, ("wire", "out"))
+        return lambda wires, wire, mixed, x, memory: plain((wires, wire))
+    constants = {"WORLD": launch.unrolled(world), "CHECK": False}
+    made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
+    blocks = Repeated(made, ("wire", "out"), key_names)
+    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), keys(mixed))
 
-    if own < 0:
-        return recode
-    launches = Launches(lambda grouped: _own(job, row, world, own, scale, feedback, grouped, config))
-    if not job.how.format.block:
-        return lambda wires, wire, mixed, x, memory: launches(_grouped(job, x))(wire=wires, out=wire, x=x)
 
-    def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
-        assert x is not None
-        kept, left = (x, x) if memory is None else (memory.kept, memory.left)
-        grouped = _grouped(job, x, kept, left)
-        rotation, dither = keys(mixed)
-        halves = {**launch.halves("key", rotation), **launch.halves("dither", dither)}
-        launches(grouped)(wire=wires, out=wire, x=x, memory=kept, left=left, **halves)
+def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], tuple[int, int, int, int]]:
+    """The halves of a row's keys of rotation and dither, of a mixed step."""
+    seed = hashing.mix64(job.seed)
 
-    return recode_own
+    def keys(mixed: int) -> tuple[int, int, int, int]:
+        base = hashing.mix64(seed ^ hashing.row_step(mixed, row))
+        rotation = launch.split(hashing.mix64(base ^ hashing.ROTATION)) if job.how.format.rotated else (0, 0)
+        return (*rotation, *(launch.split(hashing.mix64(base ^ stream)) if job.how.stochastic else (0, 0)))
+
+    return keys if job.how.keyed else lambda mixed: (0, 0, 0, 0)
 
 
 def decoder(
@@ -105,44 +119,33 @@ def decoder(
     known: dict[str, Any] = {"each": job.rows.each, "stride": job.stride, "skip": skip, "short": job.rows.short}
     known |= {"own": own, "world": world, "factor": share, "scale": float(scale)}
     mode = _MODES[feedback.mode if feedback else ""]
-    if not job.how.format.block:
-        plain = {
-            counted: Launches(
-                lambda grouped, counted=counted: _plain(  # type: ignore[misc]
-                    row_plain.decode_plain_rows, job, known, grouped, COUNT=counted
-                )
-            )
-            for counted in (False, True)
-        }
-
-        def decode_plain(
-            wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
-        ) -> None:
-            noted, call = (wires, 0) if bad is None else bad
-            found = plain[bad is not None](_grouped(job, out))
-            found(wire=wires, out=out, source=out if source is None else source, bad=noted, call=call)
-
-        return decode_plain
+    even = job.rows.each % 4 == 0
+    constants = {"WORLD": launch.unrolled(world), "CALM": abs(scale) * world < launch.SMALL_NORM, "MODE": mode}
     norm = reference.f32(scale)
-    calm = abs(scale) * world < launch.SMALL_NORM
-    constants = {"WORLD": launch.unrolled(world), "CALM": calm, "MODE": mode}
-    blocks = {
-        counted: Launches(
-            lambda grouped, counted=counted: _blocks(  # type: ignore[misc]
-                "decode", job, known, grouped, norm, world, COUNT=counted and not mode, **constants
-            )
-        )
-        for counted in (False, True)
-    }
+
+    def make(grouped: bool, counted: bool) -> Prepared:
+        if not job.how.format.block:
+            return _plain(row_plain.decode_plain_rows, job, known, grouped, COUNT=counted)
+        return _blocks("decode", job, known, grouped, norm, world, COUNT=counted and not mode, **constants)
+
+    plain = not job.how.format.block
+    tensors = ("wire", "out", "source", "bad", *(() if plain else ("left", "memory", "mean")))
+    launches = [Launches(functools.partial(make, counted=counted), tensors, ("call",)) for counted in (False, True)]
 
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
     ) -> None:
-        kept, left, mean = (out, out, None) if memory is None else memory
         noted, call = (wires, 0) if bad is None else bad
-        tensors = {"left": left, "memory": kept, "mean": out if mean is None else mean}
-        found = blocks[bad is not None](_grouped(job, out, *tensors.values()))
-        found(wire=wires, out=out, source=out if source is None else source, **tensors, bad=noted, call=call)
+        copied = out if source is None else source
+        grouped = even and _grouped(out)
+        if plain:
+            launches[bad is not None](grouped)((wires, out, copied, noted), (call,))
+            return
+        kept, left, mean = (out, out, out) if memory is None else memory
+        if memory is not None:
+            grouped = grouped and _grouped(kept) and _grouped(left) and (mean is None or _grouped(mean))
+        found = launches[bad is not None](grouped)
+        found((wires, out, copied, noted, left, kept, out if mean is None else mean), (call,))
 
     return decode
 
@@ -155,8 +158,8 @@ def scanner(job: RowJob, world: int) -> Scan:
     known = {"stride": job.stride, "short": short, "a_scales_at": first.scales_at}
     known |= {"a_blocks": first.num_blocks, "b_blocks": last.num_blocks}
     grid = (-(-first.num_blocks // row_blocks.SCANNED.value), short + 1)
-    made = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
-    return lambda wires, bad: made(wire=wires, bad=bad.noted, call=bad.call)
+    made = Repeated(Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {}), ("wire", "bad"), ("call",))
+    return lambda wires, bad: made((wires, bad.noted), (bad.call,))
 
 
 def adds_own(job: RowJob) -> bool:
@@ -196,7 +199,15 @@ def _blocks(
 
 
 def _own(
-    job: RowJob, row: int, world: int, own: int, scale: float, feedback: Feedback | None, grouped: bool, config: Config
+    job: RowJob,
+    row: int,
+    world: int,
+    own: int,
+    scale: float,
+    feedback: Feedback | None,
+    *,
+    grouped: bool,
+    config: Config,
 ) -> Prepared:
     layout = job.layout(row)
     known: dict[str, Any] = {"stride": job.stride, "world": world - 1, "own": own, "scale": float(scale)}
@@ -267,13 +278,6 @@ def _tile(job: RowJob, config: Config, grouped: bool) -> Tile:
     return replace(first, words=tuple(a and b for a, b in zip(first.words, last.words, strict=True)))
 
 
-def _grouped(job: RowJob, *tensors: Any) -> bool:
-    """Whether four neighbours can be read at once in all rows of all tensors."""
-    return job.rows.each % 4 == 0 and all(tensor.data_ptr() % (4 * tensor.itemsize) == 0 for tensor in tensors)
-
-
-_step_halves = launch.halves
-
-
-def _no_step(name: str, mixed: int) -> dict[str, int]:
-    return launch.halves(name, 0)
+def _grouped(tensor: Any) -> bool:
+    """Whether four neighbours can be read at once."""
+    return bool(tensor.data_ptr() % (4 * tensor.itemsize) == 0)
