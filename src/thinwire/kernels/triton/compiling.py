@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from thinwire.kernels.triton import INTERPRETED
@@ -52,8 +53,10 @@ def compiling(follow: Callable[[Sequence[Any]], Iterable[Any]] = iter) -> Iterat
         yield
     finally:
         noted.reset(token)
+    if not kernels:
+        return
     start = time.perf_counter()
-    with telling(f"compiling {len(kernels)} GPU kernels"), ThreadPoolExecutor(_threads()) as pool:
+    with telling(f"compiling {len(kernels)} GPU kernels"), _alone(), ThreadPoolExecutor(_threads()) as pool:
         waits = [_Wait(kernel.name, pool.submit(kernel.compile)) for kernel in kernels.values()]
         try:
             for wait in follow(waits):
@@ -75,8 +78,23 @@ class _Wait:
 
 
 def _threads() -> int:
-    """Ranks of a machine compile at the same time, and share its cores."""
-    return max(2, min(MOST_THREADS, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(2, min(MOST_THREADS, os.cpu_count() or 2))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Ranks of a machine need the same kernels: one at a time compiles, and the next find them in Triton's cache."""
+    from triton import knobs  # here, where it is imported already
+
+    with ExitStack() as stack:
+        with suppress(OSError, ImportError):  # a folder that cannot be locked: each compiles for itself
+            import fcntl
+
+            folder = Path(knobs.cache.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "thinwire.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
