@@ -109,7 +109,7 @@ def test_levels_come_in_two_bytes() -> None:
 
 def words_in_memory() -> list[int]:
     """What kernels of 4-bit levels find in memory."""
-    return [word & 0xFFFFFFFF for word in launch._levels(4, torch.device("cpu")).tolist()]
+    return [word & 0xFFFFFFFF for word in launch.levels(4, torch.device("cpu")).tolist()]
 
 
 @pytest.mark.parametrize("upper", [False, True])

@@ -1,7 +1,6 @@
-import fcntl
-
 """Launches of GPU kernels: arguments by name, a compiled kernel kept by what Triton distinguishes, or made ahead."""
 
+import fcntl
 import logging
 import threading
 import time

@@ -109,8 +109,13 @@ class Message:
 
     def meet(self) -> None:
         """Compare the message with the other ranks' before its program runs for the first time."""
-        Call(self.channel, self._text, known=self._met)
-        self._met = True
+        channel = self.channel
+        if self._met and channel.failure is None and not channel.handshakes[0].every_call:
+            with channel.lock:
+                channel.calls += 1
+        else:
+            Call(channel, self._text, known=self._met)
+            self._met = True
 
     def run(
         self,

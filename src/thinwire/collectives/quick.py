@@ -74,9 +74,10 @@ def quick(
         found = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
-    if channel.failure or not all(type(t) in _PLAIN and t.is_contiguous() and t.dtype == dtype for t in tensors):
-        return UNKNOWN
-    if isinstance(found, str) and async_op:
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.dtype != dtype:
+            return UNKNOWN
+    if channel.failure or (async_op and type(found) is str):
         return UNKNOWN
     with channel.lock:
         channel.calls += 1

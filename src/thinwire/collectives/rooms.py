@@ -6,8 +6,7 @@ stream has scratch of its own, so that nobody waits for it. NCCL itself keeps th
 which they were started, on whatever stream.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -33,13 +32,14 @@ class CallersRoom(Room):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = 0  # the one that used it last
+        self._has_streams = device.type == "cuda"
 
     def reserve(self, nbytes: int) -> Tensor:
-        if self.device.type == "cuda":
+        if self._has_streams:
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
             if stream != self._stream:
                 self._move(stream)
-        return super().reserve(nbytes)
+        return self.buffer if self.buffer.numel() >= nbytes else super().reserve(nbytes)
 
     def _move(self, stream: int) -> None:
         """Wait for the stream that used the scratch last."""
@@ -58,18 +58,32 @@ class TurnRoom(Room):
         self.stream = torch.cuda.Stream(device)
         self._begun = torch.cuda.Event()
 
-    @contextlib.contextmanager
-    def entered(self, memory: Iterable[Tensor]) -> Iterator[torch.cuda.Stream]:
-        """Its stream is the current one, and runs after what the caller's has so far.
+    def entered(self, memory: Iterable[Tensor]) -> "_Entered":
+        """Inside, its stream is the current one, and runs after what the caller's has so far.
 
         `memory` is not given to others before the stream is done with it, should its owner let go of it.
         """
         self._begun.record(torch.cuda.current_stream(self.device))
         self.stream.wait_event(self._begun)
-        with torch.cuda.stream(self.stream):
-            yield self.stream
-        for tensor in memory:
-            tensor.record_stream(self.stream)
+        return _Entered(self.stream, memory)
+
+
+class _Entered:
+    def __init__(self, stream: torch.cuda.Stream, memory: Iterable[Tensor]) -> None:
+        self._stream = stream
+        self._memory = memory
+        self._before: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> torch.cuda.Stream:
+        self._before = torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        assert self._before is not None
+        torch.cuda.set_stream(self._before)
+        for tensor in self._memory:
+            tensor.record_stream(self._stream)
 
 
 class Rooms:

@@ -31,22 +31,34 @@ class GradientSet:
     """What one message averages: gradients, flat and real, with their parameters' names and shapes."""
 
     names: Names
-    shapes: tuple[torch.Size, ...]
-    views: Sequence[Tensor]
-    buffer: Tensor | None  # what the views are the parts of, in order; None if they are scattered
+    shapes: Sequence[torch.Size]
+    buffer: Tensor | None  # what holds them all, one after the other; None if they are scattered
+    scattered: Sequence[Tensor] = ()
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of their dtype and device."""
+        return self.scattered[0] if self.buffer is None else self.buffer
+
+    @functools.cached_property
+    def views(self) -> Sequence[Tensor]:
+        """Every gradient."""
+        if self.buffer is None:
+            return self.scattered
+        sizes = [shape.numel() for shape in self.shapes]
+        factor = self.buffer.numel() // max(1, sum(sizes))  # 2 for complex parameters
+        found: Sequence[Tensor] = self.buffer.split([factor * size for size in sizes])
+        return found
 
 
 def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> GradientSet:
     """The gradients that lie in a buffer, one parameter after the other; those without elements are left out."""
     real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-    factor = real.numel() // max(1, sum(shape.numel() for shape in shapes))  # 2 for complex parameters
-    views: Sequence[Tensor] = real.split([factor * shape.numel() for shape in shapes])
-    if not all(view.numel() for view in views):
-        filled = [i for i, view in enumerate(views) if view.numel()]
+    if any(0 in shape for shape in shapes):
+        filled = [i for i, shape in enumerate(shapes) if shape.numel()]
         names = tuple(names[i] for i in filled)
         shapes = [shapes[i] for i in filled]
-        views = [views[i] for i in filled]
-    return GradientSet(names, tuple(shapes), views, real)
+    return GradientSet(names, shapes, real)
 
 
 class Memories:
@@ -132,7 +144,7 @@ class Averager:
     def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         """Start to average gradients, in place; the future holds `output`."""
         assert self.group is not None
-        like = gradients.views[0]
+        like = gradients.like
         key = gradients.names, like.dtype, like.device, gradients.buffer is None
         if key not in self._buckets:
             self._buckets[key] = self._new_bucket(gradients, like, self.group)

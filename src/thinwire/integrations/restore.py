@@ -83,7 +83,7 @@ class Restorer:
             if names not in self._sent and all(name in self._held for name in names):
                 self._sent.append(names)
                 shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
-                done = self._average(GradientSet(names, shapes, views, None), views[0])
+                done = self._average(GradientSet(names, shapes, None, views), views[0])
                 for waiting in set(owners):
                     done.add_done_callback(functools.partial(waiting.got, names))
         return owner.future

@@ -43,6 +43,8 @@ class StreamedBucket:
         self._numbers: Tensor | None = None  # those that are aside
         self._kernels: Any = kernels.select(device)
         self._first = True
+        self._xs: list[Tensor] | None = None  # the numbers of every lane, where they lie in the buffer at `_address`
+        self._address = 0
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
@@ -55,13 +57,10 @@ class StreamedBucket:
             self._compile(buffer, step)
         bad = tally.bad(self._program.count, buffer.device)
         future = new_future(buffer.device)
-        with channel.lock, contextlib.ExitStack() as stack:
-            room = channel.rooms.next()
-            if room is not None:
-                stack.enter_context(room.entered([buffer]))
+        room = channel.rooms.next()
+        with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
             xs = self._begin(buffer)
-            memories = [self._memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
-            self._program.run_lanes(room or channel.rooms.here, xs, step, memories, bad)
+            self._program.run_lanes(room or channel.rooms.here, xs, step, self._memories(xs), bad)
             self._end(buffer, xs)
             future.set_result(output)
         return future
@@ -73,9 +72,8 @@ class StreamedBucket:
             return
         with kernels.compiling():
             xs = self._begin(buffer)
-            memories = [self._memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
             nothing = Bad(torch.zeros(2, dtype=torch.int32, device=buffer.device), 0)
-            self._program.run_lanes(channel.rooms.here, xs, step, memories, nothing)
+            self._program.run_lanes(channel.rooms.here, xs, step, self._memories(xs), nothing)
             if self._index is not None:
                 self._kernels.put_back(buffer, self._index, self._numbers)
 
@@ -86,6 +84,8 @@ class StreamedBucket:
                 self._numbers = torch.empty(self._index.numel(), dtype=buffer.dtype, device=buffer.device)
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
             self._kernels.set_aside(buffer, self._index, self._numbers, kept, self._gaps)
+        if self._xs is not None and self._address == buffer.data_ptr():
+            return self._xs
         found = []
         at = 0
         for lane in self._lanes:
@@ -96,22 +96,29 @@ class StreamedBucket:
             else:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        if all(lane.aside or len(lane.stretches) == 1 for lane in self._lanes):  # views, which stay as they are
+            self._xs = found
+            self._address = buffer.data_ptr()
         return found
 
     def _end(self, buffer: Tensor, xs: Sequence[Tensor]) -> None:
         """Bring the numbers of lanes that did not lie in one piece back."""
-        for lane, x in zip(self._lanes, xs, strict=True):
+        for lane, x in zip(self._lanes, xs, strict=True) if self._xs is None else ():
             if not lane.aside and len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
         if self._index is not None:
             self._kernels.put_back(buffer, self._index, self._numbers)
 
-    def _memory(self, carry: Any, x: Tensor) -> Memory | None:
-        if carry is None:
+    def _memories(self, xs: Sequence[Tensor]) -> list[Memory | None] | None:
+        if not any(self._carries):
             return None
-        kept, mean = carry.memories
-        return Memory(kept.tensor, x, None if mean is None else mean.tensor)
+        return [None if carry is None else _memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
+
+
+def _memory(carry: Any, x: Tensor) -> Memory:
+    kept, mean = carry.memories
+    return Memory(kept.tensor, x, None if mean is None else mean.tensor)
 
 
 def streamed(

@@ -15,7 +15,7 @@ from thinwire.kernels.schema import LLOYD, Encoding, decoding
 from thinwire.kernels.triton import INTERPRETED, aside, plain
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
-from thinwire.kernels.triton.prepared import Prepared
+from thinwire.kernels.triton.prepared import Prepared, Repeated
 from thinwire.kernels.triton.recode_blocks import recode_kernel
 from thinwire.kernels.triton.tile import LONG_WARPS, Tile, tile
 from thinwire.wire import Format, Kind, Layout
@@ -108,20 +108,26 @@ def recode(
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
     """See schema.Backend."""
-    launch = _moving(aside.set_aside_kernel, index.numel(), x.device)
-    blanks = 0 if gaps is None else gaps.numel()
-    kept = x if memory is None else memory
-    launch(x=x, index=index, out=out, memory=kept, gaps=index if gaps is None else gaps, blanks=blanks)
+    start = _setting_aside(index.numel(), 0 if gaps is None else gaps.numel(), x.device)
+    start((x, index, out, x if memory is None else memory, index if gaps is None else gaps))
 
 
 def put_back(x: Tensor, index: Tensor, values: Tensor) -> None:
     """See schema.Backend."""
-    _moving(aside.put_back_kernel, index.numel(), x.device)(x=x, index=index, values=values)
+    _putting_back(index.numel(), x.device)((x, index, values))
 
 
 @lru_cache(maxsize=1024)
-def _moving(kernel: Any, count: int, device: torch.device) -> Prepared:
-    return Prepared(kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
+def _setting_aside(count: int, blanks: int, device: torch.device) -> Repeated:
+    grid = -(-count // aside.MOVED.value)
+    made = Prepared(aside.set_aside_kernel, device, grid, 4, {"count": count, "blanks": blanks}, {})
+    return Repeated(lambda _: made, ("x", "index", "out", "memory", "gaps"))
+
+
+@lru_cache(maxsize=1024)
+def _putting_back(count: int, device: torch.device) -> Repeated:
+    made = Prepared(aside.put_back_kernel, device, -(-count // aside.MOVED.value), 4, {"count": count}, {})
+    return Repeated(lambda _: made, ("x", "index", "values"))
 
 
 def unrolled(world: int) -> int:

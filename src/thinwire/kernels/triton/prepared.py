@@ -6,6 +6,8 @@ dtypes, pointers on 16 bytes or not, integers that are longer than 32 bits and, 
 that are 1 or multiples of 16.
 """
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -94,49 +96,74 @@ class Prepared:
 
 
 class Repeated:
-    """A prepared kernel that is started again and again, by the addresses of tensors and by numbers of 32 bits.
+    """A kernel that is started again and again, by the addresses of tensors and by numbers of 32 bits.
 
     [Note: By address] The way from tensors to a launch is most of what a small call costs. Where all tensors begin on
     multiples of 16 bytes, which they nearly always do, there is one compiled kernel, and it is started by their
-    addresses at once. The order of the arguments is that of the names.
+    addresses at once. Otherwise `make` is asked for a kernel for tensors of which four neighbours can be read at once,
+    or not. The order of the arguments is that of the names.
     """
 
-    def __init__(self, prepared: Prepared, tensors: tuple[str, ...], numbers: tuple[str, ...] = ()) -> None:
-        self._prepared = prepared
+    def __init__(
+        self,
+        make: Callable[[bool], Prepared],
+        tensors: tuple[str, ...],
+        numbers: tuple[str, ...] = (),
+        even: bool = True,
+    ) -> None:
+        self._make = functools.cache(make)
         self._names = (*tensors, *numbers)
-        self._places = [prepared.place(name) for name in tensors]
-        self._later = [prepared.place(name) for name in numbers]
-        self._args = prepared.known()
-        self._start: Any = None  # of the compiled kernel
-        self._device = prepared.device.index
+        self._floats = ("x", "out", "left", "memory", "mean")
+        self._even = even  # whether rows too begin where four neighbours do
+        self._places: list[int] = []
+        self._args: list[Any] = []
+        self._start: Any = None  # of the compiled kernel; [Note: By address]
+        self._first: tuple[Any, ...] = ()  # its arguments before the kernel's own
+        self._device = -1
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Start it on the current stream."""
-        args = self._args.copy()
+        values = [tensor.data_ptr() for tensor in tensors]
         odd = 0
-        for place, tensor in zip(self._places, tensors, strict=True):
-            address = tensor.data_ptr()
+        for address in values:
             odd |= address
-            args[place] = address
-        if odd & 15 or self._start is None or noted.get() is not None or _device() != self._device:
+        if odd & 15 or self._device != _device() or noted.get() is not None:
             self._by_name(tensors, numbers, aligned=odd & 15 == 0)
             return
-        for place, number in zip(self._later, numbers, strict=True):
-            args[place] = number
-        self._start(_stream(self._device), args)
+        values += numbers
+        args = self._args.copy()
+        for place, value in zip(self._places, values, strict=True):
+            args[place] = value
+        self._start(*self._first[:3], _stream(self._device), *self._first[3:], *args)
 
     def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, aligned: bool) -> None:
-        found = self._prepared(**dict(zip(self._names, (*tensors, *numbers), strict=True)))
-        if aligned and _DIRECT and hasattr(found, "packed_metadata"):
-            grid = self._prepared.grid
-            run = found.run
-            function = found.function
-            packed = found.packed_metadata
-            self._start = lambda stream, args: run(*grid, stream, function, packed, None, None, None, *args)
+        given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
+        floats = [given[name] for name in self._floats if name in given and given[name].dtype != torch.uint8]
+        prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
+        found = prepared(**given)
+        if found is None or not aligned or not _DIRECT:
+            return
+        run = found.run
+        if run.global_scratch_size or run.profile_scratch_size:
+            return
+        self._args = prepared.known()
+        self._places = [prepared.place(name) for name in self._names]
+        self._start = run.launch
+        scratch = (None, None)
+        metadata = (found.packed_metadata, None, None, None)
+        self._first = (
+            *prepared.grid,
+            found.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+            *scratch,
+            *metadata,
+        )
+        self._device = prepared.device.index
 
 
 _DIRECT = triton.__version__.startswith("3.6.")  # whose compiled kernels are started as above; others by name
-_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has neither
+_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # a build without CUDA has neither
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 

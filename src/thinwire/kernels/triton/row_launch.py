@@ -21,24 +21,6 @@ _MODES = {"": 0, "classic": 2, "ef21": 3}  # tiles.OWED, tiles.CHANGE
 _ROWS = {"encode": row_blocks.encode_rows, "decode": row_blocks.decode_rows, "recode": row_blocks.recode_own}
 
 
-class Launches:
-    """Launches of one operation, by how the tensors of a call lie: each is made when it is first needed."""
-
-    def __init__(
-        self, make: Callable[[bool], Prepared], tensors: tuple[str, ...], numbers: tuple[str, ...] = ()
-    ) -> None:
-        self._make = make
-        self._names = (tensors, numbers)
-        self._made: dict[bool, Repeated] = {}
-
-    def __call__(self, grouped: bool) -> Repeated:
-        """The launch for tensors of which four neighbours can be read at once, or not."""
-        found = self._made.get(grouped)
-        if found is None:
-            found = self._made[grouped] = Repeated(self._make(grouped), *self._names)
-        return found
-
-
 def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedback | None) -> Encode:
     """See rows.encoder."""
     known: dict[str, Any] = {"each": job.rows.each, "stride": job.stride, "skip": skip, "short": job.rows.short}
@@ -48,21 +30,19 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     even = job.rows.each % 4 == 0
     if not job.how.format.block:
         raw = job.how.format.kind == Kind.IDENTITY and job.dtype == job.layout(0).plain_dtype
-        plain = Launches(
-            lambda grouped: _plain(row_plain.encode_plain_rows, job, known, grouped, RAW=raw), ("x", "wire")
+        plain = Repeated(
+            lambda grouped: _plain(row_plain.encode_plain_rows, job, known, grouped, RAW=raw), ("x", "wire"), (), even
         )
-        return lambda x, wires, mixed, memory: plain(even and _grouped(x))((x, wires))
-    launches = Launches(
-        lambda grouped: _blocks("encode", job, known, grouped, MODE=mode),
-        ("x", "memory", "left", "wire"),
-        ("step_low", "step_high"),
+        return lambda x, wires, mixed, memory: plain((x, wires))
+    tensors = ("x", "wire", "memory", "left")
+    blocks = Repeated(
+        lambda grouped: _blocks("encode", job, known, grouped, MODE=mode), tensors, ("step_low", "step_high"), even
     )
     keyed = job.how.keyed
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
-        kept, left = (x, x) if memory is None else (memory.kept, memory.left)
-        grouped = even and _grouped(x) and (memory is None or (_grouped(kept) and _grouped(left)))
-        launches(grouped)((x, kept, left, wires), launch.split(mixed) if keyed else (0, 0))
+        kept, left = (x, x) if memory is None else memory[:2]
+        blocks((x, wires, kept, left), launch.split(mixed) if keyed else (0, 0))
 
     return encode
 
@@ -77,26 +57,26 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     if own >= 0:
         make = functools.partial(_own, job, row, world, own, scale, feedback, config=config)
         tensors = ("wire", "out", "x", "memory", "left") if layout.format.block else ("wire", "out", "x")
-        adding = Launches(lambda grouped: make(grouped=grouped), tensors, key_names if layout.format.block else ())
+        names = key_names if layout.format.block else ()
+        adding = Repeated(lambda grouped: make(grouped=grouped), tensors, names, even)
         if not layout.format.block:
-            return lambda wires, wire, mixed, x, memory: adding(even and _grouped(x))((wires, wire, x))  # type: ignore[arg-type]
+            return lambda wires, wire, mixed, x, memory: adding((wires, wire, x))  # type: ignore[arg-type]
 
         def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
             assert x is not None
-            kept, left = (x, x) if memory is None else (memory.kept, memory.left)
-            grouped = even and _grouped(x) and (memory is None or (_grouped(kept) and _grouped(left)))
-            adding(grouped)((wires, wire, x, kept, left), keys(mixed))
+            kept, left = (x, x) if memory is None else memory[:2]
+            adding((wires, wire, x, kept, left), keys(mixed))
 
         return recode_own
     known = {"stride": job.stride, "world": world, "scale": float(scale)}
     if not layout.format.block:
         work = 4 * layout.numel
         summing = launch.plain_wires("recode_plain", layout, job.device, work, known, GROUPED=True, CHECK=False)
-        plain = Repeated(summing, ("wire", "out"))
+        plain = Repeated(lambda _: summing, ("wire", "out"))
         return lambda wires, wire, mixed, x, memory: plain((wires, wire))
     constants = {"WORLD": launch.unrolled(world), "CHECK": False}
     made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
-    blocks = Repeated(made, ("wire", "out"), key_names)
+    blocks = Repeated(lambda _: made, ("wire", "out"), key_names)
     return lambda wires, wire, mixed, x, memory: blocks((wires, wire), keys(mixed))
 
 
@@ -130,22 +110,21 @@ def decoder(
 
     plain = not job.how.format.block
     tensors = ("wire", "out", "source", "bad", *(() if plain else ("left", "memory", "mean")))
-    launches = [Launches(functools.partial(make, counted=counted), tensors, ("call",)) for counted in (False, True)]
+    launches = [
+        Repeated(functools.partial(make, counted=counted), tensors, ("call",), even) for counted in (False, True)
+    ]
 
     def decode(
         wires: Tensor, out: Tensor, memory: Memory | None, bad: Bad | None, source: Tensor | None = None
     ) -> None:
         noted, call = (wires, 0) if bad is None else bad
         copied = out if source is None else source
-        grouped = even and _grouped(out)
+        start = launches[bad is not None]
         if plain:
-            launches[bad is not None](grouped)((wires, out, copied, noted), (call,))
+            start((wires, out, copied, noted), (call,))
             return
         kept, left, mean = (out, out, out) if memory is None else memory
-        if memory is not None:
-            grouped = grouped and _grouped(kept) and _grouped(left) and (mean is None or _grouped(mean))
-        found = launches[bad is not None](grouped)
-        found((wires, out, copied, noted, left, kept, out if mean is None else mean), (call,))
+        start((wires, out, copied, noted, left, kept, out if mean is None else mean), (call,))
 
     return decode
 
@@ -158,7 +137,8 @@ def scanner(job: RowJob, world: int) -> Scan:
     known = {"stride": job.stride, "short": short, "a_scales_at": first.scales_at}
     known |= {"a_blocks": first.num_blocks, "b_blocks": last.num_blocks}
     grid = (-(-first.num_blocks // row_blocks.SCANNED.value), short + 1)
-    made = Repeated(Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {}), ("wire", "bad"), ("call",))
+    prepared = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
+    made = Repeated(lambda _: prepared, ("wire", "bad"), ("call",))
     return lambda wires, bad: made((wires, bad.noted), (bad.call,))
 
 
@@ -276,8 +256,3 @@ def _tile(job: RowJob, config: Config, grouped: bool) -> Tile:
     first = launch.tile_of(job.how, job.layout(0), config, 0, 0, grouped)
     last = launch.tile_of(job.how, job.layout(job.rows.short), config, 0, 0, grouped)
     return replace(first, words=tuple(a and b for a, b in zip(first.words, last.words, strict=True)))
-
-
-def _grouped(tensor: Any) -> bool:
-    """Whether four neighbours can be read at once."""
-    return bool(tensor.data_ptr() % (4 * tensor.itemsize) == 0)
