@@ -44,15 +44,24 @@ class Call:
         return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
 
     def start(
-        self, program: Program, tensors: Sequence[Tensor], outputs: Sequence[Tensor], step: int | None, async_op: bool
+        self,
+        program: Program,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        step: int | None,
+        async_op: bool,
+        written: int = 1,
     ) -> Work | None:
-        """Run a program, whose first tensors stand for the outputs; where one is not contiguous, on copies."""
+        """Run a program that writes the first `written` tensors; where one is not contiguous, on copies.
+
+        `outputs` are the caller's own, of which they are parts or other views.
+        """
         number = self.channel.next_step() if step is None else check_step(step)
         first = not self.known
         rows = [tensor.detach() for tensor in tensors]
         if all(row.is_contiguous() for row in rows):
             return self.channel.start(program, rows, outputs, number, async_op=async_op, first=first)
-        copying = Copying(program, len(outputs))
+        copying = Copying(program, written)
         return self.channel.start(copying, rows, outputs, number, async_op=async_op, first=first)
 
     def run(

@@ -166,7 +166,8 @@ def _run(
 ) -> Work | None:
     if plan.program is not None:
         tensors = [*outputs, *(part.contiguous() for part in inputs)]
-        return call.start(plan.program, tensors, outputs, step, async_op)
+        program = programs.Returning(plan.program, copies) if copies else plan.program
+        return call.start(program, tensors, results, step, async_op, written=len(outputs))
     link = call.channel.transport
     flats_out = [Flat([part]) for part in outputs]
     flats_in = [Flat([part]) for part in inputs]

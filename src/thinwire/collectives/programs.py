@@ -95,18 +95,32 @@ class Scratch(Generic[Views]):
 
 @dataclass(frozen=True)
 class Copying:
-    """A program on tensors that do not lie in one piece: on copies, of which the first `outputs` go back."""
+    """A program on tensors that do not lie in one piece: on copies, of which the first `written` go back."""
 
     program: Program
-    outputs: int
+    written: int
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         copies = [tensor.contiguous() for tensor in tensors]
         self.program.run(room, copies, step)
-        for tensor, copy in zip(tensors[: self.outputs], copies, strict=False):
+        for tensor, copy in zip(tensors[: self.written], copies, strict=False):
             if copy is not tensor:
                 tensor.copy_(copy)
+
+
+@dataclass(frozen=True)
+class Returning:
+    """A program whose results go on to tensors that do not lie in one piece: (tensor, numbers) of each."""
+
+    program: Program
+    copies: Sequence[tuple[Tensor, Tensor]]
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        self.program.run(room, tensors, step)
+        for tensor, numbers in self.copies:
+            tensor.detach().copy_(numbers.view(tensor.shape))
 
 
 @dataclass(frozen=True)

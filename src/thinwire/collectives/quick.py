@@ -20,7 +20,7 @@ from thinwire.collectives.programs import Program
 UNKNOWN: Any = object()  # in place of a result: nothing of this kind was remembered
 _PLAIN = (Tensor, nn.Parameter)
 _NOW: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda g, x, op: g.allreduce([x], _SUM),  # without the checks of torch's Python side
+    "all_reduce": lambda g, x, op: g.allreduce([x], _OPTIONS[op]),  # without the checks of torch's Python side
     "reduce_scatter": lambda g, out, x, op: transport.reduce_scatter_single(
         out.view(-1), x.view(-1), group=g, async_op=True
     ),
@@ -28,8 +28,10 @@ _NOW: dict[str, Callable[..., Any]] = {
     "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
     "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
 }
-_SUM: Any = dist.AllreduceOptions()
-_SUM.asyncOp = True
+_OPTIONS: dict[Any, Any] = {op: dist.AllreduceOptions() for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
+for _op, _options in _OPTIONS.items():
+    _options.reduceOp = _op
+    _options.asyncOp = True
 
 
 def remember(

@@ -78,13 +78,14 @@ def _all_reduce(
     key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     is_plain = plan.reducer is None or plan.codec is None
-    if verb == "all_reduce" and (plan.program is not None or (is_plain and reduction.name == "sum")):
+    by_torch = is_plain and (reduction.name == "sum" or (reduction.name == "avg" and channel.transport.has_all_ops))
+    if verb == "all_reduce" and (plan.program is not None or by_torch):
         remember(call, plan.program, verb, tensors, codec, algorithm, op)
     if plan.reducer is None or plan.codec is None:
         return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
     if plan.program is not None:
         program = plan.program if len(parts) == 1 else Coalesced(plan.program)
-        return call.start(program, parts, tensors, step, async_op)
+        return call.start(program, parts, tensors, step, async_op, written=len(parts))
     lane = Lane(flat, plan.cut, plan.codec, plan.codec, across=plan.across)
     scale = reduction.scale(channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
