@@ -233,6 +233,27 @@ def recoded(
     return wire
 
 
+def check_aside(backend: str, device: torch.device, dtype: torch.dtype, n: int = 3001) -> None:
+    """Numbers that lie here and there are set aside and put back, and a memory forgets what it has at the gaps."""
+    x = torch.randn(n, generator=seeded(n)).to(device, dtype)
+    memory = torch.randn(n, generator=seeded(n, 1)).to(device, torch.bfloat16)
+    index = torch.randperm(n, generator=seeded(n, 2))[: n // 2].to(device)
+    gaps = index[: n // 4] + 0
+    place = BACKENDS[backend]
+    for forgets in (True, False):
+        y = x.clone()
+        kept = memory.clone()
+        out = torch.full((len(index),), math.nan, dtype=dtype, device=device)
+        place.set_aside(y, index, out, kept if forgets else None, gaps if forgets else None)
+        assert_same(out, x[index], "what was set aside")
+        assert_same(y, torch.where(torch.isin(torch.arange(n, device=device), index), 0, x), "what it was taken from")
+        left = torch.where(torch.isin(torch.arange(n, device=device), gaps), 0, memory) if forgets else memory
+        assert_same(kept, left, "the memory")
+        place.put_back(y, index, -out)
+        assert_same(y[index], -x[index], "what was put back")
+        assert_same(y.index_fill(0, index, 0), x.index_fill(0, index, 0), "what was not moved")
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """A tensor, or a list of them, on a device; anything else as it is."""
     if isinstance(value, list):

@@ -235,6 +235,12 @@ def test_every_tensor_at_an_odd_address(codec: Codec, place: Place) -> None:
 # --- threads, callers, processes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("place", [*cases.ON_CPU, pytest.param(Place("reference", cases.CPU)), *cases.ON_CUDA], ids=str)
+def test_numbers_are_set_aside_and_put_back(place: Place, dtype: torch.dtype) -> None:
+    cases.check_aside(place.backend, place.device, dtype)
+
+
 @needs_cpu
 @pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:

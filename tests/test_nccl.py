@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
 
 import thinwire
 from cases import CPU, assert_same, decoded, digest, given, no_host_sync, seeded, shifted, wire_of
 from ranks import RankPool
 from replicas import (
+    CAP,
     READY,
     Dtypes,
     Given,
@@ -49,6 +52,8 @@ from thinwire import (
     compress_ddp,
     functional as F,  # noqa: N812
 )
+from thinwire.collectives import transport
+from thinwire.collectives.work import new_future
 from thinwire.optim import OneBitAdam
 
 Device = torch.device
@@ -731,6 +736,130 @@ def test_no_step_of_ddp_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(steps_without_sync, timeout=LIMIT_S) == [[]] * world
 
 
+# --- what a known call takes ------------------------------------------------------------------------------------------
+
+TIMES = 10
+TAKEN: dict[str, tuple[int, tuple[str, ...]]] = {  # launches of codecs, and messages
+    "all_reduce two_phase": (3, ("all_to_all", "all_gather")),
+    "all_reduce one_shot": (2, ("all_gather",)),
+    f"{OWN}reduce_scatter_tensor": (2, ("all_to_all",)),
+    "all_gather_into_tensor": (2, ("all_gather",)),
+    f"{OWN}all_to_all_single": (2, ("all_to_all",)),
+    "broadcast from 0": (2, ("broadcast",)),
+}
+MOST_EVENTS = 4  # recorded or waited for, by an asynchronous call and whoever waits for it
+MOST_OF_BUCKET = 12  # launches, of two lanes of which one has feedback
+
+
+def profiled(call: Callable[[], object]) -> Counter[str]:
+    """What torch and CUDA are asked for by so many calls, by name."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(TIMES):
+            call()
+        torch.cuda.synchronize()
+    return Counter({event.key: event.count for event in seen.key_averages()})
+
+
+def some(counts: Counter[str], *parts: str) -> int:
+    """How often names were seen that have one of these in them."""
+    return sum(count for name, count in counts.items() if any(part in name for part in parts))
+
+
+def bare_messages(place: Place) -> dict[str, Callable[[], object]]:
+    """The messages of programs, by torch itself."""
+    whole, other = (torch.zeros(4096 * place.world, dtype=torch.uint8, device=place.device) for _ in range(2))
+    own = whole.view(place.world, -1)[place.rank]
+    return {
+        "all_to_all": partial(dist.all_to_all_single, other, whole, group=place.group),
+        "all_gather": partial(transport.all_gather_single, whole, own, group=place.group),
+        "broadcast": partial(dist.broadcast, whole, group=place.group, group_src=0),
+    }
+
+
+def awaited(call: Call) -> None:
+    work = call(async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def too_much(call: Callable[[], object], launches: int, bare: Counter[str], events: int) -> list[str]:
+    """What calls take besides so many launches of codecs, their messages, and so many events."""
+    for _ in range(3):
+        call()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with no_host_sync():
+        for _ in range(TIMES):
+            call()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    seen = profiled(call)
+    more = seen - bare
+    launched = some(seen, "LaunchKernel") - some(bare, "LaunchKernel")
+    recorded = some(seen, "EventRecord", "StreamWaitEvent") - some(bare, "EventRecord", "StreamWaitEvent")
+    told = {
+        f"{allocated} allocations": allocated > 0,
+        f"{launched / TIMES} launches, not {launches}": launched != TIMES * launches,
+        f"{recorded / TIMES} events, not {events}": recorded > TIMES * events,
+        f"operations {[name for name in more if name.startswith('aten::')]}": some(more, "aten::") > 0,
+    }
+    return [line for line, wrong in told.items() if wrong]
+
+
+def taken(group: Group, kinds: Sequence[Kind]) -> list[str]:
+    """What known calls take that they should not."""
+    place = on_nccl(group)
+    bare = {name: profiled(call) for name, call in bare_messages(place).items()}
+    wrong = []
+    for kind in kinds:
+        calls = calls_of(place, kind)
+        for name, (launches, messages) in TAKEN.items():
+            call = calls[name][0]
+            codecs = launches - ("broadcast" in name and place.rank != 0)  # who has nothing to encode
+            own = sum((bare[message] for message in messages), Counter[str]())
+            for way, run, events in (("", call, 0), ("async ", partial(awaited, call), MOST_EVENTS)):
+                wrong += [f"{way}{name}, {kind}: {line}" for line in too_much(run, codecs, own, events)]
+    return wrong
+
+
+@each_world
+def test_a_known_call_takes_few_launches_and_nothing_else(ranks: RankPool, world: int) -> None:
+    kinds = [Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003, factor="avg"), Kind("none", 60_001)]
+    assert ranks(world).run(taken, kinds, timeout=LIMIT_S) == [[]] * world
+
+
+def unchanged(state: object, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+    """A hook that averages nothing."""
+    future = new_future(bucket.buffer().device)
+    future.set_result(bucket.buffer())
+    return future
+
+
+def launches_of_step(group: Group, count: int) -> float:
+    """Launches that averaging adds to a step of one bucket of so many parameters, half of them biases, exempt."""
+    place = on_nccl(group)
+    shapes = {f"{kind}{i}": (40, 50)[: 2 - (kind == "b")] for i in range(count // 2) for kind in "wb"}
+    gradients = [gradient.to(place.device) for gradient in draw(place.rank, 0, shapes)]
+    found = []
+    for options in (None, {"feedback": "classic", "algorithm": "two_phase", "measure_every": 0}):
+        model = wrap(Given(shapes), place.group, 4096, device=place.device)
+        if options is None:
+            model.register_comm_hook(None, unchanged)
+        else:
+            compress_ddp(model, "lloyd2", **options)
+        for _ in range(3):
+            model(*gradients).backward()
+        found.append(some(profiled(lambda model=model: model(*gradients).backward()), "LaunchKernel"))
+    return (found[1] - found[0]) / TIMES
+
+
+@each_world
+def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, world: int) -> None:
+    few, many = (ranks(world).run(launches_of_step, count, timeout=LIMIT_S) for count in (4, 40))
+    assert few == many
+    assert 0 < max(few) <= MOST_OF_BUCKET, few
+
+
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
 
 
@@ -803,9 +932,16 @@ def dyadic(rank: int, step: int, dtypes: Dtypes = torch.float32, per_unit: int =
     return [((x.float() * per_unit).round() / per_unit).to(x.dtype) for x in draw(rank, step, dtypes=dtypes)]
 
 
-def means(place: Place, options: Options, dtypes: Dtypes = torch.float32, poisoned: int | None = None) -> Outputs:
+def means(
+    place: Place,
+    options: Options,
+    dtypes: Dtypes = torch.float32,
+    poisoned: int | None = None,
+    cap: float = CAP,
+    ready: Sequence[str] = READY,
+) -> Outputs:
     """What DDP makes of a rank's gradients at every step, and what it remembers; at one, rank 1 has NaN and Inf."""
-    model = wrap(Given(dtypes=dtypes, ready=READY), place.group, device=place.device)
+    model = wrap(Given(dtypes=dtypes, ready=ready), place.group, cap, device=place.device)
     handle = compress_ddp(model, **options)
     found = {}
     for step in range(STEPS):

@@ -14,7 +14,10 @@ PROGRAMS = [
         pytest.param(marks=pytest.mark.program(HERE / "interpreted.py", half, **APART), id=half)
         for half in ("even", "odd")
     ),
-    pytest.param(marks=pytest.mark.program(HERE / "interpreted_fakes.py", **APART), id="fakes"),
+    *(
+        pytest.param(marks=pytest.mark.program(HERE / f"interpreted_{name}.py", **APART), id=name)
+        for name in ("fakes", "rows")
+    ),
 ]
 
 

@@ -163,7 +163,7 @@ class _SumLane:
             feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
         self.keeps_own = two_phase and (lane.exact_own or bool(lane.feedback))
         own = link.rank if self.keeps_own else -1
-        first = _job(lane.first, self.shape, lane, link.device, stride)
+        first = _job(lane.first if two_phase else lane.codec, self.shape, lane, link.device, stride)
         self.job = _job(lane.codec, self.shape, lane, link.device, stride)
         self.encode = rows.encoder(first, skip=own, by_row=int(two_phase), feedback=feedback)
         self.recode: rows.Recode | None = None

@@ -1,0 +1,219 @@
+"""Calls as programs (collectives/programs.py), which NCCL runs: they give the bytes that operations give.
+
+Rows travel over gloo here (tests/rowed.py), so that no GPU is needed. tests/test_program_counts.py counts what a
+program takes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cases import CPU, assert_same, digest
+from ranks import RankPool
+from replicas import Group
+from rowed import RowedTransport, rowed
+from test_collectives import Case, reduce_cases, reduced_range
+from test_nccl import (
+    MESH_TRAININGS,
+    OWN,
+    Kind,
+    Options,
+    Outputs,
+    Place,
+    hierarchies,
+    in_flight,
+    layouts,
+    means,
+    sums_of,
+    trainings,
+    two_nodes,
+    verbs,
+)
+from thinwire.collectives import channel, chunks, programs
+
+BF16 = torch.bfloat16
+SHARED = ("one_shot", "two_phase")
+each_world = pytest.mark.parametrize("world", [2, 3, 4])
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def links() -> list[RowedTransport]:
+    """All transports in use, inside `rowed`."""
+    states = list(channel._groups.values())
+    return [link for state in states for link in state.transports.values() if isinstance(link, RowedTransport)]
+
+
+def on_both(
+    group: Group, turns: int, run: Callable[..., Outputs], *args: Any
+) -> tuple[list[str], dict[str, str], int, int]:
+    """Where programs differ from operations, digests of what they made, and their messages: in rows, bytes in pairs."""
+    place = Place(group, CPU)
+    wanted = run(place, *args)
+    wrong = []
+    with rowed():
+        for turn in range(turns):
+            found = run(place, *args)
+            assert list(found) == list(wanted)
+            for name, want in wanted.items():
+                try:
+                    assert_same(found[name], want, f"{name}, turn {turn}")
+                except AssertionError as error:
+                    wrong.append(str(error))
+        rows = sum(len(link.log) for link in links())
+        pairs = sum(link.sent for link in links())  # by operations alone
+    return wrong, {name: digest(x) for name, x in found.items() if not name.startswith(OWN)}, rows, pairs
+
+
+def check_both(ranks: RankPool, world: int, turns: int, run: Callable[..., Outputs], *args: Any) -> tuple[int, int]:
+    """Run by all ranks: the bytes of operations, and the same on all ranks. Gives rank 0's messages."""
+    answers = ranks(world).run(on_both, turns, run, *args)
+    wrong = [f"rank {rank}: {line}" for rank, (lines, *_) in enumerate(answers) for line in lines]
+    assert not wrong, f"{len(wrong)} outputs differ from those of operations\n" + "\n".join(wrong[:40])
+    differing = [name for name in answers[0][1] if len({shared[name] for _, shared, *_ in answers}) > 1]
+    assert differing == [], "ranks differ"
+    return answers[0][2:]
+
+
+# --- verbs: calls that are made again are found by what they were given (collectives/quick.py) ------------------------
+
+SHORT: tuple[tuple[int, float | str], ...] = ((1, "avg"), (1003, "sum"), (7, -3.0))
+KINDS = [
+    *(Kind(codec, n, factor=f) for codec, few in (("int8", 3), ("lloyd4", 2)) for n, f in SHORT[:few]),
+    *(Kind(codec, 1003) for codec in ("none", "bf16", "lloyd1:scale=unbiased", "e4m3:block=64")),
+    *(Kind(codec, 511, BF16, "avg") for codec in ("none", "int3:block=40,mode=affine,rounding=stochastic")),
+    Kind("none", 5003, torch.float16, -0.25),
+    Kind("int4:block=32", 5003, factor="avg"),
+]
+
+
+@each_world
+def test_every_verb_has_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
+    rows, _ = check_both(ranks, world, 2, verbs, KINDS)
+    assert rows == 2 * len(KINDS) * (11 + world)  # two sums in two phases, a broadcast from every rank, and 7 more
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
+    kinds = [Kind("int8", 0), Kind("none", 7, torch.float64), Kind("bysize(small=bf16; large=int4; min_numel=9)", 11)]
+    check_both(ranks, world, 1, verbs, kinds)
+
+
+@pytest.mark.parametrize(("world", "run"), [(3, layouts), (2, in_flight), (3, in_flight)])
+def test_layouts_and_calls_under_way(ranks: RankPool, world: int, run: Callable[..., Outputs]) -> None:
+    check_both(ranks, world, 1, run)
+
+
+def test_sums_on_a_mesh_have_the_bytes_of_operations(ranks: RankPool) -> None:
+    rows, _ = check_both(ranks, 4, 1, hierarchies)
+    assert rows >= 5 * 3 * 3  # fp32, of each pair of codecs and length: inside, across, inside
+
+
+# --- long messages, in chunks -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def short_wires() -> Iterator[None]:
+    """Programs cut messages into chunks of half a kilobyte, and so do operations, in the same places."""
+
+    def cut(numel: int, wire: int, world: int, shards: int, unit: int) -> chunks.Cut:
+        return programs.stream_cut(numel, wire, shards, unit)
+
+    with mock.patch.multiple(chunks, cut=cut, _WHOLE=4), mock.patch.multiple(programs, MAX_WIRE_BYTES=512):
+        yield
+
+
+def in_chunks(place: Place, run: Callable[..., Outputs], *args: Any) -> Outputs:
+    with short_wires():
+        return run(place, *args)
+
+
+def sums(place: Place, kinds: Sequence[Kind]) -> Outputs:
+    """Sums in place of every kind."""
+    found = {}
+    for kind in kinds:
+        for name, (call, outputs) in sums_of(place, kind, 5).items():
+            if "reduce_scatter" not in name:
+                call()
+                found[f"{name}, {kind}"] = torch.cat(outputs)
+    return found
+
+
+LONG = [Kind("int8", 2001, factor="avg"), Kind("lloyd4", 4001), Kind("none", 1500, BF16)]
+
+
+@each_world
+def test_chunks_have_the_bytes_of_the_same_chunks_of_operations(ranks: RankPool, world: int) -> None:
+    rows, _ = check_both(ranks, world, 2, in_chunks, sums, LONG)
+    assert rows > 2 * len(LONG) * 2 * (1 + 2) * 4  # of more than four chunks each
+
+
+def rowed_cases(group: Group, cases: Sequence[Case]) -> tuple[list[str], list[torch.Tensor]]:
+    with rowed(), short_wires():
+        return reduce_cases(group, cases, CPU)
+
+
+@each_world
+def test_chunks_are_within_the_error_and_the_same_on_all_ranks(ranks: RankPool, world: int) -> None:
+    cases = [Case(codec, 2003, a, "avg") for codec in ("none", "int8", "int4:block=32") for a in SHARED]
+    answers = ranks(world).run(rowed_cases, cases)
+    for case, got, *digests in zip(cases, answers[0][1], *(answer[0] for answer in answers), strict=True):
+        assert len(set(digests)) == 1, f"ranks differ: {case}"
+        reduced_range(case, world).assert_holds(got, str(case))
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+
+BACKWARDS = ("e", "d", "c", "b", "a")  # biases between weights
+ONE = 64.0  # kilobytes: one bucket
+CLASSIC = {"codec": "lloyd2", "feedback": "classic"}
+EF21 = {"codec": "lloyd2", "feedback": "ef21"}
+INT8 = {"codec": "int8", "feedback": "none"}
+TRAININGS: list[tuple[Options, dict[str, Any]]] = [
+    (INT8, {"poisoned": 3}),
+    (CLASSIC, {"poisoned": 3}),
+    (EF21, {"poisoned": 3, "cap": ONE, "ready": BACKWARDS}),  # memories of what is set aside
+    ({**CLASSIC, "residual_dtype": BF16}, {"cap": ONE, "ready": BACKWARDS}),
+    ({**CLASSIC, "residual_dtype": torch.int8}, {}),  # has no program
+    ({"codec": "int4", "feedback": "classic", "exempt": "none"}, {}),
+    ({"codec": "lloyd2", "feedback": "none"}, {}),  # in two phases the first has another scale
+    (CLASSIC, {"dtypes": BF16, "poisoned": 3}),
+    (EF21, {"dtypes": BF16}),
+    ({**INT8, "policy": {"a": "lloyd4"}}, {"cap": ONE}),  # a lane in two stretches
+    ({**CLASSIC, "policy": {"a": "int4"}}, {"cap": ONE}),
+]
+
+
+def trained(place: Place, algorithm: str, table: Sequence[tuple[Options, dict[str, Any]]]) -> Outputs:
+    found = {}
+    for options, how in table:
+        for name, x in means(place, {"algorithm": algorithm, **options}, **how).items():
+            found[f"{OWN if name.startswith(OWN) else ''}{options}, {how}, {name}"] = x
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "algorithm", "count"), [(2, "one_shot", 99), (3, "two_phase", 99), (2, "two_phase", 3), (4, "auto", 3)]
+)
+def test_ddp_has_the_means_and_memories_of_operations(ranks: RankPool, world: int, algorithm: str, count: int) -> None:
+    table = TRAININGS[-count:]
+    rows, _ = check_both(ranks, world, 1, trained, algorithm, table)
+    assert rows >= 5 * (len(table) - 1)  # of every step but the first, which is measured
+
+
+def test_chunks_of_ddp_have_the_means_and_memories_of_operations(ranks: RankPool) -> None:
+    check_both(ranks, 2, 1, in_chunks, trained, "two_phase", TRAININGS[:3])
+
+
+def test_ddp_on_a_mesh_has_the_means_of_operations(ranks: RankPool) -> None:
+    rows, _ = check_both(ranks, 4, 1, on_mesh)
+    assert rows > 0
+
+
+def on_mesh(place: Place) -> Outputs:
+    return trainings(place, MESH_TRAININGS, mesh=two_nodes(place))
