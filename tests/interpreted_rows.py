@@ -80,7 +80,7 @@ class Ranks:
         self.memories: list[Memory | None] = [None] * self.world
         self.xs = [torch.randn(numel, generator=cases.seeded(numel, rank)).to(case.dtype) for rank in range(self.world)]
         if case.broken:
-            self.xs[1][numel // 2] = torch.nan
+            self.xs[1][case.rows.each - 1] = torch.nan  # in the last block of the first row
         if case.mode in ("classic", "ef21"):
             self.feedback = Feedback(case.mode, self.world if case.mode == "classic" else -self.world)
             self.memories = [self._memory(rank, x, case.kept) for rank, x in enumerate(self.xs)]

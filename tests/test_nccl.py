@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -755,10 +756,12 @@ def profiled(call: Callable[[], object]) -> Counter[str]:
     """What torch and CUDA are asked for by so many calls, by name."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-        for _ in range(TIMES):
-            call()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the profiler's, about itself
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+            for _ in range(TIMES):
+                call()
+            torch.cuda.synchronize()
     return Counter({event.key: event.count for event in seen.key_averages()})
 
 
