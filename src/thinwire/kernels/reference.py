@@ -372,7 +372,7 @@ def _symmetric(
     half = 1 << how.format.bits - 1
     qmax = half - 1
     cap_K1 = _truncate_bf16(torch.full_like(peak_K1, FLOAT_MAX / qmax)) / post_K1.clamp(min=1)
-    scale_K1 = torch.minimum((peak_K1 / qmax).to(torch.bfloat16).float(), cap_K1)
+    scale_K1 = torch.minimum(_divided(peak_K1, qmax).to(torch.bfloat16).float(), cap_K1)
     t_KB = x_KB * _inverse(scale_K1)
     if how.stochastic:
         t_KB = t_KB + _dither(x_KB, lo, dither)
@@ -385,7 +385,7 @@ def _affine(how: Encoding, x_KB: Tensor, post_K1: Tensor, lo: int, dither: int) 
     size_K1 = post_K1.clamp(min=1)
     limit_K1 = _over(BF16_MAX, size_K1)
     minimum_K1 = torch.maximum(_floor_bf16(x_KB.amin(1, keepdim=True)), -limit_K1) + 0.0  # no -0
-    scale_K1 = _floor_bf16((minimum_K1 - x_KB.amax(1, keepdim=True)) / top).abs()
+    scale_K1 = _floor_bf16(_divided(minimum_K1 - x_KB.amax(1, keepdim=True), top)).abs()
     most_K1 = ((_over(FLOAT_MAX * (1 - 2.0**-20), size_K1) - minimum_K1) / scale_K1).floor().clamp(max=top)
     most_K1 = torch.where(scale_K1 == 0, torch.full_like(most_K1, top), most_K1)
     t_KB = (x_KB - minimum_K1) * _inverse(scale_K1)
@@ -521,6 +521,11 @@ def _dither(x_KB: Tensor, lo: int, key: int) -> Tensor:
     """Uniform in [-1/2, 1/2), 24 bits, by element index."""
     index = torch.arange(lo, lo + x_KB.numel(), device=x_KB.device)
     return (((_hash(index, key) >> 8) - (1 << 23)).float() * 2.0**-24).view_as(x_KB)
+
+
+def _divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once on every device: by a number itself torch multiplies with its inverse on a GPU."""
+    return x / torch.full_like(x, by)
 
 
 def set_aside(x: Tensor, index: Tensor, out: Tensor, memory: Tensor | None, gaps: Tensor | None) -> None:
