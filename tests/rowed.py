@@ -49,10 +49,14 @@ def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags)
 
 
 @contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Nothing is known about any group: not what calls of other tests, who change how messages are cut, have planned."""
+    with mock.patch.object(channel, "_groups", type(channel._groups)()):
+        yield
+
+
+@contextlib.contextmanager
 def rowed() -> Iterator[None]:
-    """Groups that are used inside for the first time run programs; what was kept about others comes back at the end."""
-    with (
-        mock.patch.object(transport, "transport", _rowed_transport),
-        mock.patch.object(channel, "_groups", type(channel._groups)()),
-    ):
+    """Nothing is known about any group, and calls run programs; what was known comes back at the end."""
+    with anew(), mock.patch.object(transport, "transport", _rowed_transport):
         yield

@@ -15,7 +15,7 @@ import torch
 from cases import CPU, assert_same, digest
 from ranks import RankPool
 from replicas import Group
-from rowed import RowedTransport, rowed
+from rowed import RowedTransport, anew, rowed
 from test_collectives import Case, reduce_cases, reduced_range
 from test_nccl import (
     MESH_TRAININGS,
@@ -54,7 +54,8 @@ def on_both(
 ) -> tuple[list[str], dict[str, str], int, int]:
     """Where programs differ from operations, digests of what they made, and their messages: in rows, bytes in pairs."""
     place = Place(group, CPU)
-    wanted = run(place, *args)
+    with anew():
+        wanted = run(place, *args)
     wrong = []
     with rowed():
         for turn in range(turns):

@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
+from thinwire.collectives.rooms import Room
 from thinwire.collectives.work import new_future
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
@@ -40,11 +41,8 @@ class StreamedBucket:
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
-        self._numbers: Tensor | None = None  # those that are aside
         self._kernels: Any = kernels.select(device)
         self._first = True
-        self._xs: list[Tensor] | None = None  # the numbers of every lane, where they lie in the buffer at `_address`
-        self._address = 0
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
@@ -54,61 +52,45 @@ class StreamedBucket:
         assert channel.rooms is not None
         if self._first:
             self._first = False
-            self._compile(buffer, step)
+            if channel.stream is not None:
+                with kernels.compiling():
+                    self._launch(channel.rooms.here, buffer, step, tally.bad(0, buffer.device))
         bad = tally.bad(self._program.count, buffer.device)
         future = new_future(buffer.device)
         room = channel.rooms.next()
         with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
-            xs = self._begin(buffer)
-            self._program.run_lanes(room or channel.rooms.here, xs, step, self._memories(xs), bad)
-            self._end(buffer, xs)
+            self._launch(room or channel.rooms.here, buffer, step, bad)
             future.set_result(output)
         return future
 
-    def _compile(self, buffer: Tensor, step: int) -> None:
-        """Compile all kernels of the bucket at once, before the first of them is needed."""
-        channel = self._message.channel
-        if channel.stream is None or channel.rooms is None:
-            return
-        with kernels.compiling():
-            xs = self._begin(buffer)
-            nothing = Bad(torch.zeros(2, dtype=torch.int32, device=buffer.device), 0)
-            self._program.run_lanes(channel.rooms.here, xs, step, self._memories(xs), nothing)
-            if self._index is not None:
-                self._kernels.put_back(buffer, self._index, self._numbers)
-
-    def _begin(self, buffer: Tensor) -> list[Tensor]:
-        """The numbers of every lane, each in one piece."""
+    def _launch(self, room: Room, buffer: Tensor, step: int, bad: Bad) -> None:
+        aside = None
         if self._index is not None:
-            if self._numbers is None:
-                self._numbers = torch.empty(self._index.numel(), dtype=buffer.dtype, device=buffer.device)
+            aside = torch.empty(self._index.numel(), dtype=buffer.dtype, device=buffer.device)
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
-            self._kernels.set_aside(buffer, self._index, self._numbers, kept, self._gaps)
-        if self._xs is not None and self._address == buffer.data_ptr():
-            return self._xs
+            self._kernels.set_aside(buffer, self._index, aside, kept, self._gaps)
+        xs = self._numbers(buffer, aside)
+        self._program.run_lanes(room, xs, step, self._memories(xs), bad)
+        for lane, x in zip(self._lanes, xs, strict=True):
+            if not lane.aside and len(lane.stretches) > 1:
+                parts = [buffer[begin:end] for begin, end in lane.stretches]
+                torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
+        if aside is not None:
+            self._kernels.put_back(buffer, self._index, aside)
+
+    def _numbers(self, buffer: Tensor, aside: Tensor | None) -> list[Tensor]:
+        """The numbers of every lane, each in one piece."""
         found = []
         at = 0
         for lane in self._lanes:
             if lane.aside:
-                assert self._numbers is not None
-                found.append(self._numbers[at : at + lane.spec.numel])
+                assert aside is not None
+                found.append(aside[at : at + lane.spec.numel])
                 at += lane.spec.numel
             else:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        if all(lane.aside or len(lane.stretches) == 1 for lane in self._lanes):  # views, which stay as they are
-            self._xs = found
-            self._address = buffer.data_ptr()
         return found
-
-    def _end(self, buffer: Tensor, xs: Sequence[Tensor]) -> None:
-        """Bring the numbers of lanes that did not lie in one piece back."""
-        for lane, x in zip(self._lanes, xs, strict=True) if self._xs is None else ():
-            if not lane.aside and len(lane.stretches) > 1:
-                parts = [buffer[begin:end] for begin, end in lane.stretches]
-                torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
-        if self._index is not None:
-            self._kernels.put_back(buffer, self._index, self._numbers)
 
     def _memories(self, xs: Sequence[Tensor]) -> list[Memory | None] | None:
         if not any(self._carries):
