@@ -50,7 +50,7 @@ def _rowed_transport(group: dist.ProcessGroup, device: torch.device, tags: Tags)
 
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
-    """Nothing is known about any group: not what calls of other tests, who change how messages are cut, have planned."""
+    """Nothing is known about any group, not what other tests, which change how messages are cut, have planned."""
     with mock.patch.object(channel, "_groups", type(channel._groups)()):
         yield
 
