@@ -5,6 +5,7 @@ program takes.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+import thinwire
 from cases import CPU, assert_same, digest
 from ranks import RankPool
 from replicas import Group
@@ -34,6 +36,8 @@ from test_nccl import (
     verbs,
 )
 from thinwire.collectives import channel, chunks, programs
+from thinwire.collectives.rooms import Room, Scratch
+from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16
 SHARED = ("one_shot", "two_phase")
@@ -218,3 +222,41 @@ def test_ddp_on_a_mesh_has_the_means_of_operations(ranks: RankPool) -> None:
 
 def on_mesh(place: Place) -> Outputs:
     return trainings(place, MESH_TRAININGS, mesh=two_nodes(place))
+
+
+# --- what calls must not do -------------------------------------------------------------------------------------------
+
+
+def test_scratch_that_grows_is_held_by_nobody() -> None:
+    room = Room(CPU)
+    small = Scratch(64, lambda buffer: buffer[:8])
+    large = Scratch(4096, lambda buffer: buffer[:8])
+    small.views(room)
+    held = weakref.ref(room.buffer)
+    large.views(room)
+    assert held() is None
+    assert small.views(room).data_ptr() == large.views(room).data_ptr() == room.buffer.data_ptr()
+
+
+def misused(group: Group) -> list[str]:
+    """What goes wrong when a call whose like was made before is given something else."""
+    with rowed():
+        how: Any = {"group": group, "codec": "int8", "algorithm": "compressed", "step": 0}
+        out = torch.zeros(64 * group.size())
+        for _ in range(2):
+            thinwire.all_gather_into_tensor(out, torch.ones(64), **how)
+        with pytest.raises(CollectiveError, match="one dtype and device"):
+            thinwire.all_gather_into_tensor(out, torch.ones(64, device="meta"), **how)
+        leaf = torch.nn.Parameter(torch.ones(64))
+        for _ in range(2):
+            thinwire.all_reduce(leaf, group=group, codec="int8", algorithm="one_shot", step=0)
+        lost = mock.patch.object(RowedTransport, "all_gather", side_effect=RuntimeError("lost"))
+        with lost, pytest.raises(RuntimeError, match="lost"):
+            thinwire.all_reduce(torch.ones(64), group=group, codec="int8", algorithm="one_shot", step=0)
+        with pytest.raises(CollectiveError, match="RuntimeError: lost"):
+            thinwire.all_reduce(torch.ones(64), group=group, codec="int8", algorithm="one_shot", step=0)
+    return [f"{leaf.detach()[0].item():.2f}"]
+
+
+def test_what_was_remembered_is_not_misused(ranks: RankPool) -> None:
+    assert ranks(2).run(misused) == [["4.00"], ["4.00"]]

@@ -1,10 +1,11 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
+import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -20,12 +21,12 @@ from thinwire.collectives.handshake import Handshake
 from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, serve
 from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
-from thinwire.collectives.rooms import Rooms
+from thinwire.collectives.rooms import Room, Rooms
 from thinwire.collectives.transport import Group, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
 
 _GRACE_S = 0.5  # how long the end of the process waits for a line
-_MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
+MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
 
 
 class Channel:
@@ -39,6 +40,7 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.plans: dict[PlanKey, CallPlan] = {}
         self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
+        self.exchanges: dict[tuple[object, ...], Program] = {}  # of equal parts, by codec, dtype and length
         self.measured = Measured()
         self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
         self.calls = 0
@@ -65,7 +67,7 @@ class Channel:
 
     def remember(self, key: PlanKey, plan: CallPlan) -> None:
         """Keep the plan of calls of one kind; very many kinds are all forgotten, and agreed on again."""
-        if len(self.plans) >= _MOST_PLANS:
+        if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
             self.quick.clear()
         self.plans[key] = plan
@@ -102,20 +104,35 @@ class Channel:
         """
         assert self.rooms is not None
         if first and self.stream is not None:
-            with kernels.compiling():
-                program.run(self.rooms.here, tensors, step)
+            self.compile(lambda room: program.run(room, tensors, step))
         room = self.rooms.next() if async_op else None
-        with self.lock:
+        with self.lock, self.noting_failure():
             if room is None:
                 program.run(self.rooms.here, tensors, step)
             else:
-                with room.entered(tensors) as stream:
+                with room.entered((*tensors, *outputs)) as stream:
                     program.run(room, tensors, step)
                     work = StreamWork(list(outputs), stream)
         mark_written(outputs)
         if room is not None:
             return work
         return Work(list(outputs)).finished() if async_op else None
+
+    def compile(self, run: Callable[[Room], None]) -> None:
+        """Compile the kernels of a program, all at once, before it first runs; in scratch that is not kept."""
+        room = Room(self.device)
+        with kernels.compiling():
+            run(room)
+        room.release()
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """A program that fails half-way has sent what others wait to go on with: no other call may follow it."""
+        try:
+            yield
+        except BaseException as error:
+            self.disagreed = f"{type(error).__name__}: {error}"
+            raise
 
     def close(self) -> None:
         """End the thread once it has nothing more to do."""

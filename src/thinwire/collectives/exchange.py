@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.channel import MOST_PLANS, Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
 from thinwire.collectives.quick import UNKNOWN, quick, remember
@@ -53,7 +54,7 @@ def all_to_all_single(
     even = even and target.numel() == source.numel()
     if even and plan.program is not None and plan.codec is not None and source.numel():
         numel = source.numel() // channel.world
-        program = programs.Exchange(channel.transport, plan.codec, source.dtype, numel)  # type: ignore[arg-type]
+        program = _even(channel, plan.codec, source.dtype, numel)
         remember(call, program, "all_to_all", (output, input), codec, algorithm)
         return call.start(program, (target, source), [output], step, async_op)
     if plan.codec is None:
@@ -62,6 +63,17 @@ def all_to_all_single(
         return torch_verbs.all_to_all(call, [target], [source], _lengths(parts_out, parts_in), [output], async_op)
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
+
+
+def _even(channel: Channel, codec: Codec, dtype: torch.dtype, numel: int) -> programs.Program:
+    """The program of an exchange of equal parts of `numel` elements."""
+    key = (codec, dtype, numel)
+    if key not in channel.exchanges:
+        if len(channel.exchanges) >= MOST_PLANS:
+            channel.exchanges.clear()
+        assert isinstance(channel.transport, transport.RowTransport)
+        channel.exchanges[key] = programs.Exchange(channel.transport, codec, dtype, numel)
+    return channel.exchanges[key]
 
 
 def all_to_all(

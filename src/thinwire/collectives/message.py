@@ -62,7 +62,9 @@ class Message:
         self._codecs = [self._first_codec(spec) for spec in self.specs]
         pairs = zip(self.specs, self._codecs, strict=True)
         links = self.channel.transports
-        self._cuts = [sum_cut(codec, spec.numel, self._encoded(spec, codec), links) for spec, codec in pairs]
+        self._cuts = [
+            sum_cut(codec, spec.numel, self._encoded(spec, codec), links, self.algorithm) for spec, codec in pairs
+        ]
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
         self._met = False  # whether the ranks have compared it
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)

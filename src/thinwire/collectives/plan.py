@@ -92,7 +92,7 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if algorithm == "plain":
         return CallPlan(str(key))
     codec = codecs[0]
-    cut = sum_cut(codec, flat.numel, flat.dtype, links)
+    cut = sum_cut(codec, flat.numel, flat.dtype, links, algorithm)
     across = (codecs[-1], codecs[-1]) if on_mesh else None
     reducer: Reducer = Hierarchical(*links) if on_mesh else flat_reducer(links[0], algorithm)
     lane = Lane(flat, cut, codec, codec, across=across)
@@ -103,12 +103,12 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across, program)
 
 
-def sum_cut(codec: Codec, numel: int, dtype: torch.dtype, links: Sequence[Transport]) -> Cut:
+def sum_cut(codec: Codec, numel: int, dtype: torch.dtype, links: Sequence[Transport], algorithm: str) -> Cut:
     """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
     wire = codec.wire_bytes(numel, dtype)
     shards = links[-1].world
     if links[0].on_stream:
-        return programs.stream_cut(numel, wire, shards, codec.unit)
+        return programs.stream_cut(numel, wire, shards, codec.unit, shards if algorithm == "one_shot" else 2)
     return chunks.cut(numel, wire, math.prod(link.world for link in links), shards, codec.unit)
 
 

@@ -3,15 +3,16 @@
 [Note: Programs] The host takes longer to start a kernel than the kernel takes for a small message, so there are few,
 whatever the number of ranks: all shards of a tensor are one launch (kernels/rows.py), and travel in one collective as
 rows that are padded to the longest shard's wire, the own row too. A sum in two phases is three kernels per lane and two
-messages; a sum in one phase, and every other verb, two kernels and one message. Nothing is allocated, nothing waits.
+messages; a sum in one phase, and every other verb, two kernels and one message. Nothing waits, and nothing is allocated
+but where tensors do not lie in one piece.
 The bytes are those that the operations of operations.py make of the same shards.
 
 Legend: W ranks, `stride` bytes from one row to the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +22,15 @@ from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key
-from thinwire.collectives.rooms import Room
+from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.transport import RowTransport
-from thinwire.kernels import hashing, rows
+from thinwire.kernels import hashing, is_ahead, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
+MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Views = TypeVar("Views")
 
 
 class StreamLane(NamedTuple):
@@ -56,9 +57,9 @@ class Program(Protocol):
         """Start them on the current stream, which owns the scratch of `room`."""
 
 
-def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int) -> Cut:
-    """A message in as few chunks as the scratch allows: on a GPU more of them gain nothing."""
-    count = -(-wire_bytes // MAX_WIRE_BYTES)
+def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
+    """A message in as few chunks as the scratch, which holds so many wires, allows: on a GPU more gain nothing."""
+    count = -(-wire_bytes * max(held, MOST_WIRES) // (MAX_WIRE_BYTES * MOST_WIRES))
     if count < 2:
         return Cut(numel, max(numel, 1))
     multiple = chunks.whole_chunk(shards, unit)
@@ -74,23 +75,6 @@ def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
 
 def _job(codec: Codec, shape: Rows, lane: StreamLane, device: torch.device, stride: int) -> RowJob:
     return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
-
-
-class Scratch(Generic[Views]):
-    """A program's parts of the scratch of every room, cut once; they end at `end`."""
-
-    def __init__(self, nbytes: int, cut: Callable[[Tensor], Views], begin: int = 0) -> None:
-        self.end = begin + nbytes
-        self._begin = begin
-        self._cut = cut
-        self._found: dict[int, tuple[Tensor, Views]] = {}
-
-    def views(self, room: Room) -> Views:
-        buffer = room.reserve(self.end)
-        found = self._found.get(id(room))
-        if found is None or found[0] is not buffer:
-            found = self._found[id(room)] = (buffer, self._cut(buffer[self._begin : self.end]))
-        return found[1]
 
 
 @dataclass(frozen=True)
@@ -537,6 +521,8 @@ class UnevenExchange:
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program. Lengths change from call to call, so every message is a launch of its own."""
+        if is_ahead():
+            return
         link = self._link
         outputs = tensors[: link.world]
         inputs = tensors[link.world :]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import torch_verbs, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import known_channel
+from thinwire.collectives.channel import MOST_PLANS, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.programs import Program
 
@@ -49,6 +49,8 @@ def remember(
         return
     if any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
         return
+    if len(channel.quick) >= MOST_PLANS:
+        channel.quick.clear()
     if program is not None or len(channel.transports) == 1:
         channel.quick[verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors]] = program or call.text
 
@@ -77,7 +79,9 @@ def quick(
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or tensor.dtype != dtype:
+        if type(tensor) not in _PLAIN or not tensor.is_contiguous():
+            return UNKNOWN
+        if tensor.dtype != dtype or tensor.device != channel.device or tensor.requires_grad:
             return UNKNOWN
     if channel.failure or (async_op and type(found) is str):
         return UNKNOWN

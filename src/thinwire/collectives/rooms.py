@@ -6,10 +6,14 @@ stream has scratch of its own, so that nobody waits for it. NCCL itself keeps th
 which they were started, on whatever stream.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from thinwire.errors import CollectiveError
 
 
 class Room:
@@ -18,12 +22,49 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._users: list[weakref.ref[Scratch[Any]]] = []  # who have cut the buffer into parts
 
-    def reserve(self, nbytes: int) -> Tensor:
-        """A buffer of at least `nbytes`; the current stream is the one that uses it."""
+    def reserve(self, nbytes: int, user: "Scratch[Any] | None" = None) -> Tensor:
+        """A buffer of at least `nbytes`, used by the current stream; `user` forgets it when it is let go of."""
         if self.buffer.numel() < nbytes:
+            self.release()
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if user is not None:
+            self._users.append(weakref.ref(user))
         return self.buffer
+
+    def release(self) -> None:
+        """Let go of the buffer; so do its users."""
+        for known in self._users:
+            user = known()
+            if user is not None:
+                user.forget(self)
+        self._users.clear()
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+
+Views = TypeVar("Views")
+
+
+class Scratch(Generic[Views]):
+    """A program's parts of the scratch of every room, cut once; they end at `end`."""
+
+    def __init__(self, nbytes: int, cut: Callable[[Tensor], Views], begin: int = 0) -> None:
+        self.end = begin + nbytes
+        self._begin = begin
+        self._cut = cut
+        self._found: dict[int, tuple[Tensor, Views]] = {}
+
+    def views(self, room: Room) -> Views:
+        buffer = room.reserve(self.end)
+        found = self._found.get(id(room))
+        if found is None or found[0] is not buffer:
+            room.reserve(self.end, self)
+            found = self._found[id(room)] = (buffer, self._cut(buffer[self._begin : self.end]))
+        return found[1]
+
+    def forget(self, room: Room) -> None:
+        self._found.pop(id(room), None)
 
 
 class CallersRoom(Room):
@@ -31,23 +72,32 @@ class CallersRoom(Room):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = 0  # the one that used it last
+        self._stream: torch.cuda.Stream | None = None  # the one that used it last
+        self._handle = -1  # of that
         self._has_streams = device.type == "cuda"
 
-    def reserve(self, nbytes: int) -> Tensor:
+    def reserve(self, nbytes: int, user: Scratch[Any] | None = None) -> Tensor:
         if self._has_streams:
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if stream != self._stream:
-                self._move(stream)
-        return self.buffer if self.buffer.numel() >= nbytes else super().reserve(nbytes)
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if handle != self._handle:
+                self._move(handle)
+        if self.buffer.numel() >= nbytes and user is None:
+            return self.buffer
+        return super().reserve(nbytes, user)
 
-    def _move(self, stream: int) -> None:
+    def _move(self, handle: int) -> None:
         """Wait for the stream that used the scratch last."""
         current = torch.cuda.current_stream(self.device)
-        if self.buffer.numel():
-            current.wait_stream(torch.cuda.ExternalStream(self._stream, self.device))
+        if self._stream is not None and self.buffer.numel():
+            if torch.cuda.is_current_stream_capturing():
+                raise CollectiveError(
+                    "a CUDA graph cannot capture this call: its scratch was used on another stream before; warm up and "
+                    "capture on one stream, or leave collectives out of the graph"
+                )
+            current.wait_stream(self._stream)
             self.buffer.record_stream(current)
-        self._stream = stream
+        self._stream = current
+        self._handle = handle
 
 
 class TurnRoom(Room):
@@ -73,8 +123,10 @@ class _Entered:
         self._stream = stream
         self._memory = memory
         self._before: torch.cuda.Stream | None = None
+        self._device = 0  # the current one, which changes with the stream
 
     def __enter__(self) -> torch.cuda.Stream:
+        self._device = torch.cuda.current_device()
         self._before = torch.cuda.current_stream(self._stream.device)
         torch.cuda.set_stream(self._stream)
         return self._stream
@@ -82,6 +134,8 @@ class _Entered:
     def __exit__(self, *error: object) -> None:
         assert self._before is not None
         torch.cuda.set_stream(self._before)
+        if self._device != self._stream.device.index:
+            torch.cuda.set_device(self._device)
         for tensor in self._memory:
             tensor.record_stream(self._stream)
 

@@ -3,14 +3,13 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.feedback import Piece
-from thinwire.kernels.rows import Bad
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,17 @@ class Tally:
     wire_s: float = 0.0
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
-    noted: Tensor | None = None  # by programs: (the last chunk that was not finite, how many were)
-    chunks: int = 0  # that programs were given
+    notes: list[Tensor] = field(default_factory=list)  # of programs: (the last chunk not finite, how many were) of each
 
-    def bad(self, count: int, device: torch.device) -> Bad:
-        """Where a program notes which of its next `count` chunks are not finite."""
-        if self.noted is None:
-            self.noted = torch.zeros(2, dtype=torch.int32, device=device)
-        self.chunks += count
-        return Bad(self.noted, (self.chunks - count) % (1 << 30) + 1)
+    def new_note(self, device: torch.device) -> Tensor:
+        """Where a program notes which of its chunks are not finite; others may run at the same time."""
+        self.notes.append(torch.zeros(2, dtype=torch.int32, device=device))
+        return self.notes[-1]
 
     @property
     def all_nonfinite(self) -> int:
         """Chunks that were not finite on all ranks."""
-        return int(self.nonfinite) + (0 if self.noted is None else int(self.noted[1]))
+        return int(self.nonfinite) + sum(int(note[1]) for note in self.notes)
 
     def checked(self, fine: bool | Tensor) -> None:
         """A chunk was finite on all ranks, or not. On a GPU the count stays there."""

@@ -43,6 +43,8 @@ class StreamedBucket:
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
         self._kernels: Any = kernels.select(device)
         self._first = True
+        self._note = torch.empty(0)  # which chunks were not finite
+        self._chunks = 0  # that were averaged
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
@@ -52,13 +54,15 @@ class StreamedBucket:
         assert channel.rooms is not None
         if self._first:
             self._first = False
+            self._note = tally.new_note(buffer.device)
             if channel.stream is not None:
-                with kernels.compiling():
-                    self._launch(channel.rooms.here, buffer, step, tally.bad(0, buffer.device))
-        bad = tally.bad(self._program.count, buffer.device)
+                channel.compile(lambda room: self._launch(room, buffer, step, Bad(self._note, 0)))
+        bad = Bad(self._note, self._chunks % (1 << 30) + 1)
+        self._chunks += self._program.count
         future = new_future(buffer.device)
         room = channel.rooms.next()
-        with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
+        here = contextlib.nullcontext() if room is None else room.entered((buffer,))
+        with channel.lock, channel.noting_failure(), here:
             self._launch(room or channel.rooms.here, buffer, step, bad)
             future.set_result(output)
         return future

@@ -37,6 +37,7 @@ def select(device: torch.device) -> Backend:
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every kernel of this process runs on backend `name`, or raises.
 
+    On NCCL, calls of a kind that was made before keep the kernels they were made with.
     The names are those of `BACKENDS` ("triton", "cpu", "reference"), and "auto" for the fastest that can run. The
     environment variable THINWIRE_BACKEND sets the same thing from outside.
     """

@@ -6,6 +6,7 @@ several kernels two to three times as fast as one after the other. Kernels in Tr
 """
 
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -92,7 +93,7 @@ def _alone() -> Iterator[None]:
 
             folder = Path(knobs.cache.dir)
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / "thinwire.lock").open("w"))
+            lock = stack.enter_context((folder / f"thinwire-{platform.node()}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -35,8 +35,13 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
         )
         return lambda x, wires, mixed, memory: plain((x, wires))
     tensors = ("x", "wire", "memory", "left")
+    op = "encode_residual" if mode else "encode"
+    config = tuning.choose(op, job.how, job.dtype, job.device, job.rows.numel)
     blocks = Repeated(
-        lambda grouped: _blocks("encode", job, known, grouped, MODE=mode), tensors, ("step_low", "step_high"), even
+        lambda grouped: _blocks("encode", job, config, known, grouped, MODE=mode),
+        tensors,
+        ("step_low", "step_high"),
+        even,
     )
     keyed = job.how.keyed
 
@@ -102,11 +107,13 @@ def decoder(
     even = job.rows.each % 4 == 0
     constants = {"WORLD": launch.unrolled(world), "CALM": abs(scale) * world < launch.SMALL_NORM, "MODE": mode}
     norm = reference.f32(scale)
+    how = decoding(job.how.format)
+    config = tuning.choose("decode_sum", how, job.dtype, job.device, job.rows.numel, world)
 
     def make(grouped: bool, counted: bool) -> Prepared:
         if not job.how.format.block:
             return _plain(row_plain.decode_plain_rows, job, known, grouped, COUNT=counted)
-        return _blocks("decode", job, known, grouped, norm, world, COUNT=counted and not mode, **constants)
+        return _blocks("decode", job, config, known, grouped, norm, COUNT=counted and not mode, **constants)
 
     plain = not job.how.format.block
     tensors = ("wire", "out", "source", "bad", *(() if plain else ("left", "memory", "mean")))
@@ -155,13 +162,10 @@ def adds_own(job: RowJob) -> bool:
 
 
 def _blocks(
-    op: str, job: RowJob, known: dict[str, Any], grouped: bool, norm: float = 1.0, world: int = 1, **constants: Any
+    op: str, job: RowJob, config: Config, known: dict[str, Any], grouped: bool, norm: float = 1.0, **constants: Any
 ) -> Prepared:
     """encode_rows or decode_rows. norm: the scale of a decoded sum."""
     rows = job.rows
-    name = {"encode": "encode" if not constants["MODE"] else "encode_residual", "decode": "decode_sum"}[op]
-    how = job.how if op == "encode" else decoding(job.how.format)
-    config = tuning.choose(name, how, job.dtype, job.device, rows.numel, world)
     T = _tile(job, config, grouped)
     layouts = {"a": job.layout(0), "b": job.layout(rows.short)}
     arguments = {**known, **_shared(layouts["a"], job.device)}
