@@ -1,11 +1,10 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
-import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -106,13 +105,17 @@ class Channel:
         if first and self.stream is not None:
             self.compile(lambda room: program.run(room, tensors, step))
         room = self.rooms.next() if async_op else None
-        with self.lock, self.noting_failure():
-            if room is None:
-                program.run(self.rooms.here, tensors, step)
-            else:
-                with room.entered((*tensors, *outputs)) as stream:
-                    program.run(room, tensors, step)
-                    work = StreamWork(list(outputs), stream)
+        with self.lock:
+            try:
+                if room is None:
+                    program.run(self.rooms.here, tensors, step)
+                else:
+                    with room.entered((*tensors, *outputs)) as stream:
+                        program.run(room, tensors, step)
+                        work = StreamWork(list(outputs), stream)
+            except BaseException as error:
+                self.fail(error)
+                raise
         mark_written(outputs)
         if room is not None:
             return work
@@ -125,14 +128,9 @@ class Channel:
             run(room)
         room.release()
 
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """A program that fails half-way has sent what others wait to go on with: no other call may follow it."""
-        try:
-            yield
-        except BaseException as error:
-            self.disagreed = f"{type(error).__name__}: {error}"
-            raise
+    def fail(self, error: BaseException) -> None:
+        """A program that failed half-way has sent what others wait to go on with: no other call may follow it."""
+        self.disagreed = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the thread once it has nothing more to do."""

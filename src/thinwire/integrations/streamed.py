@@ -61,10 +61,13 @@ class StreamedBucket:
         self._chunks += self._program.count
         future = new_future(buffer.device)
         room = channel.rooms.next()
-        here = contextlib.nullcontext() if room is None else room.entered((buffer,))
-        with channel.lock, channel.noting_failure(), here:
-            self._launch(room or channel.rooms.here, buffer, step, bad)
-            future.set_result(output)
+        try:
+            with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
+                self._launch(room or channel.rooms.here, buffer, step, bad)
+                future.set_result(output)
+        except BaseException as error:
+            channel.fail(error)
+            raise
         return future
 
     def _launch(self, room: Room, buffer: Tensor, step: int, bad: Bad) -> None:
