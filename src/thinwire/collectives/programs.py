@@ -125,14 +125,32 @@ class Coalesced:
 
 
 @dataclass(frozen=True)
-class _SumViews:
+class _Views:
+    """A sum's parts of the scratch; L: one per lane."""
+
     sent: Tensor  # the rows that are sent, and later those that are gathered
     own: Tensor  # the row of this rank in them
     came: Tensor  # the rows that come
     sent_L: list[Tensor]  # each lane's part of all rows
     came_L: list[Tensor]
     own_L: list[Tensor]  # each lane's wire in the own row
-    left_L: list[Tensor | None]  # room for what feedback leaves, where the tensor itself has too few bits
+    floats_L: list[Tensor]  # numbers of fp32, as many as a lane asks for
+
+
+def _cut_rows(
+    buffer: Tensor, link: RowTransport, sizes: Sequence[int], owns: Sequence[int], floats: Sequence[int], matrices: int
+) -> _Views:
+    """One or two matrices of rows, then the floats. By lane: bytes in a row, of the own wire, and of the floats."""
+    stride = sum(sizes)
+    matrix = link.world * stride
+    sent = buffer[:matrix]
+    came = buffer[matrix * (matrices - 1) : matrix * matrices]
+    own = sent[link.rank * stride : (link.rank + 1) * stride]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    own_L = [own[start : start + nbytes] for start, nbytes in zip(starts, owns, strict=True)]
+    at = [matrices * matrix + sum(map(aligned, floats[:i])) for i in range(len(floats))]
+    floats_L = [buffer[b : b + nbytes].view(torch.float32) for b, nbytes in zip(at, floats, strict=True)]
+    return _Views(sent, own, came, [sent[b:] for b in starts], [came[b:] for b in starts], own_L, floats_L)
 
 
 class _SumLane:
@@ -201,7 +219,7 @@ class SumChunk:
         """x = scale * sum of x over the ranks. By lane: the mixed step, and the memory where there is feedback."""
         views = self.scratch.views(room)
         link = self._link
-        kept = self._nothing if memories is None else _with_left(memories, xs, views.left_L)
+        kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
         sent_L = views.sent_L if self._two_phase else views.own_L
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
@@ -217,48 +235,22 @@ class SumChunk:
         for i in self._last_first:
             self._lanes[i].decode(views.sent_L[i], xs[i], kept[i], bad)
 
-    def _scans(self, views: _SumViews) -> list[tuple[rows.Scan, Tensor]]:
+    def _scans(self, views: _Views) -> list[tuple[rows.Scan, Tensor]]:
         pairs = zip(self._lanes, views.sent_L, strict=True)
         return [(lane.scan, wires) for lane, wires in pairs if lane.scan is not None]
 
-    def _cut(self, buffer: Tensor) -> _SumViews:
-        matrix = self._link.world * self._stride
-        sent = buffer[:matrix]
-        came = buffer[matrix : 2 * matrix] if self._two_phase else sent
-        own = sent[self._link.rank * self._stride : (self._link.rank + 1) * self._stride]
-        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
-        owns = []
-        lefts: list[Tensor | None] = []
-        at = self._matrices
-        for start, lane in zip(starts, self._lanes, strict=True):
-            owns.append(own[start : start + lane.job.layout(lane.row).nbytes])
-            nbytes = lane.left_bytes
-            lefts.append(buffer[at : at + nbytes].view(torch.float32) if nbytes else None)
-            at += aligned(nbytes)
-        return _SumViews(
-            sent, own, came, [sent[start:] for start in starts], [came[start:] for start in starts], owns, lefts
-        )
+    def _cut(self, buffer: Tensor) -> _Views:
+        owns = [lane.job.layout(lane.row).nbytes for lane in self._lanes]
+        lefts = [lane.left_bytes for lane in self._lanes]
+        return _cut_rows(buffer, self._link, self._sizes, owns, lefts, 2 if self._two_phase else 1)
 
 
-def _with_left(
-    memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor | None]
-) -> list[Memory | None]:
-    """The memories, with the place for what is left."""
+def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
+    """The memories, with the place for what is left: of its own where the tensor has too few bits."""
     return [
-        memory and memory._replace(left=x if left is None else left)
+        memory and memory._replace(left=left if left.numel() else x)
         for memory, x, left in zip(memories, xs, lefts, strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class _NodeViews:
-    sent: Tensor
-    own: Tensor
-    came: Tensor
-    sent_L: list[Tensor]
-    came_L: list[Tensor]
-    own_L: list[Tensor]
-    total_L: list[Tensor]  # the sums of the own shards inside a node
 
 
 class NodesChunk:
@@ -284,7 +276,7 @@ class NodesChunk:
         self._puts = {i: rows.encoder(own_jobs[i], by_row=0, first_row=inside.rank) for i in self._filled}
         self._lanes = lanes
         totals = sum(aligned(4 * numel) for numel in self._owns)
-        nbytes = aligned(2 * world * self._stride) + totals
+        nbytes = 2 * world * self._stride + totals
         self._outer: SumChunk | None = None
         end = nbytes
         if self._filled and across.world > 1:
@@ -308,19 +300,19 @@ class NodesChunk:
             encode(xs[i], views.sent_L[i], mixed[i], None)
         self._inside.all_to_all(views.came, views.sent)
         for i, add in self._adds.items():
-            add(views.came_L[i], views.total_L[i], None, None)
+            add(views.came_L[i], views.floats_L[i], None, None)
         self._add_nodes(room, mixed, views)
         for i, put in self._puts.items():
             lane = self._lanes[i]
-            total = fitted(views.total_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
+            total = fitted(views.floats_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
             put(total, views.own_L[i], mixed[i], None)
         self._inside.all_gather(views.sent, views.own)
         for i, decode in enumerate(self._decodes):
             decode(views.sent_L[i], xs[i], None, bad)
 
-    def _add_nodes(self, room: Room, mixed: Sequence[int], views: _NodeViews) -> None:
+    def _add_nodes(self, room: Room, mixed: Sequence[int], views: _Views) -> None:
         """The sums of the own shards over nodes, whose step is the shard's key."""
-        totals = [views.total_L[i] for i in self._filled]
+        totals = [views.floats_L[i] for i in self._filled]
         if self._outer is None:
             for total in totals:
                 total.mul_(self._scale)
@@ -328,23 +320,10 @@ class NodesChunk:
         steps = [hashing.row_step(mixed[i], self._inside.rank) for i in self._filled]
         self._outer.run(room, totals, [Key(step, self._chunk).mixed() for step in steps])
 
-    def _cut(self, buffer: Tensor) -> _NodeViews:
-        world = self._inside.world
-        rank = self._inside.rank
-        matrix = world * self._stride
-        sent = buffer[:matrix]
-        came = buffer[matrix : 2 * matrix]
-        own = sent[rank * self._stride : (rank + 1) * self._stride]
-        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
-        owns = []
-        totals = []
-        at = aligned(2 * matrix)
-        for start, job, numel in zip(starts, self._jobs, self._owns, strict=True):
-            owns.append(own[start : start + job.layout(rank).nbytes])
-            totals.append(buffer[at : at + 4 * numel].view(torch.float32))
-            at += aligned(4 * numel)
-        parts = [sent[start:] for start in starts], [came[start:] for start in starts]
-        return _NodeViews(sent, own, came, *parts, owns, totals)
+    def _cut(self, buffer: Tensor) -> _Views:
+        owns = [job.layout(self._inside.rank).nbytes for job in self._jobs]
+        totals = [4 * numel for numel in self._owns]  # the sums of the own shards inside a node
+        return _cut_rows(buffer, self._inside, self._sizes, owns, totals, 2)
 
 
 def _outer_lane(lane: StreamLane, numel: int) -> StreamLane:
@@ -417,19 +396,30 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 # --- other verbs: one message -----------------------------------------------------------------------------------------
 
 
-class ReduceScatter:
-    """(output, input): output = scale * the sum over ranks of their row for this rank, of `numel` elements each."""
+class _EqualParts:
+    """A verb of (output, input) whose parts all have `numel` elements: what rows of one and of all ranks have alike."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, scale: float) -> None:
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
         self._link = link
         lane = StreamLane(numel, dtype, codec, codec)
-        stride = codec.wire_bytes(numel, dtype)
-        matrix = link.world * stride
-        all_rows = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
-        own_row = _job(codec, Rows(numel, numel, 1), lane, link.device, stride)
-        self._encode = rows.encoder(all_rows)
-        self._decode = rows.decoder(own_row, world=link.world, scale=scale)
-        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix : 2 * matrix]))
+        self._stride = codec.wire_bytes(numel, dtype)
+        self._matrix = link.world * self._stride
+        self._one = _job(codec, Rows(numel, numel, 1), lane, link.device, self._stride)
+        self._all = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, self._stride)
+
+    def _sent_and_came(self) -> Scratch[tuple[Tensor, Tensor]]:
+        matrix = self._matrix
+        return Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
+
+
+class ReduceScatter(_EqualParts):
+    """output = scale * the sum over ranks of their row for this rank."""
+
+    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, scale: float) -> None:
+        super().__init__(link, codec, dtype, numel)
+        self._encode = rows.encoder(self._all)
+        self._decode = rows.decoder(self._one, world=link.world, scale=scale)
+        self._scratch = self._sent_and_came()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
@@ -440,20 +430,16 @@ class ReduceScatter:
         self._decode(came, output, None, None)
 
 
-class Gather:
-    """(output, input): output = every rank's input of `numel` elements, as decoded from its wire."""
+class Gather(_EqualParts):
+    """output = every rank's input, as decoded from its wire."""
 
     def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
-        self._link = link
-        lane = StreamLane(numel, dtype, codec, codec)
-        stride = codec.wire_bytes(numel, dtype)
-        matrix = link.world * stride
-        own_row = _job(codec, Rows(numel, numel, 1), lane, link.device, stride)
-        all_rows = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
-        self._encode = rows.encoder(own_row, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(all_rows)
-        begin = link.rank * stride
-        self._scratch = Scratch(matrix, lambda buffer: (buffer[:matrix], buffer[begin : begin + stride]))
+        super().__init__(link, codec, dtype, numel)
+        self._encode = rows.encoder(self._one, by_row=0, first_row=link.rank)
+        self._decode = rows.decoder(self._all)
+        begin = link.rank * self._stride
+        end = begin + self._stride
+        self._scratch = Scratch(self._matrix, lambda buffer: (buffer, buffer[begin:end]))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
@@ -464,19 +450,15 @@ class Gather:
         self._decode(whole, output, None, None)
 
 
-class Exchange:
-    """(output, input): row r of output = rank r's row for this one, all of `numel` elements; the own row exactly."""
+class Exchange(_EqualParts):
+    """Row r of output = rank r's row for this one; the own row exactly."""
 
     def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
-        self._link = link
-        lane = StreamLane(numel, dtype, codec, codec)
-        stride = codec.wire_bytes(numel, dtype)
-        matrix = link.world * stride
-        job = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, stride)
-        self._encode = rows.encoder(job, skip=link.rank, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(job, skip=link.rank)
-        self._sizes = [stride] * link.world
-        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix : 2 * matrix]))
+        super().__init__(link, codec, dtype, numel)
+        self._encode = rows.encoder(self._all, skip=link.rank, by_row=0, first_row=link.rank)
+        self._decode = rows.decoder(self._all, skip=link.rank)
+        self._sizes = [self._stride] * link.world
+        self._scratch = self._sent_and_came()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
@@ -500,7 +482,7 @@ class Broadcast:
         job = _job(codec, Rows(numel, longest, count), lane, link.device, stride)
         self._encode = rows.encoder(job) if link.rank == source else None
         self._decode = rows.decoder(job)
-        self._scratch = Scratch(count * stride, lambda buffer: buffer[: count * stride])
+        self._scratch = Scratch(count * stride, lambda buffer: buffer)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""

@@ -163,17 +163,13 @@ class StreamTransport(Transport):
         if is_ahead():
             return
         self._moved(sent.numel() - sent.numel() // self.world)
-        work = _all_to_all(self.group, came, sent, (), (), _TO_ALL)
-        if work is not None:  # of a torch that did not run it on the current stream
-            work.wait()
+        _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         if is_ahead():
             return
         self._moved(whole.numel() - own.numel())
-        work = _all_gather(self.group, whole, own, _GATHER)
-        if work is not None:
-            work.wait()
+        _finish(_all_gather(self.group, whole, own, _GATHER))
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         if is_ahead():
@@ -185,18 +181,14 @@ class StreamTransport(Transport):
         options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
-        work = self.group.broadcast([whole], options)
-        if work is not None:
-            work.wait()
+        _finish(self.group.broadcast([whole], options))
 
     def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
         if is_ahead():
             return
         self.sent += sum(sent_R) - sent_R[self.rank]
         self.received += sum(came_R) - came_R[self.rank]
-        work = _all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL)
-        if work is not None:
-            work.wait()
+        _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
 
     def _moved(self, nbytes: int) -> None:
         self.sent += nbytes
@@ -226,6 +218,12 @@ class StreamTransport(Transport):
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
         torch.cuda.current_stream(device).synchronize()
+
+
+def _finish(work: Any) -> None:
+    """A collective that torch ran on the current stream gives no work; an older torch does."""
+    if work is not None:
+        work.wait()
 
 
 # The verbs of a group itself, without the checks of torch's Python side. asyncOp=False: on the current stream.

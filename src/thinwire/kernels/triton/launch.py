@@ -50,7 +50,7 @@ def encode(
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried)
     wire_at = wire.data_ptr() % 16
-    launch = _blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
+    launch = blocks("encode", how, layout, config, x.device, wire_at, 0, grouped, MODE=int(residual is not None))
     key = rotation if how.format.rotated else 0
     launch(x=x, residual=carried, wire=wire, **halves("key", key), **halves("dither", dither))
 
@@ -67,11 +67,11 @@ def decode_sum(
     check = rotation is None
     if not format.block:
         grouped = _grouped(out) and at == (0, 0)
-        launch = _plain("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
+        launch = plain_wires("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
         launch(**wires, out=out, scale=float(scale))
         return
     constants = {"WORLD": unrolled(world), "CHECK": check, "CALM": abs(scale) * world < SMALL_NORM}
-    launch = _blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
+    launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
     norm = reference.f32(scale)
     norms = {"norm": norm, "tail_norm": norm}
     if format.rotated:
@@ -98,10 +98,10 @@ def recode(
     at = ((wires_WN.data_ptr() | wire.data_ptr()) % 16, stride % 16)
     check = rotation is None
     if not how.format.block:
-        launch = _plain("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
+        launch = plain_wires("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
         launch(**wires, out=wire, scale=float(scale))
         return
-    launch = _blocks("recode", how, layout, config, wire.device, *at, WORLD=unrolled(world), CHECK=check)
+    launch = blocks("recode", how, layout, config, wire.device, *at, WORLD=unrolled(world), CHECK=check)
     keys = {**halves("key", rotation or 0), **halves("dither", dither)}
     launch(**wires, out=wire, **keys, scale=float(scale))
 
@@ -140,13 +140,13 @@ def unrolled(world: int) -> int:
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
     if residual is None and layout.format.kind == Kind.IDENTITY and x.dtype == layout.plain_dtype:
         whole = (x.data_ptr() | wire.data_ptr()) % 16 == 0
-        launch = _plain("encode_raw", layout, x.device, x.nbytes if whole else 16 * x.nbytes, WHOLE=whole)
+        launch = plain_wires("encode_raw", layout, x.device, x.nbytes if whole else 16 * x.nbytes, WHOLE=whole)
         launch(x=x, wire=wire)
         return
     carried = x if residual is None else residual
     grouped = _grouped(x) and _grouped(carried) and wire.data_ptr() % 16 == 0
     constants = {"GROUPED": grouped, "RESIDUAL": residual is not None}
-    launch = _plain("encode_plain", layout, x.device, 4 * layout.numel, **constants)
+    launch = plain_wires("encode_plain", layout, x.device, 4 * layout.numel, **constants)
     launch(x=x, residual=carried, wire=wire)
 
 
@@ -154,21 +154,6 @@ def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | No
 
 
 @lru_cache(maxsize=4096)
-def _blocks(
-    kernel: str,
-    how: Encoding,
-    layout: Layout,
-    config: Config,
-    device: torch.device,
-    wire_at: int,
-    stride: int,
-    grouped: bool = False,
-    **constants: Any,
-) -> Prepared:
-    """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16."""
-    return blocks(kernel, how, layout, config, device, wire_at, stride, grouped, {}, **constants)
-
-
 def blocks(
     kernel: str,
     how: Encoding,
@@ -177,11 +162,14 @@ def blocks(
     device: torch.device,
     wire_at: int,
     stride: int,
-    grouped: bool,
-    more: dict[str, Any],
+    grouped: bool = False,
+    more: tuple[tuple[str, Any], ...] = (),
     **constants: Any,
 ) -> Prepared:
-    """The same with `more` arguments that are known beforehand."""
+    """A kernel of wires with blocks that start at `wire_at` and every `stride` bytes, both modulo 16.
+
+    more: other arguments that are known beforehand.
+    """
     T = tile_of(how, layout, config, wire_at, stride, grouped)
     full = layout.numel // layout.format.block
     ragged = full < layout.num_blocks
@@ -196,7 +184,7 @@ def blocks(
         "tail_root": tail_root,
         "levels": levels(table, device),
         "cells": cells(table, device),
-        **more,
+        **dict(more),
     }
     constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
     grid = max(1, -(-full // T.rows) + ragged)
@@ -213,16 +201,17 @@ def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride:
 
 
 @lru_cache(maxsize=4096)
-def _plain(kernel: str, layout: Layout, device: torch.device, work: int, **constants: bool) -> Prepared:
-    """A kernel of wires without blocks that has `work` bytes to do."""
-    return plain_wires(kernel, layout, device, work, {}, **constants)
-
-
 def plain_wires(
-    kernel: str, layout: Layout, device: torch.device, work: int, more: dict[str, Any], **constants: bool
+    kernel: str,
+    layout: Layout,
+    device: torch.device,
+    work: int,
+    more: tuple[tuple[str, Any], ...] = (),
+    **constants: bool,
 ) -> Prepared:
-    """The same with `more` arguments that are known beforehand."""
-    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8, **more}
+    """A kernel of wires without blocks that has `work` bytes to do. more: as of `blocks`."""
+    known = {**frame(layout), "numel": layout.numel, "nbytes_raw": layout.numel * layout.format.bits // 8}
+    known.update(more)
     constants = {"SHORT": SHORT_KINDS[layout.plain_dtype], **constants}
     return Prepared(getattr(plain, kernel), device, max(1, -(-work // PLAIN_BYTES)), PLAIN_WARPS, known, constants)
 

@@ -118,7 +118,8 @@ class Repeated:
         self._places: list[int] = []
         self._args: list[Any] = []
         self._start: Any = None  # of the compiled kernel; [Note: By address]
-        self._first: tuple[Any, ...] = ()  # its arguments before the kernel's own
+        self._grid: tuple[int, ...] = ()  # its arguments before the stream
+        self._rest: tuple[Any, ...] = ()  # and after it, before the kernel's own
         self._device = -1
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
@@ -134,7 +135,7 @@ class Repeated:
         args = self._args.copy()
         for place, value in zip(self._places, values, strict=True):
             args[place] = value
-        self._start(*self._first[:3], _stream(self._device), *self._first[3:], *args)
+        self._start(*self._grid, _stream(self._device), *self._rest, *args)
 
     def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, aligned: bool) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
@@ -149,16 +150,11 @@ class Repeated:
         self._args = prepared.known()
         self._places = [prepared.place(name) for name in self._names]
         self._start = run.launch
-        scratch = (None, None)
-        metadata = (found.packed_metadata, None, None, None)
-        self._first = (
-            *prepared.grid,
-            found.function,
-            run.launch_cooperative_grid,
-            run.launch_pdl,
-            *scratch,
-            *metadata,
-        )
+        self._grid = prepared.grid
+        how = (found.function, run.launch_cooperative_grid, run.launch_pdl)
+        no_scratch = (None, None)
+        no_hooks = (None, None, None)
+        self._rest = (*how, *no_scratch, found.packed_metadata, *no_hooks)
         self._device = prepared.device.index
 
 

@@ -73,7 +73,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
             adding((wires, wire, x, kept, left), keys(mixed))
 
         return recode_own
-    known = {"stride": job.stride, "world": world, "scale": float(scale)}
+    known = (("stride", job.stride), ("world", world), ("scale", float(scale)))
     if not layout.format.block:
         work = 4 * layout.numel
         summing = launch.plain_wires("recode_plain", layout, job.device, work, known, GROUPED=True, CHECK=False)

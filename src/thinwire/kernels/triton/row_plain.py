@@ -22,12 +22,13 @@ def encode_plain_rows(
     row = tl.program_id(1)
     if (row <= short) & (row != skip):
         second = row == short
-        numel = _numel(tl.where(second, b_numel_low, a_numel_low), tl.where(second, b_numel_high, a_numel_high))
+        low = tl.where(second, b_numel_low, a_numel_low)
+        high = tl.where(second, b_numel_high, a_numel_high)
+        numel = _numel(low, high)
         target = wire + row * wide(stride)
         source = x + row * wide(each)
         if tl.program_id(0) == 0:
-            low = tl.where(second, b_numel_low, a_numel_low)
-            header = (head0, head1, head2, 0, 0, 0, low, tl.where(second, b_numel_high, a_numel_high))
+            header = (head0, head1, head2, 0, 0, 0, low, high)
             codes_end = tl.where(second, b_codes_end, a_codes_end)
             write_frame(target, header, (codes_end, tl.where(second, b_nbytes, a_nbytes)))
         for group in tl.static_range(GROUPS):
@@ -68,9 +69,9 @@ def decode_plain_rows(
 ):  # fmt: skip
     """out = every row's wire decoded, row `skip` copied from `source`; with `world` > 1 there is one row, their sum."""
     row = tl.program_id(1)
+    second = row == short
+    numel = _numel(tl.where(second, b_numel_low, a_numel_low), tl.where(second, b_numel_high, a_numel_high))
     if (row <= short) & (row != skip):
-        second = row == short
-        numel = _numel(tl.where(second, b_numel_low, a_numel_low), tl.where(second, b_numel_high, a_numel_high))
         first = wire + row * wide(stride) + plane0
         target = out + row * wide(each)
         for group in tl.static_range(GROUPS):
@@ -87,9 +88,7 @@ def decode_plain_rows(
                 note(bad, call, worst_last[None, :])
     if row == skip:
         start = row * wide(each)
-        ends = row == short
-        kept = _numel(tl.where(ends, b_numel_low, a_numel_low), tl.where(ends, b_numel_high, a_numel_high))
-        copy_row(source + start, out + start, kept)
+        copy_row(source + start, out + start, numel)
 
 
 @triton.jit
