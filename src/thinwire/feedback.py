@@ -189,9 +189,9 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
-    def __init__(self, error: Memory, world: int, gaps: Gaps) -> None:
+    def __init__(self, error: Memory, world: float, gaps: Gaps) -> None:
         self._error = error
-        self._world = world
+        self._world = world  # by which a sum over ranks is divided
         self._gaps = gaps
 
     @property
@@ -240,7 +240,7 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
-    def __init__(self, sent: Memory, mean: Memory, world: int, gaps: Gaps) -> None:
+    def __init__(self, sent: Memory, mean: Memory, world: float, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
         self._world = world

@@ -56,7 +56,8 @@ def all_gather_into_tensor(
         return call.start(plan.program, (output, input), [output_tensor], step, async_op)
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
-    operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
+    lane = operations.GatherLane(parts, Flat([input]), plan.cut, plan.codec)
+    operation = operations.Gather(call.setting(plan, step), [lane])
     copies = () if output.is_contiguous() else ((output, whole),)
     return call.run(operation, [output_tensor], async_op, copies)
 
@@ -89,7 +90,8 @@ def all_gather(
     if plan.codec is None:
         return torch_verbs.all_gather_list(call, outputs, input, list(tensor_list), async_op)
     parts = [Flat([output]) for output in outputs]
-    operation = operations.Gather(call.setting(plan, step), parts, Flat([input]), plan.cut)
+    lane = operations.GatherLane(parts, Flat([input]), plan.cut, plan.codec)
+    operation = operations.Gather(call.setting(plan, step), [lane])
     return call.run(operation, tensor_list, async_op)
 
 

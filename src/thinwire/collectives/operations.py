@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Key, Lane, LaneChunk, known_step
+from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, known_step
+from thinwire.collectives.one_shot import columns
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.transport import Stages, Transport, Waitable
 
+NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 
 
@@ -140,52 +143,143 @@ class AllReduce(VerbOperation):
 
 
 class ReduceScatter(VerbOperation):
-    """output = scale * sum over ranks of their input's shard for this rank. One message, one rounding."""
+    """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
-    def __init__(self, setting: Setting, output: Flat, input: Flat, cut: Cut, scale: float) -> None:
-        super().__init__(setting, cut.num_chunks, [output], [input])
-        self._cut = cut
+    A lane holds one row per rank, and its cut is of a row. Where lanes have feedback, ranks tell each other in the same
+    message whether all they send is finite, and remember nothing if one of them has anything that is not.
+    """
+
+    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
+        chunks = max(lane.cut.num_chunks for lane in lanes)
+        super().__init__(setting, chunks, outputs, [lane.flat for lane in lanes])
+        self._lanes = lanes
         self._scale = scale
+        self._note = NOTE_BYTES if any(lane.carry for lane in lanes) else 0
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        codec = self._codec
         link = self._link
-        span = self._cut.span(index)
-        key = Key(self._step, index)
-        shard = self._cut.numel
-        nbytes = codec.wire_bytes(span.numel, self._inputs[0].dtype)
-        sent_WN = desk.matrix(link.world, nbytes)
-        own_WN = desk.matrix(link.world, nbytes)
+        spans = [lane.cut.span(index) for lane in self._lanes]
+        pairs = zip(self._lanes, spans, strict=True)
+        sizes = [
+            lane.codec.wire_bytes(span.numel, lane.dtype) if span.numel or not index else 0 for lane, span in pairs
+        ]
+        sent_WN = desk.matrix(link.world, sum(sizes) + self._note)
+        came_WN = desk.matrix(link.world, sum(sizes) + self._note)
+        rows: list[list[LaneChunk]] = [[] for _ in self._lanes]
         for rank in others_first(link.rank, link.world):
-            part = Span(rank * shard + span.begin, rank * shard + span.end)
-            wire = (own_WN if rank == link.rank else sent_WN)[rank]
-            codec.encode(self._inputs[0].read(part, desk), wire, step=key.of(rank))
+            wires = columns((came_WN if rank == link.rank else sent_WN)[rank], sizes)
+            for at, (lane, span) in enumerate(zip(self._lanes, spans, strict=True)):
+                if sizes[at]:
+                    rows[at].append(self._encoded(Key(self._step, index, at), lane, rank, span, wires[at], desk))
+        if self._note:
+            self._tell(sent_WN, came_WN, sizes, rows)
         peers = [rank for rank in range(link.world) if rank != link.rank]
-        yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, own_WN[p]) for p in peers], self._tags[0])
-        out = self._outputs[0].read(span, desk)
-        codec.decode_sum(own_WN, out, scale=self._scale, step=known_step(key.of(link.rank), out.device))
+        yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
+        fine = _all_set(came_WN[:, -NOTE_BYTES]) if self._note else True
+        for at, (lane, wires_WN) in enumerate(zip(self._lanes, columns(came_WN, sizes), strict=True)):
+            if sizes[at]:
+                self._add(
+                    Key(self._step, index, at), lane, self._outputs[at], spans[at], wires_WN, rows[at], fine, desk
+                )
+
+    def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
+        """A span of the row for a rank, of which the wire was written."""
+        begin = rank * lane.cut.numel + span.begin
+        source = lane.flat.read(Span(begin, begin + span.numel), desk)
+        x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
+        part = LaneChunk(lane, source, x, key, begin)
+        part.load()
+        part.encode(part.whole, lane.codec, wire, key.of(rank))
+        return part
+
+    def _tell(
+        self, sent_WN: Tensor, came_WN: Tensor, sizes: Sequence[int], rows: Sequence[Sequence[LaneChunk]]
+    ) -> None:
+        """Note in every message, and in the own row, whether all that this rank sends is finite."""
+        own = self._link.rank
+        others = [rank for rank in range(self._link.world) if rank != own]
+        found = []
+        for chunks, sent, came in zip(rows, columns(sent_WN, sizes), columns(came_WN, sizes), strict=True):
+            if chunks:
+                x = chunks[0].x
+                wires = [came[own], *(sent[rank] for rank in others)]
+                found += [chunks[0].lane.codec.all_finite(wire[None], x.numel(), x.dtype) for wire in wires]
+        fine = torch.stack(found).all().to(torch.uint8)
+        sent_WN[:, -NOTE_BYTES] = fine
+        came_WN[own, -NOTE_BYTES] = fine
+
+    def _add(
+        self,
+        key: Key,
+        lane: Lane,
+        output: Flat,
+        span: Span,
+        wires_WN: Tensor,
+        rows: Sequence[LaneChunk],
+        fine: Fine,
+        desk: Desk,
+    ) -> None:
+        """A span of a lane's output, and of what its feedback remembers."""
+        out = output.read(span, desk)
+        total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
+        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=known_step(key.of(self._link.rank), out.device))
+        if lane.checked is not None:
+            whole = lane.codec.all_finite(wires_WN, span.numel, lane.dtype)
+            lane.checked(bool(whole) if whole.device.type == "cpu" else whole)
+        if lane.carry is not None:
+            for part in rows:
+                lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
+            lane.carry.result(span, total, fine)
+        if total is not out:
+            out.copy_(total)
+        output.write(span, out)
+
+
+def _all_set(notes_W: Tensor) -> Fine:
+    found = (notes_W == 1).all()
+    return bool(found) if found.device.type == "cpu" else found
+
+
+@dataclass(frozen=True)
+class GatherLane:
+    """Numbers that share a codec: what this rank sends to all, and what all ranks send, of any lengths."""
+
+    outputs: Sequence[Flat]  # one per rank
+    input: Flat
+    cut: Cut  # of the longest
+    codec: Codec
 
 
 class Gather(VerbOperation):
-    """outputs[r] = rank r's input, of any length, on every rank. One message, one rounding."""
+    """outputs[r] = rank r's input on every rank, of every lane. One message, one rounding."""
 
-    def __init__(self, setting: Setting, outputs: Sequence[Flat], input: Flat, cut: Cut) -> None:
-        super().__init__(setting, cut.num_chunks, outputs, [input])
-        self._cuts = [Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in outputs]
+    def __init__(self, setting: Setting, lanes: Sequence[GatherLane]) -> None:
+        outputs = [flat for lane in lanes for flat in lane.outputs]
+        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.input for lane in lanes])
+        self._lanes = lanes
+        self._cuts = [
+            [Cut(flat.numel, lane.cut.chunk, lane.cut.edge, lane.cut.unit) for flat in lane.outputs] for lane in lanes
+        ]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
-        codec = self._codec
         link = self._link
-        key = Key(self._step, index)
-        parts = [cut.span(index) for cut in self._cuts]
-        wires = [desk.take(size) for size in wire_sizes(codec, parts, self._inputs[0].dtype)]
-        if parts[link.rank].numel:
-            codec.encode(self._inputs[0].read(parts[link.rank], desk), wires[link.rank], step=key.of(link.rank))
-        yield link.gather(wires, self._tags[0])
-        for rank, (wire, part) in enumerate(zip(wires, parts, strict=True)):
+        keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
+        parts_LW = [[cut.span(index) for cut in cuts] for cuts in self._cuts]
+        pairs = zip(self._lanes, parts_LW, strict=True)
+        sizes_LW = [wire_sizes(lane.codec, parts, lane.input.dtype) for lane, parts in pairs]
+        sizes_WL = list(zip(*sizes_LW, strict=True))
+        wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
+        wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
+        for at, lane in enumerate(self._lanes):
+            part = parts_LW[at][link.rank]
             if part.numel:
-                out = self._outputs[rank].read(part, desk)
-                codec.decode(wire, out, step=known_step(key.of(rank), out.device))
+                lane.codec.encode(lane.input.read(part, desk), wires_WL[link.rank][at], step=keys[at].of(link.rank))
+        yield link.gather(wires, self._tags[0])
+        for at, lane in enumerate(self._lanes):
+            for rank, part in enumerate(parts_LW[at]):
+                if part.numel:
+                    out = lane.outputs[rank].read(part, desk)
+                    lane.codec.decode(wires_WL[rank][at], out, step=known_step(keys[at].of(rank), out.device))
 
 
 class Exchange(VerbOperation):

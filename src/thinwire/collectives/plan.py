@@ -154,11 +154,12 @@ def _verb_program(key: PlanKey, part: int, link: Transport, codec: Codec) -> Pro
     """The program of a verb on a stream of a GPU; None where an operation runs it."""
     if not isinstance(link, RowTransport) or not part or not programs.fits(codec, key.dtype):
         return None
+    lane = StreamLane(part, key.dtype, codec, codec)
     if key.verb == "reduce_scatter_tensor":
         assert key.reduction is not None
-        return programs.ReduceScatter(link, codec, key.dtype, part, key.reduction.scale(link.world))
+        return programs.ReduceScatter(link, [lane], key.reduction.scale(link.world))
     if key.verb == "all_gather_into_tensor":
-        return programs.Gather(link, codec, key.dtype, part)
+        return programs.Gather(link, [lane])
     if key.verb == "broadcast":
         assert key.source is not None
         return programs.Broadcast(link, codec, key.dtype, part, key.source)

@@ -396,76 +396,106 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 # --- other verbs: one message -----------------------------------------------------------------------------------------
 
 
-class _EqualParts:
-    """A verb of (output, input) whose parts all have `numel` elements: what rows of one and of all ranks have alike."""
+class _RowLanes:
+    """Lanes of rows, one row per rank; the wires for one rank lie side by side. `numel` of a lane is that of a row."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
+    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane]) -> None:
         self._link = link
-        lane = StreamLane(numel, dtype, codec, codec)
-        self._stride = codec.wire_bytes(numel, dtype)
+        self._sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
+        self._stride = sum(self._sizes)
         self._matrix = link.world * self._stride
-        self._one = _job(codec, Rows(numel, numel, 1), lane, link.device, self._stride)
-        self._all = _job(codec, Rows(link.world * numel, numel, link.world), lane, link.device, self._stride)
+        self._starts = [sum(self._sizes[:i]) for i in range(len(lanes))]
+        one = [(lane, Rows(lane.numel, lane.numel, 1)) for lane in lanes]
+        every = [(lane, Rows(link.world * lane.numel, lane.numel, link.world)) for lane in lanes]
+        self._one = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in one]
+        self._all = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in every]
+        self._places = [lane << 48 for lane in range(len(lanes))]
 
-    def _sent_and_came(self) -> Scratch[tuple[Tensor, Tensor]]:
-        matrix = self._matrix
-        return Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
+    def _lanes_of(self, matrix: Tensor) -> list[Tensor]:
+        """Each lane's part of a matrix of rows."""
+        return [matrix[start:] for start in self._starts]
 
 
-class ReduceScatter(_EqualParts):
-    """output = scale * the sum over ranks of their row for this rank."""
+class ReduceScatter(_RowLanes):
+    """(*outputs, *inputs), of every lane: output = scale * the sum over ranks of their row for this rank."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, scale: float) -> None:
-        super().__init__(link, codec, dtype, numel)
-        self._encode = rows.encoder(self._all)
-        self._decode = rows.decoder(self._one, world=link.world, scale=scale)
-        self._scratch = self._sent_and_came()
+    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane], scale: float) -> None:
+        super().__init__(link, lanes)
+        self._encodes = [rows.encoder(job) for job in self._all]
+        self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
+        self._scratch = Scratch(2 * self._matrix, self._cut)
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
-        output, input = tensors
-        sent, came = self._scratch.views(room)
-        self._encode(input, sent, hashing.mix64(step), None)
+        sent, came, sent_L, came_L = self._scratch.views(room)
+        count = len(self._encodes)
+        mixed = hashing.mix64(step)
+        for i, encode in enumerate(self._encodes):
+            encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
         self._link.all_to_all(came, sent)
-        self._decode(came, output, None, None)
+        for i, decode in enumerate(self._decodes):
+            decode(came_L[i], tensors[i], None, bad)
+
+    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        sent = buffer[: self._matrix]
+        came = buffer[self._matrix : 2 * self._matrix]
+        return sent, came, self._lanes_of(sent), self._lanes_of(came)
 
 
-class Gather(_EqualParts):
-    """output = every rank's input, as decoded from its wire."""
+@dataclass(frozen=True)
+class Noting:
+    """A sum of rows that notes whether it met numbers which are not finite."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
-        super().__init__(link, codec, dtype, numel)
-        self._encode = rows.encoder(self._one, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(self._all)
-        begin = link.rank * self._stride
-        end = begin + self._stride
-        self._scratch = Scratch(self._matrix, lambda buffer: (buffer, buffer[begin:end]))
+    program: ReduceScatter
+    bad: Bad
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        output, input = tensors
-        whole, own = self._scratch.views(room)
-        self._encode(input, own, hashing.mix64(step), None)
+        self.program.run(room, tensors, step, self.bad)
+
+
+class Gather(_RowLanes):
+    """(*outputs, *inputs), of every lane: output = every rank's input, as decoded from its wire."""
+
+    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane]) -> None:
+        super().__init__(link, lanes)
+        self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
+        self._decodes = [rows.decoder(job) for job in self._all]
+        self._scratch = Scratch(self._matrix, self._cut)
+
+    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        whole, own, whole_L, own_L = self._scratch.views(room)
+        count = len(self._encodes)
+        mixed = hashing.mix64(step)
+        for i, encode in enumerate(self._encodes):
+            encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)
         self._link.all_gather(whole, own)
-        self._decode(whole, output, None, None)
+        for i, decode in enumerate(self._decodes):
+            decode(whole_L[i], tensors[i], None, None)
+
+    def _cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        own = buffer[self._link.rank * self._stride : (self._link.rank + 1) * self._stride]
+        return buffer, own, self._lanes_of(buffer), self._lanes_of(own)
 
 
-class Exchange(_EqualParts):
-    """Row r of output = rank r's row for this one; the own row exactly."""
+class Exchange(_RowLanes):
+    """(output, input): row r of output = rank r's row for this one; the own row exactly."""
 
     def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
-        super().__init__(link, codec, dtype, numel)
-        self._encode = rows.encoder(self._all, skip=link.rank, by_row=0, first_row=link.rank)
-        self._decode = rows.decoder(self._all, skip=link.rank)
-        self._sizes = [self._stride] * link.world
-        self._scratch = self._sent_and_came()
+        super().__init__(link, [StreamLane(numel, dtype, codec, codec)])
+        self._encode = rows.encoder(self._all[0], skip=link.rank, by_row=0, first_row=link.rank)
+        self._decode = rows.decoder(self._all[0], skip=link.rank)
+        matrix = self._matrix
+        self._each = [self._stride] * link.world
+        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         output, input = tensors
         sent, came = self._scratch.views(room)
         self._encode(input, sent, hashing.mix64(step), None)
-        self._link.exchange_rows(came, sent, self._sizes, self._sizes)  # others may have rows of other lengths
+        self._link.exchange_rows(came, sent, self._each, self._each)  # others may have rows of other lengths
         self._decode(came, output, None, None, input)
 
 

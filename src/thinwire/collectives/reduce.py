@@ -144,8 +144,8 @@ def reduce_scatter_tensor(
         return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
     if plan.program is not None:
         return call.start(plan.program, (target, source), [output], step, async_op)
-    flats = Flat([target]), Flat([source])
-    operation = operations.ReduceScatter(call.setting(plan, step), *flats, plan.cut, reduction.scale(world))
+    lane = Lane(Flat([source]), plan.cut, plan.codec, plan.codec)
+    operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], reduction.scale(world))
     return call.run(operation, [output], async_op)
 
 

@@ -19,7 +19,7 @@ from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import BucketMeter, StepErrors, Tally
+from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 
 Future = torch.futures.Future
@@ -34,6 +34,7 @@ class GradientSet:
     shapes: Sequence[torch.Size]
     buffer: Tensor | None  # what holds them all, one after the other; None if they are scattered
     scattered: Sequence[Tensor] = ()
+    numels: Sequence[int] | None = None  # of their elements in the buffer, where a rank has a part of each
 
     @property
     def like(self) -> Tensor:
@@ -45,7 +46,7 @@ class GradientSet:
         """Every gradient."""
         if self.buffer is None:
             return self.scattered
-        sizes = [shape.numel() for shape in self.shapes]
+        sizes = self.numels or [shape.numel() for shape in self.shapes]
         factor = self.buffer.numel() // max(1, sum(sizes))  # 2 for complex parameters
         found: Sequence[Tensor] = self.buffer.split([factor * size for size in sizes])
         return found
@@ -80,21 +81,28 @@ class Memories:
         if not kind:
             return None
         names = [piece.name for piece in lane.pieces if piece.name is not None]
-        # What another kind of feedback remembered says nothing to this one.
-        stale = [name for name in names if self.kinds.get(name, kind) != kind]
+        stale = self.stale(kind, names)
         self.residuals.drop(stale)
         self.means.drop(stale)
-        self.kinds.update(dict.fromkeys(names, kind))
         residual = self.residuals.lane(lane.pieces, device)
         gaps = feedback.Gaps(lane.pieces)
         if kind == "classic":
             return feedback.Classic(residual, world, gaps)
+        return feedback.EF21(residual, self.means_of(lane.pieces, device), world, gaps)
+
+    def stale(self, kind: str, names: Sequence[str]) -> list[str]:
+        """Those of parameters that get a feedback of this kind for which another kind remembered something."""
+        found = [name for name in names if self.kinds.get(name, kind) != kind]
+        self.kinds.update(dict.fromkeys(names, kind))
+        return found
+
+    def means_of(self, pieces: Sequence[feedback.Piece], device: torch.device) -> feedback.Memory:
         if self.residuals.dtype != torch.float32:
             raise CodecError(
                 "this optimiser asks for feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
                 f"float32, got {self.residuals.dtype}; or name another feedback"
             )
-        return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
+        return self.means.lane(pieces, device)
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,8 @@ class Averager:
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
-        self._buckets: dict[object, _Bucket] = {}
-        self._messages: dict[object, Message] = {}
+        self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
+        self._messages: dict[object, Any] = {}
         self._setting: object = None  # the decisions that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
@@ -148,7 +156,7 @@ class Averager:
         key = gradients.names, like.dtype, like.device, gradients.buffer is None
         if key not in self._buckets:
             self._buckets[key] = self._new_bucket(gradients, like, self.group)
-        bucket = self._buckets[key]
+        bucket: _Bucket = self._buckets[key]
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, self.group)
@@ -203,7 +211,30 @@ class Averager:
         key = gradients.names, tuple(specs), like.dtype, like.device, gradients.buffer is None
         if key not in self._messages:
             self._messages[key] = Message(specs, like, group=self.group, algorithm=self._algorithm, nodes=self._nodes)
-        return self._messages[key]
+        found: Message = self._messages[key]
+        return found
+
+    def stats(self, step: int) -> Stats:
+        """What compression did in `step` steps on this rank."""
+        tally = self.tally
+        return Stats(
+            steps=step,
+            codec=str(self.decisions.schedule),
+            feedback=self.feedback,
+            chosen=self.decisions.why,
+            bytes_sent=tally.bytes_sent,
+            bytes_plain=tally.bytes_plain,
+            bits_per_element=self.bits_per_element,
+            relative_error=self.errors.relative,
+            clipped=self.errors.clipped,
+            nonfinite=tally.all_nonfinite,
+            encode_s=tally.encode_s if tally.timed else None,
+            decode_s=tally.decode_s if tally.timed else None,
+            reduce_s=tally.reduce_s if tally.timed else None,
+            wire_s=tally.wire_s if tally.timed else None,
+            residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
+            scratch_bytes=self.scratch_bytes,
+        )
 
     @property
     def bits_per_element(self) -> float | None:

@@ -134,26 +134,7 @@ class DDPState:
 
     def stats(self) -> Stats:
         """What compression did so far on this rank; `print` shows it as a table."""
-        averager = self._averager
-        tally = averager.tally
-        return Stats(
-            steps=self.step,
-            codec=str(self._decisions.schedule),
-            feedback=averager.feedback,
-            chosen=self._decisions.why,
-            bytes_sent=tally.bytes_sent,
-            bytes_plain=tally.bytes_plain,
-            bits_per_element=averager.bits_per_element,
-            relative_error=averager.errors.relative,
-            clipped=averager.errors.clipped,
-            nonfinite=tally.all_nonfinite,
-            encode_s=tally.encode_s if tally.timed else None,
-            decode_s=tally.decode_s if tally.timed else None,
-            reduce_s=tally.reduce_s if tally.timed else None,
-            wire_s=tally.wire_s if tally.timed else None,
-            residual_bytes=averager.memories.residuals.nbytes + averager.memories.means.nbytes,
-            scratch_bytes=averager.scratch_bytes,
-        )
+        return self._averager.stats(self.step)
 
     def close(self) -> None:
         """Let gradients travel as without a hook, and remember nothing; `compress_ddp` may be called again."""

@@ -32,6 +32,7 @@ class Stats:
     wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
     residual_bytes: int  # memory of the feedback
     scratch_bytes: int  # memory of wires under way, shared by everything on this group
+    replica_bytes: int = 0  # memory of the copies of weights that differences are sent to
 
     @property
     def ratio(self) -> float:
@@ -46,6 +47,7 @@ class Stats:
     def __str__(self) -> str:
         seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
         clipped = _shown(", {:.1%} of codes clipped", self.clipped)
+        replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
         lines = {
             "codec": f"{self.codec}, feedback {self.feedback}",
             "chosen": self.chosen,
@@ -54,7 +56,7 @@ class Stats:
             "bits": _shown("{:.3f} per element", self.bits_per_element),
             "error": _shown("{:.2e} relative", self.relative_error) + clipped,
             "seconds": ", ".join(f"{name} {took:.3f}" for name, took in seconds.items() if took is not None),
-            "memory": f"{self.residual_bytes:,} bytes of residuals, {self.scratch_bytes:,} of scratch",
+            "memory": f"{self.residual_bytes:,} bytes of residuals, {self.scratch_bytes:,} of scratch" + replicas,
         }
         return "\n".join(f"{name:8} {text}" for name, text in lines.items() if text)
 

@@ -1,0 +1,58 @@
+"""Rows of a flat buffer, one per rank and all laid out alike, as lanes: columns that share a codec and a feedback.
+
+The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.feedback import Piece
+from thinwire.integrations.lanes import BucketLane
+
+
+class Columns:
+    """`width`: elements of a row."""
+
+    def __init__(self, lanes: Sequence[BucketLane], width: int, device: torch.device) -> None:
+        self.lanes = lanes
+        self._in_place = lanes[0].stretches == ((0, width),)
+        # Which columns each lane has; a lane in place has all.
+        self._index = [_index(lane).to(device) for lane in lanes]
+        inside = [index for lane, index in zip(lanes, self._index, strict=True) if lane.aside]
+        self._bridged = torch.cat(inside) if self._in_place and inside else None
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Every lane's columns of a matrix, which changes."""
+        if not self._in_place:
+            return [rows.index_select(1, index) for index in self._index]
+        found = [rows, *(rows.index_select(1, index) for index in self._index[1:])]
+        if self._bridged is not None:
+            rows.index_fill_(1, self._bridged, 0)
+        return found
+
+    def blank(self, rows: Tensor) -> list[Tensor]:
+        """Places for every lane's columns of a matrix, which `join` puts together."""
+        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index[int(self._in_place) :]]
+        return [rows, *blanks] if self._in_place else blanks
+
+    def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
+        """rows = what `split` would have split into `parts`."""
+        for at, (part, index) in enumerate(zip(parts, self._index, strict=True)):
+            if at or not self._in_place:
+                rows.index_copy_(1, index, part)
+
+    def pieces(self, at: int, count: int) -> tuple[Piece, ...]:
+        """The elements of `count` rows of a lane, by parameter and row."""
+        own = self.lanes[at].pieces
+        return tuple(Piece(p.name and row_name(p.name, row), p.numel) for row in range(count) for p in own)
+
+
+def row_name(name: str, row: int) -> str:
+    """What a parameter's part in the row of a rank is called."""
+    return f"{name}#{row}"
+
+
+def _index(lane: BucketLane) -> Tensor:
+    return torch.cat([torch.arange(begin, end) for begin, end in lane.stretches])

@@ -1,0 +1,262 @@
+"""FSDP2 and HSDP: gradients, and weights, that travel compressed.
+
+handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # after fully_shard; the rest stays
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codecs import Cast, Codec, Identity, registry
+from thinwire.collectives import checks
+from thinwire.errors import CodecError, CollectiveError
+from thinwire.integrations import policy as policies
+from thinwire.integrations.averager import Averager, GradientSet
+from thinwire.integrations.decisions import Decisions
+from thinwire.integrations.fsdp_torch import (
+    GatherComm,
+    ParameterGroup,
+    ReduceCall,
+    ScatterComm,
+    ShardedParameter,
+    groups_of,
+    watch_reductions,
+)
+from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, Optimizers
+from thinwire.integrations.policy import CodecLike, Exempt, Rules
+from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
+from thinwire.integrations.stats import Stats, Tally
+from thinwire.log import announce
+
+_NARROW = 8  # bits of weights from which rounding them at every step does no harm
+
+
+class _Leg:
+    """One sum of every gradient: over the shards of a group, or over replicas of them."""
+
+    def __init__(self, averager: Averager) -> None:
+        self.averager = averager
+        self._begun = -1  # the last step it was used in
+        self._at = 0.0  # when that began
+
+    def begin(self, step: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Decide for a step, at its first call."""
+        if step == self._begun:
+            return
+        self._begun = step
+        before = self._at
+        self._at = perf_counter()
+        news = self.averager.begin_step(group, step, self._at - before, device)
+        if news and group.rank() == 0:
+            announce(news)
+
+
+class FSDPState:
+    """Compression of one FSDP2 model: what `compress_fsdp` returns."""
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec
+    ) -> None:
+        self.options = replace(options, optimizer=options.family)
+        self.weights = weights
+        self.step = 0
+        self.closed = False
+        self._groups = list(groups)
+        self._names = ParameterNames()
+        self._name_parameters()
+        self._decisions = Decisions(options, self._names)
+        self._shards: Scatterer | None = None
+        if any(group.is_replicated for group in groups):
+            self._averager = Averager(options, self._decisions)  # over replicas
+            fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
+            shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
+            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager)}
+        else:
+            shards = Scatterer(options, self._decisions)
+            self._averager = shards
+            self._legs = {"shards": _Leg(shards)}
+        self._scatterer = shards
+        self._reduced: set[int] = set()  # parameter groups whose gradients this step has reduced
+        self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
+        self._gathered = Tally()  # bytes of weights
+        self._gatherers: list[Gatherer] = []
+        self._told: set[str] = set()
+
+    def _name_parameters(self) -> None:
+        for group in self._groups:
+            for parameter in group.parameters():
+                self._names.put(parameter.source.sharded_param, parameter.name)
+                size = self._names.sizes[parameter.name]
+                self._names.sizes[parameter.name] = size._replace(shape=parameter.shape, numel=parameter.shape.numel())
+        self._names.from_model = True
+
+    def _install(self, rules: Rules, replica: bool | None) -> None:
+        watch_reductions()
+        for group in self._groups:
+            gather = None
+            if not isinstance(self.weights, Identity):
+                narrow = policies.bits_of(self.weights) < _NARROW
+                kept = replica if replica is not None else narrow and group.keeps_weights
+                gatherer = Gatherer(group, self.weights, rules, self._gathered, differences=bool(kept))
+                self._gatherers.append(gatherer)
+                gather = GatherComm(functools.partial(self._gather, gatherer), gatherer.keep)
+            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
+            group.install(scatter, gather)
+
+    def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
+        """A group's gradients are reduced next: the first of a step, if it was so in this step already."""
+        if not self._reduced or id(group) in self._reduced:
+            self._reduced.clear()
+            self._name_parameters()
+            self.step += 1
+        self._reduced.add(id(group))
+        self._expected = group.parameters(call.sources)
+        if "replicas" in self._legs and call.replicas is not None:
+            call.sum_replicas(functools.partial(self._average_replicas, self._expected))
+
+    def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
+        """The sum over shards; False if torch is to do it."""
+        if input.dtype not in DTYPES:
+            self._tell(f"gradients of {input.dtype} travel as they are")
+            return False
+        scale = checks.reduction(op).scale(group.size())
+        leg = self._legs["shards"]
+        leg.begin(self.step - 1, group, input.device)
+        return self._scatterer.scatter(output, input, self._expected, group, scale)
+
+    def _average_replicas(
+        self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        leg = self._legs["replicas"]
+        leg.begin(self.step - 1, group, gradients.device)
+        filled = [parameter for parameter in parameters if parameter.numel]
+        names = tuple(parameter.name for parameter in filled)
+        shapes = [parameter.shape for parameter in filled]
+        found = GradientSet(names, shapes, gradients, numels=[parameter.numel for parameter in filled])
+        self._averager.average(found, gradients).wait()
+
+    def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
+        if input.dtype not in DTYPES:
+            self._tell("weights of several dtypes, or of integers, are gathered as the bytes they are")
+        return gatherer.gather(output, input, group)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            if dist.get_rank() == 0:
+                announce(f"compress_fsdp: {text}")
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        closed = ", closed" if self.closed else ""
+        return (
+            f"{type(self).__name__}(gradients={stats.codec!r}, weights={str(self.weights)!r}, "
+            f"feedback={stats.feedback!r}, steps={stats.steps}, ratio={stats.ratio:.2f}{closed})"
+        )
+
+    def stats(self) -> Stats:
+        """What compression did so far on this rank, weights included; `print` shows it as a table."""
+        own = self._averager.stats(self.step)
+        tallies = [self._gathered]
+        if self._scatterer is not self._averager:
+            tallies.append(self._scatterer.tally)
+        replicas = sum(0 if g.replica is None else g.replica.nbytes for g in self._gatherers)
+        return replace(
+            own,
+            codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
+            bytes_sent=own.bytes_sent + sum(tally.bytes_sent for tally in tallies),
+            bytes_plain=own.bytes_plain + sum(tally.bytes_plain for tally in tallies),
+            replica_bytes=replicas,
+        )
+
+    def close(self) -> None:
+        """Plain FSDP2 again, and nothing remembered; `compress_fsdp` may be called again."""
+        self.closed = True
+        self._decisions.end_scout()
+        for group in self._groups:
+            group.restore()
+        self._averager.go_on({}, {}, {}, {})
+        self._gatherers.clear()
+
+
+def compress_fsdp(
+    model: nn.Module,
+    gradients: CodecChoice = "int8",
+    weights: CodecLike = "none",
+    *,
+    feedback: Feedback = "auto",
+    exempt: Exempt = "auto",
+    policy: Mapping[str, CodecLike] | None = None,
+    inside: CodecLike = "bf16",
+    replica: bool | None = None,
+    warmup_steps: int = 0,
+    optimizer: Optimizers = None,
+    residual_dtype: torch.dtype = torch.float32,
+    error_budget: float = 0.15,
+    replan_every: int = 100,
+    measure_every: int = 100,
+) -> FSDPState:
+    """Let the gradients of an FSDP2 model, and its weights if asked for, travel compressed.
+
+    Call it after `fully_shard`, before or after the first step. The result has `stats()`, `state_dict()`,
+    `load_state_dict()` and `close()`.
+
+    gradients: a codec ("int8", "lloyd4", ...), a schedule of them, "auto" or "auto:2.5", as for compress_ddp. With
+        replicas of shards (HSDP) it is what travels between replicas.
+    weights: the codec of the all-gather, "none" or "int8" for most. Fewer bits than 8 cost accuracy, unless ranks keep
+        a copy of all weights and are sent the differences: see `replica`.
+    feedback: "auto" (none), "none", "classic" or "ef21". What a rank remembers of what it sent to others is as large as
+        the unsharded gradients, in `residual_dtype`; between replicas as large as a shard, and "auto" then goes by
+        codec and optimiser as for compress_ddp.
+    exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
+        "none", name patterns, or a function of name and shape.
+    policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions.
+    inside: with replicas, the codec of the sum over shards inside a node.
+    replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
+        gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
+    warmup_steps, optimizer, error_budget, replan_every, measure_every: as for compress_ddp.
+    """
+    groups = groups_of(model) if isinstance(model, nn.Module) else []
+    if not groups:
+        raise CollectiveError(
+            f"expected a model that fully_shard was called on, got {type(model).__name__}: call "
+            "torch.distributed.fsdp.fully_shard first; a DistributedDataParallel model goes to thinwire.compress_ddp"
+        )
+    replicated = any(group.is_replicated for group in groups)
+    if feedback == "auto" and not replicated:
+        feedback = "none"
+    options = DDPOptions(
+        gradients,
+        feedback=feedback,
+        exempt=exempt,
+        policy=policy,
+        warmup_steps=warmup_steps,
+        optimizer=optimizer,
+        residual_dtype=residual_dtype,
+        error_budget=error_budget,
+        replan_every=replan_every,
+        measure_every=measure_every,
+    )
+    if options.onebit is not None:
+        raise CodecError("OneBitAdam sends its momentum through DDP: use compress_ddp, or another optimiser")
+    within = registry.codec(inside)
+    if not replicated and within != Cast("bf16"):
+        raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
+    gathered = registry.codec(weights)
+    state = FSDPState(model, groups, options, within, gathered)
+    state._install(Rules(exempt, None), replica)
+    if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
+        warnings.warn(
+            f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
+            "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",
+            stacklevel=2,
+        )
+    return state

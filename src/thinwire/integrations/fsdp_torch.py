@@ -1,0 +1,275 @@
+"""What thinwire uses of torch's FSDP2 that torch keeps private: every such name is in this file.
+
+FSDP2 cuts a model into parameter groups. Each gathers its parameters with an `AllGather` and reduces their gradients
+with a `ReduceScatter`, both exchangeable. Neither is told which parameters it carries, and with replicas of shards
+(HSDP) torch sums over these itself. So the one function that reduces a group's gradients, `foreach_reduce`, is wrapped:
+before it runs, a thinwire `ReduceScatter` sees its arguments by name. Other models pass through it as they are.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.errors import CollectiveError
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+except ImportError as error:
+    raise CollectiveError(
+        f"compress_fsdp needs FSDP2 as torch 2.11 to 2.15 have it; torch {torch.__version__} has no such names "
+        f"({error}): use one of those, or the hooks of torch with thinwire.reduce_scatter_tensor"
+    ) from error
+
+_ARGUMENTS = (
+    "fsdp_params",
+    "reduce_scatter_group",
+    "reduce_scatter_comm",
+    "reduce_dtype",
+    "gradient_divide_factor",
+    "all_reduce_group",
+    "all_reduce_grads",
+    "partial_reduce_output",
+    "all_reduce_hook",
+    "force_sum_reduction_for_comms",
+)
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing put into names
+Reduce = Callable[..., Any]
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter, and its part in every rank's row of a flat buffer."""
+
+    name: str
+    shape: torch.Size  # of all of it
+    numel: int  # of a part, padding included
+    held: int  # of this rank's part, without
+    source: Any  # torch's own FSDPParam
+
+
+class ParameterGroup:
+    """A parameter group of FSDP2's."""
+
+    def __init__(self, group: Any, names: dict[int, str]) -> None:
+        self._group = group
+        self._names = names  # of modules, by id
+        self._found: dict[tuple[int, ...], list[ShardedParameter]] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the first module in it."""
+        return self._names.get(id(self._group.modules[0]), "") or "the root"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether replicas of the shards are summed over too."""
+        return isinstance(self._group.mesh_info, DDPMeshInfo)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether gathered parameters stay from forward to backward."""
+        return not getattr(self._group, "_reshard_after_forward", True)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are being gathered for the backward pass, after a forward pass has had them."""
+        return bool(self._group._training_state == TrainingState.PRE_BACKWARD)
+
+    def parameters(self, sources: Sequence[Any] | None = None) -> list[ShardedParameter]:
+        """Those of a list that torch gave, or all, in the order of the flat buffer."""
+        given = self._group.fsdp_params if sources is None else sources
+        key = tuple(map(id, given))
+        if key not in self._found:
+            self._found[key] = [self._parameter(source) for source in given]
+        return self._found[key]
+
+    def _parameter(self, source: Any) -> ShardedParameter:
+        module = self._names.get(id(source._module_info.module), "")
+        name = f"{module}.{source._module_info.param_name}".removeprefix(".")
+        return ShardedParameter(
+            name, source._orig_size, source.padded_sharded_param_size.numel(), source.sharded_size.numel(), source
+        )
+
+    def gathered_numels(self) -> list[int]:
+        """Elements of every parameter in a row that is gathered next; shards may have been made fewer meanwhile."""
+        found = []
+        for source in self._group.fsdp_params:
+            resharded = getattr(source, "_sharded_post_forward_param_data", None)
+            sharded = source.sharded_state == ShardedState.SHARDED
+            data = source._sharded_param_data if sharded or resharded is None else resharded
+            found.append(data.numel())
+        return found
+
+    def install(self, scatter: "ScatterComm | None", gather: "GatherComm | None") -> None:
+        """Take the place of torch's own, which later stand in for what is not compressed."""
+        for name, kind, comm in (
+            ("_reduce_scatter_comm", DefaultReduceScatter, scatter),
+            ("_all_gather_comm", DefaultAllGather, gather),
+        ):
+            present = getattr(self._group, name)
+            if isinstance(present, ScatterComm | GatherComm):
+                raise CollectiveError("this model is compressed already: close() the handle compress_fsdp gave first")
+            if type(present) is not kind:
+                raise CollectiveError(
+                    f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp takes its "
+                    "place only where torch's default is"
+                )
+            if comm is not None:
+                setattr(self._group, name, comm)
+
+    def restore(self) -> None:
+        """Plain FSDP2 again."""
+        if isinstance(self._group._reduce_scatter_comm, ScatterComm):
+            self._group._reduce_scatter_comm = DefaultReduceScatter()
+        if isinstance(self._group._all_gather_comm, GatherComm):
+            self._group._all_gather_comm = DefaultAllGather()
+
+
+class ScatterComm(ReduceScatter):
+    """Reduces the gradients of a group through `reduce`, whose parameters `expect` was told just before."""
+
+    def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
+        self.expect = expect
+        self._reduce = reduce
+        self._plain = DefaultReduceScatter()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        if self._reduce(output_tensor, input_tensor, group, op):
+            return None
+        return self._plain(output_tensor, input_tensor, group, op, async_op)
+
+
+class GatherComm(AllGather):
+    """Gathers the parameters of a group through `gather`; `done` is told what torch has gathered instead."""
+
+    def __init__(self, gather: Callable[..., bool], done: Callable[[Tensor], None]) -> None:
+        self._gather = gather
+        self._done = done
+        self._plain = DefaultAllGather()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if not self._gather(output_tensor, input_tensor, group):
+            self._plain(output_tensor, input_tensor, group)
+            self._done(output_tensor)
+
+
+class ReduceCall:
+    """The arguments of one call of `foreach_reduce`, by name."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._given = arguments
+
+    @property
+    def sources(self) -> list[Any]:
+        return list(self._given["fsdp_params"])
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group of replicas that this call sums over, if it does."""
+        found: dist.ProcessGroup | None = self._given["all_reduce_group"]
+        return found if self._given["all_reduce_grads"] else None
+
+    def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
+        """Let `average` take the place of torch's own sum over replicas.
+
+        torch divides by what it knows of: without the replicas' group, by the shards alone. So the replicas are
+        averaged, or summed where the divisor is given and holds them already.
+        """
+        given = self._given
+        group: dist.ProcessGroup = given["all_reduce_group"]
+        then = given["all_reduce_hook"]
+        partial = given["partial_reduce_output"]
+        in_sums = given["force_sum_reduction_for_comms"] or _dtype(given) == torch.float16
+        if in_sums and given["gradient_divide_factor"] is None:
+            shards = given["reduce_scatter_group"]
+            given["gradient_divide_factor"] = float(group.size() * (1 if shards is None else shards.size()))
+        summed = given["gradient_divide_factor"] is not None
+
+        def hook(gradients: Tensor) -> None:
+            if partial is not None:
+                gradients += partial
+            average(gradients, group)
+            if summed:
+                gradients.mul_(group.size())
+            if gradients.is_cuda:  # torch may let go of it while this stream still works on it
+                gradients.record_stream(torch.cuda.current_stream())
+            if then is not None:
+                then(gradients)
+
+        given["all_reduce_group"] = None
+        given["partial_reduce_output"] = None
+        given["all_reduce_hook"] = hook
+
+
+def _dtype(given: dict[str, Any]) -> torch.dtype:
+    found: torch.dtype = given["reduce_dtype"] or given["unsharded_grads"][0].dtype
+    return found
+
+
+@functools.cache
+def watch_reductions() -> None:
+    """Wrap torch's function, once in a process."""
+    module: Any = param_groups
+    original = module.foreach_reduce
+    signature = inspect.signature(original)
+    missing = [name for name in _ARGUMENTS if name not in signature.parameters]
+    if missing:
+        raise CollectiveError(
+            f"compress_fsdp knows FSDP2 as torch 2.11 to 2.15 have it; in torch {torch.__version__} foreach_reduce has "
+            f"no {', '.join(missing)}: use one of those versions"
+        )
+
+    @functools.wraps(original)
+    def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        comm = bound.arguments["reduce_scatter_comm"]
+        if isinstance(comm, ScatterComm):
+            comm.expect(ReduceCall(bound.arguments))
+        return original(*bound.args, **bound.kwargs)
+
+    module.foreach_reduce = foreach_reduce
+
+
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """Those of every module that fully_shard was called on, in the order of the modules."""
+    names = {id(module): _plain_name(name) for name, module in reversed(list(model.named_modules()))}
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                found += state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # torch 2.11 has at most one
+                found.append(state._fsdp_param_group)
+    unique = {id(group): group for group in found}  # several modules may share one
+    return [ParameterGroup(group, names) for group in unique.values()]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = f"{name}.".replace(wrapper, "").removesuffix(".")
+    return name

@@ -1,0 +1,206 @@
+"""Gradients and weights of a model that ranks hold in shards, step after step: sums of rows, and rows gathered.
+
+A row is what a rank owns of a flat buffer: its shards of some parameters, one after the other, padded alike on all
+ranks. See columns.py for how rows fall into lanes.
+
+[Note: Differences] A rounded weight is wrong by as much at every step, and below 8 bits that shows. Where every rank
+keeps what it gathered last, the owner of a shard sends the difference to that: it is small, and what one message loses
+is in the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import feedback
+from thinwire.codecs import Codec, Identity
+from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.integrations import lanes
+from thinwire.integrations.averager import Averager, Memories
+from thinwire.integrations.columns import Columns, row_name
+from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
+from thinwire.integrations.names import Names, ParameterSize
+from thinwire.integrations.policy import Rules
+from thinwire.integrations.stats import Tally
+from thinwire.kernels.rows import Bad
+
+_MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Everything that is the same at every step about the gradients of one set of parameters."""
+
+    lanes: Sequence[lanes.BucketLane]
+    numel: int  # of a row
+    plain_bytes: int
+    columns: Columns | None = None  # None if nothing of them is compressed
+    message: ScatterMessage | None = None
+    carries: Sequence[Any] = ()
+    note: Tensor | None = None  # on a GPU: which calls were not finite
+
+
+class Scatterer(Averager):
+    """Sums rows of gradients over ranks, a row for each rank."""
+
+    def scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        parameters: Sequence[ShardedParameter],
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> bool:
+        """output = scale * the sum over ranks of their rows for this one; False if torch is to do it."""
+        names = tuple(parameter.name for parameter in parameters)
+        key = names, input.dtype, input.device, group.group_name, scale
+        if key not in self._buckets:
+            self._buckets[key] = self._new_rows(names, parameters, input, group, scale)
+        rows: _Rows = self._buckets[key]
+        if rows.columns is None or rows.message is None:
+            self.tally.sent(rows.plain_bytes, rows.plain_bytes)
+            return False
+        inputs = rows.columns.split(input.view(group.size(), -1))
+        result = output.view(1, -1)
+        outputs = rows.columns.blank(result)
+        if rows.note is not None and not self.decisions.measuring:
+            rows.message.run(outputs, inputs, self._step, note=Bad(rows.note, self._step + 1))
+        else:
+            rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
+        rows.columns.join(outputs, result)
+        self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
+        return True
+
+    def _watched(self, rows: _Rows, world: int, device: torch.device) -> list[LaneWatch]:
+        found: list[LaneWatch] = []
+        for lane, carry in zip(rows.lanes, rows.carries, strict=True):
+            watch = self.errors.watch([*lane.pieces] * world, device).lost if self.decisions.measuring else None
+            found.append(LaneWatch(carry, watch, None if found else self.tally.checked))
+        return found
+
+    def _new_rows(
+        self,
+        names: Names,
+        parameters: Sequence[ShardedParameter],
+        like: Tensor,
+        group: dist.ProcessGroup,
+        scale: float,
+    ) -> _Rows:
+        world = group.size()
+        specs = []
+        for parameter in parameters:
+            size = ParameterSize(parameter.shape, parameter.shape.numel(), like.dtype)
+            specs.append(self.decisions.spec(parameter.name, size)._replace(numel=parameter.numel))
+        found = lanes.lanes_of(names, specs, whole=True)
+        width = sum(parameter.numel for parameter in parameters)
+        plain_bytes = (world - 1) * width * like.itemsize
+        if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
+            return _Rows(found, width, plain_bytes)
+        columns = Columns(found, width, like.device)
+        laid = tuple(lane.spec for lane in found)
+        key = names, laid, like.dtype, like.device, group.group_name, scale
+        if key not in self._messages:  # codecs that come back need not agree on theirs again
+            self._messages[key] = ScatterMessage(laid, like, group, scale)
+        message: ScatterMessage = self._messages[key]
+        carries = [_carry(self.memories, columns, at, world, 1.0 / scale, like.device) for at in range(len(found))]
+        note = self.tally.new_note(like.device) if message.on_stream else None
+        return _Rows(found, width, plain_bytes, columns, message, carries, note)
+
+
+def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are better sent as they are."""
+    return isinstance(codec, Identity) or codec.wire_bytes(_MANY, dtype) >= _MANY * dtype.itemsize
+
+
+def _carry(
+    memories: Memories, columns: Columns, at: int, world: int, factor: float, device: torch.device
+) -> feedback.Classic | feedback.EF21 | None:
+    """The feedback of a lane of rows, whose message is x + factor * error; None where it has none."""
+    lane = columns.lanes[at]
+    kind = lane.spec.feedback
+    if not kind:
+        return None
+    stale = memories.stale(kind, [piece.name for piece in lane.pieces if piece.name is not None])
+    memories.residuals.drop([row_name(name, row) for name in stale for row in range(world)])
+    memories.means.drop(stale)
+    pieces = columns.pieces(at, world)
+    residual = memories.residuals.lane(pieces, device)
+    gaps = feedback.Gaps(pieces)
+    if kind == "classic":
+        return feedback.Classic(residual, factor, gaps)
+    return feedback.EF21(residual, memories.means_of(lane.pieces, device), factor, gaps)
+
+
+class Gatherer:
+    """Gathers the weights of one parameter group, rounded; or what became of them since, see [Note: Differences]."""
+
+    def __init__(self, group: ParameterGroup, codec: Codec, rules: Rules, tally: Tally, *, differences: bool) -> None:
+        self._group = group
+        self._codec = codec
+        self._rules = rules
+        self._tally = tally
+        self.differences = differences
+        self.replica: Tensor | None = None  # the last rows of all ranks
+        self.sent = 0  # differences
+        self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
+
+    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
+        """output = the rows of all ranks, of which `input` is the own; False if torch is to do it."""
+        numels = self._group.gathered_numels()
+        plain_bytes = (group.size() - 1) * input.nbytes
+        if input.dtype not in DTYPES or sum(numels) != input.numel():
+            self._tally.sent(plain_bytes, plain_bytes)
+            return False
+        if not self.differences:
+            self._send(output, input, group, numels, 0)
+            return True
+        return self._send_differences(output, input, group, numels)
+
+    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> bool:
+        if self.replica is None or self.replica.shape != output.shape:
+            self._tally.sent((group.size() - 1) * input.nbytes, (group.size() - 1) * input.nbytes)
+            return False  # the first is exact, and kept
+        if self._group.in_backward:
+            self._tally.sent(0, (group.size() - 1) * input.nbytes)
+        else:
+            own = self.replica.view(group.size(), -1)[group.rank()]
+            input.sub_(own)
+            self._send(output, input, group, numels, self.sent)
+            self.replica.add_(output)
+            self.sent += 1
+        output.copy_(self.replica)
+        return True
+
+    def keep(self, output: Tensor) -> None:
+        """What torch has gathered exactly."""
+        if self.differences and output.dtype in DTYPES:
+            self.replica = output.clone()
+
+    def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int], step: int) -> None:
+        key = tuple(numels), input.dtype, input.device, group.group_name
+        if key not in self._messages:
+            self._messages[key] = self._new_message(input, group, numels)
+        columns, message = self._messages[key]
+        rows = output.view(group.size(), -1)
+        inputs = columns.split(input.view(1, -1))
+        outputs = columns.blank(rows)
+        message.run(outputs, inputs, step)
+        columns.join(outputs, rows)
+        self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
+
+    def _new_message(
+        self, like: Tensor, group: dist.ProcessGroup, numels: Sequence[int]
+    ) -> tuple[Columns, GatherMessage]:
+        specs = []
+        for parameter, numel in zip(self._group.parameters(), numels, strict=True):
+            codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
+            specs.append(LaneSpec(numel, codec, codec))
+        found = lanes.lanes_of([p.name for p in self._group.parameters()], specs, whole=True)
+        columns = Columns(found, sum(numels), like.device)
+        return columns, GatherMessage([lane.spec for lane in found], like, group)
