@@ -1,6 +1,7 @@
 """Figures of the README, the docs and the package, taken again from the records they name: a script, and its test.
 
-`python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, what
+`python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
+`<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
 `<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES.
 """
@@ -31,7 +32,7 @@ RECORDS = {
     "x86_64": "kernels_cpu_x86_64.json",
     "cuda": "kernels_h200_2026-11-15.json",
 }
-ON_NCCL = "collectives_nccl_h200_2*.json"  # by date: the newest counts
+ON_NCCL = "collectives_nccl_h200_2*_2ranks.json"  # by date: the newest counts
 COLUMNS = 108  # of the terminal
 
 
@@ -42,7 +43,7 @@ def printed(text: str) -> str:
 
 def files(text: str) -> set[str]:
     """The records that a page shows."""
-    listed = [file for found in TABLE.finditer(text) for file in found["files"].split(", ")]
+    listed = [file for found in TABLE.finditer(text) for file in found["files"].partition("; ")[0].split(", ")]
     return {*listed, *(found["file"] for found in DEMO.finditer(text))}
 
 
@@ -71,9 +72,18 @@ def _rounded(seconds: float) -> float:
 
 
 def _table(found: re.Match[str]) -> str:
-    files = found["files"].split(", ")
-    shown = "\n\n".join(tables.markdown(record.read(str(ROOT / file))) for file in files)
+    files, _, chosen = found["files"].partition("; ")
+    shown = "\n\n".join(tables.markdown(_rows(record.read(str(ROOT / file)), chosen)) for file in files.split(", "))
     return f"<!-- table: {found['files']} -->\n\n{shown}\n\n<!-- end table -->"
+
+
+def _rows(whole: record.Record, chosen: str) -> record.Record:
+    """The record with the rows that are chosen: all, or those of COLUMN=VALUE|VALUE."""
+    wanted = [part.split("=") for part in chosen.split(", ") if part]
+    kept = [row for row in whole.rows if all(str(row[name]) in values.split("|") for name, values in wanted)]
+    if not kept:
+        raise ValueError(f"expected rows of {chosen}, got none: choose among the record's columns and values")
+    return record.Record(whole.kind, whole.conditions, kept)
 
 
 def _demo(found: re.Match[str]) -> str:
