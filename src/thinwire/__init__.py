@@ -38,7 +38,7 @@ if typing.TYPE_CHECKING:
         ThinwireError,
         WireError,
     )
-    from thinwire.integrations import DDPHandle, DDPState, Stats, compress_ddp, ddp_hook
+    from thinwire.integrations import DDPHandle, DDPState, FSDPState, Stats, compress_ddp, compress_fsdp, ddp_hook
     from thinwire.kernels import use_backend
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "DDPHandle",
     "DDPState",
     "DisagreementError",
+    "FSDPState",
     "Identity",
     "Lloyd",
     "MissingPackageError",
@@ -74,6 +75,7 @@ __all__ = [
     "broadcast",
     "codec",
     "compress_ddp",
+    "compress_fsdp",
     "ddp_hook",
     "explain",
     "functional",
@@ -93,7 +95,7 @@ _NAMES = {
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
     "QatError QatStateError QatTypeError ThinwireError WireError",
-    "thinwire.integrations": "DDPHandle DDPState Stats compress_ddp ddp_hook",
+    "thinwire.integrations": "DDPHandle DDPState FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on

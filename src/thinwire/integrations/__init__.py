@@ -1,14 +1,29 @@
-"""thinwire in the frameworks that people train with: DDP.
+"""thinwire in the frameworks that people train with: DDP, FSDP2.
 
 The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → averager (lanes, messages, feedback) →
-collectives. Beside it: options (what was asked for), decisions, policy and auto (what travels how), names, lanes, stats
-and checkpoint.
+collectives. That of a sharded model's gradients: fsdp_torch (torch's private names) → fsdp (the handle) → sharded (rows,
+as lanes by columns) → collectives; between replicas of shards the averager again. Beside them: options (what was asked
+for), decisions, policy and auto (what travels how), names, lanes, stats and checkpoint.
 
 To add a framework: a function that takes its own object (`compress_ddp(model, ...)`), returns a handle with `stats`,
 `state_dict`, `load_state_dict` and `close`, and averages `GradientSet`s with an `Averager`.
 """
 
+import typing
+
 from thinwire.integrations.ddp import DDPHandle, DDPState, compress_ddp, ddp_hook
 from thinwire.integrations.stats import Stats
 
-__all__ = ["DDPHandle", "DDPState", "Stats", "compress_ddp", "ddp_hook"]
+if typing.TYPE_CHECKING:
+    from thinwire.integrations.fsdp import FSDPState, compress_fsdp
+
+__all__ = ["DDPHandle", "DDPState", "FSDPState", "Stats", "compress_ddp", "compress_fsdp", "ddp_hook"]
+
+
+def __getattr__(name: str) -> object:
+    """FSDP2's, with which much of torch comes, when they are first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from thinwire.integrations import fsdp
+
+    return getattr(fsdp, name)

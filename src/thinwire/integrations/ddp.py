@@ -247,8 +247,10 @@ def compress_ddp(
     inside: what travels inside a node; a parameter that has more bits across keeps them.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
+        sharded = isinstance(ddp_model, nn.Module) and any(hasattr(m, "_get_fsdp_state") for m in ddp_model.modules())
+        do = "it is sharded by FSDP2, so call thinwire.compress_fsdp" if sharded else "wrap the model"
         raise CollectiveError(
-            f"expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}: wrap the model"
+            f"expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}: {do}"
         )
     if ddp_model.mixed_precision is not None:
         raise CollectiveError(
