@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import policy as policies
+from thinwire.integrations import fsdp_checkpoint, policy as policies
 from thinwire.integrations.averager import Averager, GradientSet
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fsdp_torch import (
@@ -84,7 +84,7 @@ class FSDPState:
             self._averager = shards
             self._legs = {"shards": _Leg(shards)}
         self._scatterer = shards
-        self._reduced: set[int] = set()  # parameter groups whose gradients this step has reduced
+        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
@@ -112,12 +112,12 @@ class FSDPState:
             group.install(scatter, gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
-        """A group's gradients are reduced next: the first of a step, if it was so in this step already."""
-        if not self._reduced or id(group) in self._reduced:
+        """Gradients of a group are reduced next: the first of a step, if this step has reduced one of them already."""
+        given = {id(source) for source in call.sources}
+        if not self._reduced or given & self._reduced:
             self._reduced.clear()
-            self._name_parameters()
             self.step += 1
-        self._reduced.add(id(group))
+        self._reduced |= given
         self._expected = group.parameters(call.sources)
         if "replicas" in self._legs and call.replicas is not None:
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
@@ -128,15 +128,15 @@ class FSDPState:
             self._tell(f"gradients of {input.dtype} travel as they are")
             return False
         scale = checks.reduction(op).scale(group.size())
-        leg = self._legs["shards"]
-        leg.begin(self.step - 1, group, input.device)
+        if self.step == 1:
+            self._name_parameters()  # parameters that were on the meta device are others now
+        self._legs["shards"].begin(self.step - 1, group, input.device)
         return self._scatterer.scatter(output, input, self._expected, group, scale)
 
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
-        leg = self._legs["replicas"]
-        leg.begin(self.step - 1, group, gradients.device)
+        self._legs["replicas"].begin(self.step - 1, group, gradients.device)
         filled = [parameter for parameter in parameters if parameter.numel]
         names = tuple(parameter.name for parameter in filled)
         shapes = [parameter.shape for parameter in filled]
@@ -176,6 +176,31 @@ class FSDPState:
             bytes_plain=own.bytes_plain + sum(tally.bytes_plain for tally in tallies),
             replica_bytes=replicas,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own."""
+        return fsdp_checkpoint.export(self._layout, self._averager, self._gatherers, self.step)
+
+    def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
+        """A state of zeros for torch.distributed.checkpoint, which fills one in place.
+
+        It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
+        """
+        layout = self._layout
+        old = layout.world if world is None else world
+        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self.step, old)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state: this rank's own, the states of all ranks, or what blank_state_dict was filled with.
+
+        Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
+        """
+        self.step = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
+        self._reduced.clear()
+
+    @property
+    def _layout(self) -> fsdp_checkpoint.Layout:
+        return fsdp_checkpoint.Layout(self._groups)
 
     def close(self) -> None:
         """Plain FSDP2 again, and nothing remembered; `compress_fsdp` may be called again."""

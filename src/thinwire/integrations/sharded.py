@@ -8,7 +8,7 @@ keeps what it gathered last, the owner of a shard sends the difference to that: 
 is in the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMe
 from thinwire.integrations import lanes
 from thinwire.integrations.averager import Averager, Memories
 from thinwire.integrations.columns import Columns, row_name
-from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
+from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.policy import Rules
 from thinwire.integrations.stats import Tally
@@ -148,6 +148,8 @@ class Gatherer:
         self.differences = differences
         self.replica: Tensor | None = None  # the last rows of all ranks
         self.sent = 0  # differences
+        self._rank = 0
+        self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
         self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
@@ -163,6 +165,10 @@ class Gatherer:
         return self._send_differences(output, input, group, numels)
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> bool:
+        if self._loaded is not None and self.replica is None:
+            self.replica = torch.empty_like(output)
+            gather_exactly(self.replica, self._loaded.to(input), group)
+        self._rank = group.rank()
         if self.replica is None or self.replica.shape != output.shape:
             self._tally.sent((group.size() - 1) * input.nbytes, (group.size() - 1) * input.nbytes)
             return False  # the first is exact, and kept
@@ -176,6 +182,28 @@ class Gatherer:
             self.sent += 1
         output.copy_(self.replica)
         return True
+
+    @property
+    def name(self) -> str:
+        return self._group.name
+
+    def state(self) -> dict[str, Tensor]:
+        """The shards of the copy that this rank owns, by parameter."""
+        if self.replica is None:
+            return {}
+        parameters = self._group.parameters()
+        width = sum(parameter.numel for parameter in parameters)
+        own = self.replica.view(-1, width)[self._rank].split([parameter.numel for parameter in parameters])
+        return {p.name: p.shard(part) for p, part in zip(parameters, own, strict=True)}
+
+    def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
+        """Go on from shards of a copy, which the next gather brings together; from none if there are none."""
+        parameters = self._group.parameters()
+        found = [saved.get(parameter.name) for parameter in parameters]
+        parts = [p.part(shard) for p, shard in zip(parameters, found, strict=True) if shard is not None]
+        self._loaded = torch.cat(parts) if parts and len(parts) == len(parameters) else None
+        self.replica = None
+        self.sent = sent
 
     def keep(self, output: Tensor) -> None:
         """What torch has gathered exactly."""
