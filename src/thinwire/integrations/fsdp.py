@@ -29,7 +29,7 @@ from thinwire.integrations.fsdp_torch import (
     groups_of,
     watch_reductions,
 )
-from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
 from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
@@ -37,6 +37,25 @@ from thinwire.integrations.stats import Stats, Tally
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
+
+
+class ShardedNames(ParameterNames):
+    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        super().__init__()
+        self.from_model = True
+        self._groups = groups
+        for parameter in self._parameters():
+            dtype = parameter.source.sharded_param.dtype
+            self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), dtype)
+
+    def _parameters(self) -> list[ShardedParameter]:
+        return [parameter for group in self._groups for parameter in group.parameters()]
+
+    def get(self, parameter: Tensor) -> str | None:
+        found = (known.name for known in self._parameters() if known.source.sharded_param is parameter)
+        return next(found, None)
 
 
 class _Leg:
@@ -70,9 +89,7 @@ class FSDPState:
         self.step = 0
         self.closed = False
         self._groups = list(groups)
-        self._names = ParameterNames()
-        self._name_parameters()
-        self._decisions = Decisions(options, self._names)
+        self._decisions = Decisions(options, ShardedNames(groups))
         self._shards: Scatterer | None = None
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
@@ -89,14 +106,6 @@ class FSDPState:
         self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
         self._told: set[str] = set()
-
-    def _name_parameters(self) -> None:
-        for group in self._groups:
-            for parameter in group.parameters():
-                self._names.put(parameter.source.sharded_param, parameter.name)
-                size = self._names.sizes[parameter.name]
-                self._names.sizes[parameter.name] = size._replace(shape=parameter.shape, numel=parameter.shape.numel())
-        self._names.from_model = True
 
     def _install(self, rules: Rules, replica: bool | None) -> None:
         watch_reductions()
@@ -128,8 +137,6 @@ class FSDPState:
             self._tell(f"gradients of {input.dtype} travel as they are")
             return False
         scale = checks.reduction(op).scale(group.size())
-        if self.step == 1:
-            self._name_parameters()  # parameters that were on the meta device are others now
         self._legs["shards"].begin(self.step - 1, group, input.device)
         return self._scatterer.scatter(output, input, self._expected, group, scale)
 
@@ -137,11 +144,7 @@ class FSDPState:
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
         self._legs["replicas"].begin(self.step - 1, group, gradients.device)
-        filled = [parameter for parameter in parameters if parameter.numel]
-        names = tuple(parameter.name for parameter in filled)
-        shapes = [parameter.shape for parameter in filled]
-        found = GradientSet(names, shapes, gradients, numels=[parameter.numel for parameter in filled])
-        self._averager.average(found, gradients).wait()
+        self._averager.average(_with_padding(parameters, gradients), gradients).wait()
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
@@ -210,6 +213,16 @@ class FSDPState:
             group.restore()
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
+
+
+def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
+    """Gradients of this rank's parts, each followed by its padding."""
+    found = []
+    for parameter in parameters:
+        found.append((parameter.name, parameter.shape, parameter.held))
+        found.append((PADDING + parameter.name, parameter.shape, parameter.numel - parameter.held))
+    names, shapes, numels = zip(*[part for part in found if part[2]], strict=True)
+    return GradientSet(names, shapes, gradients, numels=numels)
 
 
 def compress_fsdp(

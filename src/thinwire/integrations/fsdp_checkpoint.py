@@ -53,14 +53,17 @@ class Layout:
     def read(self, residuals: Parts) -> dict[str, Tensor]:
         """What this rank remembers, by parameter, as a checkpoint has it."""
         if self.replicated:
-            known = {name: self.parameters[name] for name in residuals}
+            known = {name: self.parameters[name] for name in residuals if name in self.parameters}
             return {name: p.shard_of_replica(residuals[name].float()) for name, p in known.items()}
         found = {}
         for name, parameter in self.parameters.items():
-            rows = [residuals.get(row_name(name, row)) for row in range(self.world)]
-            held = [row.float() for row in rows if row is not None]
-            if held:
-                found[name] = parameter.whole(torch.stack(held)).clone()
+            rows = torch.zeros(self.world, parameter.numel)
+            held = {row: residuals.get(row_name(name, row)) for row in range(self.world)}
+            for row, values in held.items():
+                if values is not None:
+                    rows[row, : values.numel()] = values
+            if any(values is not None for values in held.values()):
+                found[name] = parameter.whole(rows)
         return found
 
     def blank(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -78,11 +81,17 @@ class Layout:
         for name, values in saved.items():
             parameter = self._known(name, values)
             if self.replicated:
-                found[name] = parameter.part(values)
+                found[name] = parameter.part(values)[: parameter.held]
             else:
                 rows = parameter.rows(values.view(parameter.shape), self.world)
-                found |= {row_name(name, row): part for row, part in enumerate(rows)}
+                found |= {row_name(name, row): part[: parameter.held_by(row)] for row, part in enumerate(rows)}
         return found
+
+    def mean(self, name: str, shard: Tensor) -> Tensor:
+        """This rank's part of a mean, with its padding where rows are summed."""
+        parameter = self._known(name, shard)
+        part = parameter.part(shard)
+        return part[: parameter.held] if self.replicated else part
 
     def _known(self, name: str, values: Tensor) -> ShardedParameter:
         parameter = self.parameters.get(name)
@@ -162,7 +171,7 @@ def load(
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
-    means = {name: layout.parameters[name].part(shard) for name, shard in head["mean"].items()}
+    means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
     averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
     averager.decisions.load_state_dict(head["decisions"], head["step"])
     sent = dict(head["sent"])

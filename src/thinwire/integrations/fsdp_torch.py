@@ -56,6 +56,12 @@ class ShardedParameter(NamedTuple):
     held: int  # of this rank's part, without
     source: Any  # torch's own FSDPParam
 
+    def held_by(self, rank: int) -> int:
+        """Elements of another rank's part, without padding."""
+        if self.source.fsdp_placement.dim != 0:
+            return self.numel
+        return max(0, min(self.numel, self.shape.numel() - rank * self.numel))
+
     def whole(self, rows: Tensor) -> Tensor:
         """All of it, of the parts of all ranks, one a row."""
         dim = self.source.fsdp_placement.dim
