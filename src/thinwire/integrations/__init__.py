@@ -1,9 +1,9 @@
 """thinwire in the frameworks that people train with: DDP, FSDP2.
 
 The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → averager (lanes, messages, feedback) →
-collectives. That of a sharded model's gradients: fsdp_torch (torch's private names) → fsdp (the handle) → sharded (rows,
-as lanes by columns) → collectives; between replicas of shards the averager again. Beside them: options (what was asked
-for), decisions, policy and auto (what travels how), names, lanes, stats and checkpoint.
+collectives. That of a sharded model's gradients: fsdp_torch (torch's private names) → fsdp (the handle) → sharded and
+columns (rows in lanes) → collectives; between replicas of shards the averager again. Beside them: options (what was
+asked for), decisions, policy and auto (what travels how), names, lanes, stats and checkpoint.
 
 To add a framework: a function that takes its own object (`compress_ddp(model, ...)`), returns a handle with `stats`,
 `state_dict`, `load_state_dict` and `close`, and averages `GradientSet`s with an `Averager`.

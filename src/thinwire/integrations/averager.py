@@ -17,7 +17,7 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import Names, ParameterSize
+from thinwire.integrations.names import PADDING, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
@@ -192,7 +192,8 @@ class Averager:
         world = group.size()
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
-        specs = [self.decisions.spec(name, size) for name, size in zip(gradients.names, sizes, strict=True)]
+        known = [name.removeprefix(PADDING) for name in gradients.names]
+        specs = [self.decisions.spec(name, size) for name, size in zip(known, sizes, strict=True)]
         found = lanes.lanes_of(gradients.names, specs)
         exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
         message = None if exact else self._message(gradients, [lane.spec for lane in found], like)

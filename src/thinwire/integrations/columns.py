@@ -3,7 +3,7 @@
 The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,10 +43,15 @@ class Columns:
             if at or not self._in_place:
                 rows.index_copy_(1, index, part)
 
-    def pieces(self, at: int, count: int) -> tuple[Piece, ...]:
-        """The elements of `count` rows of a lane, by parameter and row."""
-        own = self.lanes[at].pieces
-        return tuple(Piece(p.name and row_name(p.name, row), p.numel) for row in range(count) for p in own)
+    def pieces(self, at: int, held: Sequence[Mapping[str, int]]) -> tuple[Piece, ...]:
+        """The elements of a lane's rows, by parameter and row; what is no parameter's is padding."""
+        found = []
+        for row, numels in enumerate(held):
+            for piece in self.lanes[at].pieces:
+                numel = 0 if piece.name is None else numels[piece.name]
+                found.append(Piece(piece.name and row_name(piece.name, row), numel))
+                found.append(Piece(None, piece.numel - numel))
+        return tuple(piece for piece in found if piece.numel)
 
 
 def row_name(name: str, row: int) -> str:

@@ -247,11 +247,7 @@ def compress_ddp(
     inside: what travels inside a node; a parameter that has more bits across keeps them.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
-        sharded = isinstance(ddp_model, nn.Module) and any(hasattr(m, "_get_fsdp_state") for m in ddp_model.modules())
-        do = "it is sharded by FSDP2, so call thinwire.compress_fsdp" if sharded else "wrap the model"
-        raise CollectiveError(
-            f"expected a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}: {do}"
-        )
+        raise CollectiveError(_expected_ddp(ddp_model))
     if ddp_model.mixed_precision is not None:
         raise CollectiveError(
             "DDP(mixed_precision=...) has a communication hook of its own: use torch.autocast or bfloat16 parameters"
@@ -266,6 +262,12 @@ def compress_ddp(
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
     return state
+
+
+def _expected_ddp(given: Any) -> str:
+    sharded = isinstance(given, nn.Module) and any(hasattr(module, "_get_fsdp_state") for module in given.modules())
+    do = "FSDP2 shards it: call thinwire.compress_fsdp" if sharded else "wrap the model"
+    return f"expected a torch.nn.parallel.DistributedDataParallel, got {type(given).__name__}: {do}"
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

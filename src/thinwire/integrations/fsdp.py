@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import policy as policies
+from thinwire.integrations import fsdp_checkpoint, policy as policies
 from thinwire.integrations.averager import Averager, GradientSet
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fsdp_torch import (
@@ -29,7 +29,7 @@ from thinwire.integrations.fsdp_torch import (
     groups_of,
     watch_reductions,
 )
-from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
 from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
@@ -37,6 +37,25 @@ from thinwire.integrations.stats import Stats, Tally
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
+
+
+class ShardedNames(ParameterNames):
+    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        super().__init__()
+        self.from_model = True
+        self._groups = groups
+        for parameter in self._parameters():
+            dtype = parameter.source.sharded_param.dtype
+            self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), dtype)
+
+    def _parameters(self) -> list[ShardedParameter]:
+        return [parameter for group in self._groups for parameter in group.parameters()]
+
+    def get(self, parameter: Tensor) -> str | None:
+        found = (known.name for known in self._parameters() if known.source.sharded_param is parameter)
+        return next(found, None)
 
 
 class _Leg:
@@ -70,9 +89,7 @@ class FSDPState:
         self.step = 0
         self.closed = False
         self._groups = list(groups)
-        self._names = ParameterNames()
-        self._name_parameters()
-        self._decisions = Decisions(options, self._names)
+        self._decisions = Decisions(options, ShardedNames(groups))
         self._shards: Scatterer | None = None
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
@@ -84,19 +101,11 @@ class FSDPState:
             self._averager = shards
             self._legs = {"shards": _Leg(shards)}
         self._scatterer = shards
-        self._reduced: set[int] = set()  # parameter groups whose gradients this step has reduced
+        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
         self._told: set[str] = set()
-
-    def _name_parameters(self) -> None:
-        for group in self._groups:
-            for parameter in group.parameters():
-                self._names.put(parameter.source.sharded_param, parameter.name)
-                size = self._names.sizes[parameter.name]
-                self._names.sizes[parameter.name] = size._replace(shape=parameter.shape, numel=parameter.shape.numel())
-        self._names.from_model = True
 
     def _install(self, rules: Rules, replica: bool | None) -> None:
         watch_reductions()
@@ -112,12 +121,12 @@ class FSDPState:
             group.install(scatter, gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
-        """A group's gradients are reduced next: the first of a step, if it was so in this step already."""
-        if not self._reduced or id(group) in self._reduced:
+        """Gradients of a group are reduced next: the first of a step, if this step has reduced one of them already."""
+        given = {id(source) for source in call.sources}
+        if not self._reduced or given & self._reduced:
             self._reduced.clear()
-            self._name_parameters()
             self.step += 1
-        self._reduced.add(id(group))
+        self._reduced |= given
         self._expected = group.parameters(call.sources)
         if "replicas" in self._legs and call.replicas is not None:
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
@@ -128,20 +137,14 @@ class FSDPState:
             self._tell(f"gradients of {input.dtype} travel as they are")
             return False
         scale = checks.reduction(op).scale(group.size())
-        leg = self._legs["shards"]
-        leg.begin(self.step - 1, group, input.device)
+        self._legs["shards"].begin(self.step - 1, group, input.device)
         return self._scatterer.scatter(output, input, self._expected, group, scale)
 
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
-        leg = self._legs["replicas"]
-        leg.begin(self.step - 1, group, gradients.device)
-        filled = [parameter for parameter in parameters if parameter.numel]
-        names = tuple(parameter.name for parameter in filled)
-        shapes = [parameter.shape for parameter in filled]
-        found = GradientSet(names, shapes, gradients, numels=[parameter.numel for parameter in filled])
-        self._averager.average(found, gradients).wait()
+        self._legs["replicas"].begin(self.step - 1, group, gradients.device)
+        self._averager.average(_with_padding(parameters, gradients), gradients).wait()
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
@@ -177,6 +180,31 @@ class FSDPState:
             replica_bytes=replicas,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own."""
+        return fsdp_checkpoint.export(self._layout, self._averager, self._gatherers, self.step)
+
+    def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
+        """A state of zeros for torch.distributed.checkpoint, which fills one in place.
+
+        It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
+        """
+        layout = self._layout
+        old = layout.world if world is None else world
+        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self.step, old)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state: this rank's own, the states of all ranks, or what blank_state_dict was filled with.
+
+        Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
+        """
+        self.step = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
+        self._reduced.clear()
+
+    @property
+    def _layout(self) -> fsdp_checkpoint.Layout:
+        return fsdp_checkpoint.Layout(self._groups)
+
     def close(self) -> None:
         """Plain FSDP2 again, and nothing remembered; `compress_fsdp` may be called again."""
         self.closed = True
@@ -185,6 +213,16 @@ class FSDPState:
             group.restore()
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
+
+
+def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
+    """Gradients of this rank's parts, each followed by its padding."""
+    found = []
+    for parameter in parameters:
+        found.append((parameter.name, parameter.shape, parameter.held))
+        found.append((PADDING + parameter.name, parameter.shape, parameter.numel - parameter.held))
+    names, shapes, numels = zip(*[part for part in found if part[2]], strict=True)
+    return GradientSet(names, shapes, gradients, numels=numels)
 
 
 def compress_fsdp(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
 
@@ -22,7 +23,7 @@ try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 except ImportError as error:
     raise CollectiveError(
@@ -55,6 +56,51 @@ class ShardedParameter(NamedTuple):
     held: int  # of this rank's part, without
     source: Any  # torch's own FSDPParam
 
+    def held_by(self, rank: int) -> int:
+        """Elements of another rank's part, without padding."""
+        if self.source.fsdp_placement.dim != 0:
+            return self.numel
+        return max(0, min(self.numel, self.shape.numel() - rank * self.numel))
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """All of it, of the parts of all ranks, one a row."""
+        dim = self.source.fsdp_placement.dim
+        if dim == 0:
+            return rows.reshape(-1)[: self.shape.numel()].view(self.shape)
+        return torch.cat(rows.view(-1, *self.source.padded_sharded_param_size).unbind(), dim)
+
+    def rows(self, whole: Tensor, world: int) -> Tensor:
+        """The parts of all ranks, one a row, padded with zeros."""
+        rows = whole.new_zeros(world, self.numel)
+        dim = self.source.fsdp_placement.dim
+        if dim == 0:
+            rows.view(-1)[: whole.numel()] = whole.reshape(-1)
+        else:
+            rows.copy_(torch.stack([part.reshape(-1) for part in whole.chunk(world, dim)]))
+        return rows
+
+    def shard(self, part: Tensor) -> DTensor:
+        """This rank's part as a shard of a tensor that is sharded like the parameter."""
+        found: DTensor = self.source.to_sharded_dtensor(part[: self.held].reshape(self.source.sharded_size).clone())
+        return found
+
+    def shard_of_replica(self, part: Tensor) -> DTensor:
+        """The same among the shards of this replica alone."""
+        mesh = self.source.mesh_info.mesh
+        own = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
+        local = part[: self.held].reshape(self.source.sharded_size).clone()
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, own, [self.source.fsdp_placement], run_check=False, shape=self.shape, stride=stride
+        )
+
+    def part(self, shard: Tensor) -> Tensor:
+        """This rank's part, padded, of what `shard` or `shard_of_replica` gave."""
+        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        padded = local.new_zeros(self.numel)
+        padded[: local.numel()] = local.reshape(-1)
+        return padded
+
 
 class ParameterGroup:
     """A parameter group of FSDP2's."""
@@ -68,6 +114,20 @@ class ParameterGroup:
     def name(self) -> str:
         """Of the first module in it."""
         return self._names.get(id(self._group.modules[0]), "") or "the root"
+
+    @property
+    def shards(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a shard each; None where each has all."""
+        info = self._group.mesh_info
+        found: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+        return found
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard; None where there are no others."""
+        info = self._group.mesh_info
+        found: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
+        return found
 
     @property
     def is_replicated(self) -> bool:
@@ -170,6 +230,11 @@ class GatherComm(AllGather):
         if not self._gather(output_tensor, input_tensor, group):
             self._plain(output_tensor, input_tensor, group)
             self._done(output_tensor)
+
+
+def gather_exactly(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """As FSDP2 gathers by itself."""
+    DefaultAllGather()(output, input, group)
 
 
 class ReduceCall:

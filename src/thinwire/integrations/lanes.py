@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives.lane import LaneSpec
 from thinwire.feedback import Piece
+from thinwire.integrations.names import PADDING
 
 _BRIDGE = 16  # the largest lane bridges lanes that are so many times smaller
 
@@ -50,7 +51,8 @@ def _lane(
     names: Sequence[str], specs: Sequence[LaneSpec], members: Sequence[int], bridged: frozenset[int], *, aside: bool
 ) -> BucketLane:
     own = next(i for i in members if i not in bridged)
-    pieces = tuple(Piece(None if i in bridged else names[i], specs[i].numel) for i in members)
+    gaps = {i for i in members if i in bridged or names[i].startswith(PADDING)}
+    pieces = tuple(Piece(None if i in gaps else names[i], specs[i].numel) for i in members)
     spec = specs[own]._replace(numel=_numel(specs, members))
     return BucketLane(spec, tuple(members), bridged, pieces, _stretches(specs, members), aside)
 

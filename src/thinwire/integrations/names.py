@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.errors import CollectiveError
 
 Names = tuple[str, ...]
+PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
 
 
 class ParameterSize(NamedTuple):

@@ -8,7 +8,7 @@ keeps what it gathered last, the owner of a shard sends the difference to that: 
 is in the next. A gather for the backward pass then sends nothing: all ranks have what the forward pass had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMe
 from thinwire.integrations import lanes
 from thinwire.integrations.averager import Averager, Memories
 from thinwire.integrations.columns import Columns, row_name
-from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
+from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.policy import Rules
 from thinwire.integrations.stats import Tally
@@ -108,7 +108,8 @@ class Scatterer(Averager):
         if key not in self._messages:  # codecs that come back need not agree on theirs again
             self._messages[key] = ScatterMessage(laid, like, group, scale)
         message: ScatterMessage = self._messages[key]
-        carries = [_carry(self.memories, columns, at, world, 1.0 / scale, like.device) for at in range(len(found))]
+        held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
+        carries = [_carry(self.memories, columns, at, held, 1.0 / scale, like.device) for at in range(len(found))]
         note = self.tally.new_note(like.device) if message.on_stream else None
         return _Rows(found, width, plain_bytes, columns, message, carries, note)
 
@@ -119,7 +120,12 @@ def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 def _carry(
-    memories: Memories, columns: Columns, at: int, world: int, factor: float, device: torch.device
+    memories: Memories,
+    columns: Columns,
+    at: int,
+    held: Sequence[Mapping[str, int]],
+    factor: float,
+    device: torch.device,
 ) -> feedback.Classic | feedback.EF21 | None:
     """The feedback of a lane of rows, whose message is x + factor * error; None where it has none."""
     lane = columns.lanes[at]
@@ -127,9 +133,9 @@ def _carry(
     if not kind:
         return None
     stale = memories.stale(kind, [piece.name for piece in lane.pieces if piece.name is not None])
-    memories.residuals.drop([row_name(name, row) for name in stale for row in range(world)])
+    memories.residuals.drop([row_name(name, row) for name in stale for row in range(len(held))])
     memories.means.drop(stale)
-    pieces = columns.pieces(at, world)
+    pieces = columns.pieces(at, held)
     residual = memories.residuals.lane(pieces, device)
     gaps = feedback.Gaps(pieces)
     if kind == "classic":
@@ -147,7 +153,10 @@ class Gatherer:
         self._tally = tally
         self.differences = differences
         self.replica: Tensor | None = None  # the last rows of all ranks
-        self.sent = 0  # differences
+        self.sent = 0  # gathers that did so, the first of them exactly
+        self._rank = 0
+        self._padding: Tensor | None = None  # which elements of the own row it is
+        self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
         self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
@@ -163,24 +172,54 @@ class Gatherer:
         return self._send_differences(output, input, group, numels)
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> bool:
+        if self._loaded is not None and self.replica is None:
+            self.replica = torch.empty_like(output)
+            gather_exactly(self.replica, self._loaded.to(input), group)
+        self._rank = group.rank()
         if self.replica is None or self.replica.shape != output.shape:
             self._tally.sent((group.size() - 1) * input.nbytes, (group.size() - 1) * input.nbytes)
             return False  # the first is exact, and kept
         if self._group.in_backward:
             self._tally.sent(0, (group.size() - 1) * input.nbytes)
         else:
-            own = self.replica.view(group.size(), -1)[group.rank()]
-            input.sub_(own)
+            input.sub_(self.replica.view(group.size(), -1)[group.rank()])
+            if self._padding is None:
+                self._padding = _padding(self._group.parameters()).to(input.device)
+            input.index_fill_(0, self._padding, 0)
             self._send(output, input, group, numels, self.sent)
             self.replica.add_(output)
             self.sent += 1
         output.copy_(self.replica)
         return True
 
+    @property
+    def name(self) -> str:
+        return self._group.name
+
+    def state(self) -> dict[str, Tensor]:
+        """The shards of the copy that this rank owns, by parameter."""
+        if not self.differences:
+            return {}
+        parameters = self._group.parameters()
+        width = sum(parameter.numel for parameter in parameters)
+        row = torch.zeros(width) if self.replica is None else self.replica.view(-1, width)[self._rank].float()
+        parts = row.split([parameter.numel for parameter in parameters])
+        return {p.name: p.shard(part) for p, part in zip(parameters, parts, strict=True)}
+
+    def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
+        """Go on from shards of a copy, which the next gather brings together; from none if there are none."""
+        parameters = self._group.parameters()
+        found = [saved.get(parameter.name) for parameter in parameters]
+        parts = [p.part(shard) for p, shard in zip(parameters, found, strict=True) if shard is not None]
+        self._loaded = torch.cat(parts) if sent and len(parts) == len(parameters) else None
+        self.replica = None
+        self.sent = sent
+
     def keep(self, output: Tensor) -> None:
         """What torch has gathered exactly."""
         if self.differences and output.dtype in DTYPES:
             self.replica = output.clone()
+            self.sent += 1
 
     def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int], step: int) -> None:
         key = tuple(numels), input.dtype, input.device, group.group_name
@@ -204,3 +243,13 @@ class Gatherer:
         found = lanes.lanes_of([p.name for p in self._group.parameters()], specs, whole=True)
         columns = Columns(found, sum(numels), like.device)
         return columns, GatherMessage([lane.spec for lane in found], like, group)
+
+
+def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
+    """Which elements of a rank's own row belong to no parameter."""
+    found = [torch.empty(0, dtype=torch.int64)]
+    at = 0
+    for parameter in parameters:
+        found.append(torch.arange(at + parameter.held, at + parameter.numel))
+        at += parameter.numel
+    return torch.cat(found)

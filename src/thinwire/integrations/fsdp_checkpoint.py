@@ -1,0 +1,180 @@
+"""The state of a compressed FSDP2 run, for torch.distributed.checkpoint, on the same number of ranks or another.
+
+| key | holds | of |
+|---|---|---|
+| ranks | what rank k's messages still owe, whole parameters | every rank of the shards' group its own |
+| ranks, with replicas | the same, sharded like the parameters | every replica its own |
+| mean | what EF21 added up, sharded like the parameters | all ranks together |
+| replica | the copies that differences are sent to, sharded like the parameters | all ranks together |
+
+On another number of ranks, rank k's goes to rank k % world, so that the sum over ranks stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire import feedback
+from thinwire.errors import CollectiveError
+from thinwire.integrations.averager import Averager
+from thinwire.integrations.columns import row_name
+from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
+from thinwire.integrations.sharded import Gatherer
+
+_VERSION = 1
+Parts = Mapping[str, Tensor]
+
+
+class Layout:
+    """Which ranks remember what, of the groups of one model."""
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self.parameters = {p.name: p for group in groups for p in group.parameters()}
+        self.replicated = any(group.is_replicated for group in groups)
+        members = [group.replicas if self.replicated else group.shards for group in groups]
+        found = {tuple(dist.get_process_group_ranks(member)) for member in members if member is not None}
+        if len(found) > 1:
+            raise CollectiveError(
+                "the state of parameter groups on different meshes cannot be saved together: compress and save the "
+                "parts of the model one by one"
+            )
+        ranks = next(iter(found), (dist.get_rank(),))
+        self.world = len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        # Ranks of other groups, as tensor parallelism has them, remember other things under the same names.
+        self.column = "" if self.replicated or ranks[0] == 0 else f"/{ranks[0]}"
+
+    def key(self, rank: int) -> str:
+        return f"{rank}{self.column}"
+
+    def read(self, residuals: Parts) -> dict[str, Tensor]:
+        """What this rank remembers, by parameter, as a checkpoint has it."""
+        if self.replicated:
+            known = {name: self.parameters[name] for name in residuals if name in self.parameters}
+            return {name: p.shard_of_replica(residuals[name].float()) for name, p in known.items()}
+        found = {}
+        for name, parameter in self.parameters.items():
+            rows = torch.zeros(self.world, parameter.numel)
+            held = {row: residuals.get(row_name(name, row)) for row in range(self.world)}
+            for row, values in held.items():
+                if values is not None:
+                    rows[row, : values.numel()] = values
+            if any(values is not None for values in held.values()):
+                found[name] = parameter.whole(rows)
+        return found
+
+    def blank(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Zeros of the same shapes."""
+        found: dict[str, Tensor] = {}
+        for name in names:
+            parameter = self.parameters[name]
+            zeros = torch.zeros(parameter.numel)
+            found[name] = parameter.shard_of_replica(zeros) if self.replicated else torch.zeros(parameter.shape)
+        return found
+
+    def spread(self, saved: Parts) -> dict[str, Tensor]:
+        """The same as the ledger of this world has it."""
+        found = {}
+        for name, values in saved.items():
+            parameter = self._known(name, values)
+            if self.replicated:
+                found[name] = parameter.part(values)[: parameter.held]
+            else:
+                rows = parameter.rows(values.view(parameter.shape), self.world)
+                found |= {row_name(name, row): part[: parameter.held_by(row)] for row, part in enumerate(rows)}
+        return found
+
+    def mean(self, name: str, shard: Tensor) -> Tensor:
+        """This rank's part of a mean, with its padding where rows are summed."""
+        parameter = self._known(name, shard)
+        part = parameter.part(shard)
+        return part[: parameter.held] if self.replicated else part
+
+    def _known(self, name: str, values: Tensor) -> ShardedParameter:
+        parameter = self.parameters.get(name)
+        if parameter is None or parameter.shape.numel() != values.numel():
+            has = "no such parameter" if parameter is None else f"{parameter.shape.numel()} elements"
+            raise CollectiveError(
+                f"the state is of another model: {name} has {values.numel()} elements there, here {has}"
+            )
+        return parameter
+
+
+def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int) -> dict[str, Any]:
+    """What this rank saves."""
+    memories = averager.memories
+    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
+    residuals = {**layout.blank(remembered), **layout.read(memories.residuals.read())}
+    state = _head(layout, averager, gatherers, step, layout.world)
+    state["ranks"] = {layout.key(layout.rank): residuals}
+    state["errors"] = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
+    return state
+
+
+def blank(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int, world: int) -> dict[str, Any]:
+    """A state of zeros: what this rank needs of what `world` ranks saved."""
+    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
+    state = _head(layout, averager, gatherers, step, world)
+    wanted = range(layout.rank, world, layout.world)
+    state["ranks"] = {layout.key(k): layout.blank(remembered) for k in wanted}
+    state["errors"] = {layout.key(k): [] for k in wanted}
+    return state
+
+
+def _head(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int, world: int) -> dict[str, Any]:
+    memories = averager.memories
+    meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
+    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant if name in layout.parameters}
+    means |= memories.means.read()
+    return {
+        "version": _VERSION,
+        "step": step,
+        "world": world,
+        "replicated": layout.replicated,
+        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
+        "decisions": averager.decisions.state_dict(),
+        "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
+        "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
+        "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
+    }
+
+
+def load(
+    state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    layout: Layout,
+    averager: Averager,
+    gatherers: Sequence[Gatherer],
+) -> int:
+    """Let this rank go on from a state, its own or those of all ranks. Gives the step to go on with."""
+    states = [state] if isinstance(state, Mapping) else list(state)
+    if not states or any(not isinstance(s, Mapping) or s.get("version") != _VERSION for s in states):
+        raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
+    head = states[0]
+    if head["replicated"] != layout.replicated:
+        raise CollectiveError(
+            "load_state_dict: a state with replicas of shards and one without remember different things: load it into "
+            "a model on a mesh of as many dimensions"
+        )
+    parts = {key: part for saved in states for key, part in saved["ranks"].items()}
+    old = int(head["world"])
+    wanted = {k: parts.get(layout.key(k)) for k in range(layout.rank, old, layout.world)}
+    missing = [k for k, part in wanted.items() if part is None]
+    if missing:
+        raise CollectiveError(
+            f"rank {layout.rank} of {layout.world} needs what ranks {missing} of {old} saved: pass the states of all "
+            "ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
+        )
+    known = {k: part for k, part in wanted.items() if part is not None}
+    dealt = feedback.deal(known, old, layout.rank, layout.world)
+    errors = {key: found for saved in states for key, found in saved["errors"].items()}
+    own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
+    means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
+    averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
+    averager.decisions.load_state_dict(head["decisions"], head["step"])
+    sent = dict(head["sent"])
+    for gatherer in gatherers:
+        gatherer.load(head["replica"], sent.get(gatherer.name, 0))
+    return int(head["step"])
