@@ -328,11 +328,13 @@ def _join(number: int, size: int, store: str) -> Any:
 def _end_groups(group: Any) -> None:
     """End gloo groups that calls made: each keeps a thread that wakes a hundred times a second; there are hundreds."""
     from torch.distributed.distributed_c10d import _world, destroy_process_group, get_backend
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     made = [other for other in _world.pg_map if other is not group and get_backend(other) == "gloo"]
     for other in made:
         destroy_process_group(other)
     if made:
+        _clear_sharding_prop_cache()  # a mesh of the next call may equal one of these groups'
         gc.collect()
 
 
