@@ -38,6 +38,7 @@ if typing.TYPE_CHECKING:
         ThinwireError,
         WireError,
     )
+    from thinwire.feedback import RowCopy, RowFeedback
     from thinwire.integrations import DDPHandle, DDPState, FSDPState, Stats, compress_ddp, compress_fsdp, ddp_hook
     from thinwire.kernels import use_backend
 
@@ -61,6 +62,8 @@ __all__ = [
     "QatError",
     "QatStateError",
     "QatTypeError",
+    "RowCopy",
+    "RowFeedback",
     "Stats",
     "ThinwireError",
     "WireError",
@@ -95,6 +98,7 @@ _NAMES = {
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
     "QatError QatStateError QatTypeError ThinwireError WireError",
+    "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.integrations": "DDPHandle DDPState FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
 }

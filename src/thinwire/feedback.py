@@ -285,6 +285,67 @@ class EF21:
 KINDS = ("classic", "ef21")
 
 
+class RowFeedback:
+    """Feedback of reduce_scatter_tensor: one per flat buffer, passed at every call. All ranks have the same kind.
+
+    It remembers one number per element of the input, in `dtype`; "ef21" one more per element of the output.
+    """
+
+    def __init__(self, kind: str = "classic", dtype: torch.dtype = torch.float32) -> None:
+        if kind not in KINDS:
+            raise CodecError(f"feedback must be one of {', '.join(KINDS)}, got {kind!r}")
+        if dtype not in DTYPES or (kind == "ef21" and dtype != torch.float32):
+            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, with 'ef21' as float32: got {dtype}")
+        self.kind = kind
+        self._dtype = dtype
+        self._numel = 0  # of the buffer, once it is known
+        self._residual: Memory | None = None
+        self._mean: Memory | None = None
+        self._loaded: dict[str, Tensor] = {}
+
+    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Classic | EF21:
+        """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
+        known = self._loaded["residual"].numel() if self._loaded else self._numel or numel
+        if known != numel:
+            raise CodecError(
+                f"this feedback is of a buffer of {known} elements, got one of {numel}: make one RowFeedback per buffer"
+            )
+        if self._residual is None or self._mean is None:
+            self._numel = numel
+            self._residual = new_memory(numel, self._dtype, device)
+            self._mean = new_memory(part if self.kind == "ef21" else 0, torch.float32, device)
+            if self._loaded:
+                self._residual.fill(self._loaded["residual"].to(device))
+                self._mean.fill(self._loaded["mean"].to(device))
+                self._loaded = {}
+        if self.kind == "classic":
+            return Classic(self._residual, 1.0 / scale, Gaps(()))
+        return EF21(self._residual, self._mean, 1.0 / scale, Gaps(()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is remembered, which differs between ranks."""
+        if self._residual is None or self._mean is None:
+            return dict(self._loaded)
+        return {"residual": self._residual.read().clone(), "mean": self._mean.read().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what this rank saved."""
+        self._residual = None
+        self._mean = None
+        self._numel = 0
+        self._loaded = dict(state)
+
+
+class RowCopy:
+    """What all_gather_into_tensor gave last, so that ranks send what became different: one per flat buffer.
+
+    The first call is exact. It takes as much memory as the output.
+    """
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
 class Piece(NamedTuple):
     """Elements of a lane that belong to one parameter; to none where a lane bridges what others send."""
 

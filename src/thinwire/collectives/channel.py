@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ class Channel:
         self.plans: dict[PlanKey, CallPlan] = {}
         self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
         self.exchanges: dict[tuple[object, ...], Program] = {}  # of equal parts, by codec, dtype and length
+        self.scatters: dict[tuple[object, ...], Any] = {}  # messages of rows with feedback, by what fixes them
         self.measured = Measured()
         self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
         self.calls = 0

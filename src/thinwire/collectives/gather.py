@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +18,12 @@ from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
 
+class RowCopies(Protocol):
+    """What thinwire.RowCopy is to a call."""
+
+    tensor: Tensor | None
+
+
 def all_gather_into_tensor(
     output_tensor: Tensor,
     input_tensor: Tensor,
@@ -26,11 +33,17 @@ def all_gather_into_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
+    feedback: RowCopies | None = None,
 ) -> Work | None:
     """output_tensor = every rank's input_tensor, one after the other, as decoded from its wire on every rank.
 
     Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
+    `feedback`: a thinwire.RowCopy of this buffer. Ranks then send the difference to what they sent last, the first time
+    exactly; calls with one are blocking.
     """
+    if feedback is not None:
+        _gather_differences(output_tensor, input_tensor, group, async_op, codec, algorithm, step, feedback)
+        return None
     given = (output_tensor, input_tensor)
     done: Work | None = quick("all_gather", given, group, codec, algorithm, step=step, async_op=async_op)
     if done is not UNKNOWN:
@@ -63,6 +76,31 @@ def all_gather_into_tensor(
 
 
 all_gather_single = all_gather_into_tensor
+
+
+def _gather_differences(
+    output: Tensor,
+    input: Tensor,
+    group: transport.Group,
+    async_op: bool,
+    codec: str | Codec,
+    algorithm: VerbAlgorithm,
+    step: int | None,
+    feedback: RowCopies,
+) -> None:
+    if async_op:
+        raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
+    copy = feedback.tensor
+    if copy is None or copy.shape != output.shape or copy.dtype != output.dtype:
+        all_gather_into_tensor(output, input, group, codec=codec, algorithm="plain", step=step)
+        feedback.tensor = output.detach().clone()
+        return
+    own = copy.view(-1, input.numel())[transport.resolve(group).rank()]
+    difference = input.detach().reshape(-1) - own
+    way: VerbAlgorithm = "compressed" if algorithm == "auto" else algorithm
+    all_gather_into_tensor(output, difference, group, codec=codec, algorithm=way, step=step)
+    copy += output.detach()
+    output.detach().copy_(copy)
 
 
 def all_gather(

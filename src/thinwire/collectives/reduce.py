@@ -9,15 +9,16 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
 from thinwire.collectives.call import Call, planned, planned_verb
-from thinwire.collectives.channel import Channel, channel_of, known_channel
+from thinwire.collectives.channel import MOST_PLANS, Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
-from thinwire.collectives.lane import Lane
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
 from thinwire.collectives.programs import Coalesced
 from thinwire.collectives.quick import UNKNOWN, quick, remember
+from thinwire.collectives.row_message import LaneWatch, RowCarries, ScatterMessage
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -114,11 +115,17 @@ def reduce_scatter_tensor(
     codec: str | Codec = "int8",
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
+    feedback: RowCarries | None = None,
 ) -> Work | None:
     """output = this rank's part of the sum of `input` over ranks: one message in `codec`, one rounding.
 
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
+    `feedback`: a thinwire.RowFeedback of this buffer. What is lost is then made good at later calls; calls with one are
+    compressed and blocking, and leave in `input` what they please.
     """
+    if feedback is not None:
+        _scatter_fed_back(output, input, op, group, async_op, codec, algorithm, step, feedback)
+        return None
     done: Work | None = quick(
         "reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op
     )
@@ -150,6 +157,39 @@ def reduce_scatter_tensor(
 
 
 reduce_scatter_single = reduce_scatter_tensor
+
+
+def _scatter_fed_back(
+    output: Tensor,
+    input: Tensor,
+    op: Op,
+    group: transport.Group,
+    async_op: bool,
+    codec: str | Codec,
+    algorithm: str,
+    step: int | None,
+    feedback: RowCarries,
+) -> None:
+    if async_op or algorithm == "plain":
+        raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
+    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
+    channel = channel_of(transport.resolve(group), target.device)
+    if source.numel() != channel.world * target.numel() or not (source.is_contiguous() and target.is_contiguous()):
+        raise CollectiveError(
+            f"reduce_scatter_tensor: expected contiguous tensors, the input with {channel.world} times the elements of "
+            f"the output, got {source.numel()} and {target.numel()}"
+        )
+    scale = checks.reduction(op).scale(channel.world)
+    chosen = checks.codec_for(codec, source.shape)
+    spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
+    key = spec, source.dtype, scale
+    if key not in channel.scatters:
+        if len(channel.scatters) >= MOST_PLANS:
+            channel.scatters.clear()
+        channel.scatters[key] = ScatterMessage([spec], source, group, scale)
+    watched = LaneWatch(feedback.carry(source.numel(), target.numel(), scale, source.device))
+    number = channel.next_step() if step is None else checks.check_step(step)
+    channel.scatters[key].run([target.view(1, -1)], [source.view(channel.world, -1)], number, [watched])
 
 
 def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:

@@ -6,7 +6,7 @@ than FSDP2 may use both: a row is whatever a rank owns of a flat buffer.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,15 @@ class LaneWatch:
     carry: Carry | None = None
     watch: Watch | None = None
     checked: Callable[[Fine], None] | None = None
+
+
+class RowCarries(Protocol):
+    """What thinwire.RowFeedback is to a call."""
+
+    kind: str
+
+    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
+        """The feedback of rows of `numel` elements in all, `part` each, whose sum is multiplied by `scale`."""
 
 
 class _RowMessage:
