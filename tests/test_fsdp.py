@@ -1,6 +1,7 @@
 """compress_fsdp in every way of using FSDP2: plain FSDP2 bit by bit, where nothing is rounded."""
 
 import contextlib
+import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cases import digest, seeded
 from ranks import RankPool
-from replicas import Group
-from thinwire import compress_fsdp
+from replicas import Group, message_of
+from thinwire import compress_ddp, compress_fsdp
 from thinwire.integrations import sharded
+from thinwire.optim import OneBitAdam
 
 # --- a network --------------------------------------------------------------------------------------------------------
 
@@ -89,8 +94,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 
 def inputs(model: nn.Module, group: Group, step: int) -> Tensor:
-    width = model.blocks[0].norm.normalized_shape[0]
-    return torch.randn(3, width, generator=seeded(group.rank(), step))
+    norm = model.blocks[0].norm
+    return torch.randn(3, *norm.normalized_shape, generator=seeded(group.rank(), step)).to(norm.weight.dtype)
 
 
 def train(
@@ -467,7 +472,7 @@ def compare(group: Group, name: str) -> tuple[list[Tensor], list[Tensor], list[T
 
     plain = way.run(group, lambda model, **options: None)
     none = way.run(group, lambda model, **options: compress_fsdp(model, "none", **options))
-    with mock.patch.object(sharded, "is_exact", lambda *_: False) if way.two else contextlib.nullcontext():
+    with mock.patch.object(sharded, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
         messages = way.run(group, in_messages)
     return plain, none, messages, sum(handle.stats().bytes_sent for handle in handles)
 
@@ -479,3 +484,223 @@ def test_where_nothing_is_rounded_it_is_plain_fsdp_bit_by_bit(ranks: RankPool, n
         assert digest(*none) == digest(*plain)
         assert digest(*messages) == digest(*plain)
         assert sent > 0
+
+
+def alone(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    return several_groups(group, lambda model: None), several_groups(group, lambda model: compress_fsdp(model, "int8"))
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing(ranks: RankPool) -> None:
+    ((plain, compressed),) = ranks(1).run(alone)
+    assert digest(*compressed) == digest(*plain)
+
+
+def premultiplied(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients divided by 8: in sums, which gloo has, and by a factor of the sum, which it has not."""
+    found = []
+    for in_sums in (True, False):
+        model = shard(Net(), line(group))
+        with mock.patch.object(sharded, "is_exact", return_value=False):
+            compress_fsdp(model, "none")
+            model.set_force_sum_reduction_for_comms(in_sums)
+            model.set_gradient_divide_factor(8.0)
+            found.append(train(model, group))
+    return found[0], found[1]
+
+
+def test_gradients_are_divided_by_any_factor(ranks: RankPool) -> None:
+    for in_sums, by_factor in ranks(2).run(premultiplied):
+        assert digest(*in_sums) == digest(*by_factor)
+
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+
+def opened_and_closed(group: Group, name: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Two steps as they are, two compressed and rolled back, then two as they are, and two compressed again."""
+    told = []
+    found = []
+    for compressed in (False, True):
+        model = shard(Net(), line(group))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, group, range(2), optimizer=optimizer)
+        if compressed:
+            kept = shards(model)
+            handle = compress_fsdp(model, name, name, replica=True, feedback="classic", exempt="none")
+            train(model, group, range(20, 22), optimizer=optimizer)
+            told.append(repr(handle))
+            held = handle.stats()
+            handle.close()
+            handle.close()
+            told += [repr(handle), str(held.residual_bytes > 0), str(handle.stats().residual_bytes)]
+            told.append(str(held.replica_bytes > 0))
+            told.append(str(handle.stats().replica_bytes))
+            for p, local in zip(model.parameters(), kept, strict=True):
+                p.to_local().data.copy_(local)
+        found.append(train(model, group, range(2, 4), optimizer=optimizer))
+    again = compress_fsdp(model, "int8")
+    train(model, group, range(4, 6), optimizer=optimizer)
+    return found[0], found[1], [*told, repr(again)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_closed_handle_leaves_plain_fsdp_and_another_may_follow(ranks: RankPool, world: int) -> None:
+    for plain, closed, told in ranks(world).run(opened_and_closed, "int8"):
+        assert digest(*closed) == digest(*plain)
+        assert told[0].startswith(
+            "FSDPState(gradients='int8, weights int8', weights='int8', feedback='classic', steps=2"
+        )
+        assert told[1].endswith(", closed)")
+        assert told[2:6] == ["True", "0", "True", "0"]
+        assert "steps=2" in told[6]
+        assert "closed" not in told[6]
+
+
+def count_steps(group: Group) -> dict[str, int]:
+    """Steps are told by gradients that are reduced anew, however many groups there are and passes in between."""
+    found = {}
+    for name, run in {"accumulated": accumulated, "added twice": added_twice, "several": several_groups}.items():
+        handles: list[Any] = []
+        run(group, lambda model: handles.append(compress_fsdp(model, "int8")))  # noqa: B023
+        found[name] = handles[0].stats().steps
+    return found
+
+
+def test_steps_are_reductions(ranks: RankPool) -> None:
+    for found in ranks(2).run(count_steps):
+        assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": STEPS}
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def refusals(group: Group) -> dict[str, str]:
+    mesh = line(group)
+    model = shard(Net(), mesh)
+    own = shard(Net(), mesh)
+    own.blocks[1].set_custom_reduce_scatter(_OwnScatter())
+    gathers = shard(Net(), mesh)
+    gathers.set_custom_all_gather(_OwnGather())
+    ddp = DistributedDataParallel(Net(), process_group=group)
+    told = {
+        "not sharded": message_of(lambda: compress_fsdp(Net())),
+        "DDP": message_of(lambda: compress_fsdp(ddp)),
+        "no model": message_of(lambda: compress_fsdp(3)),  # type: ignore[arg-type]
+        "FSDP to compress_ddp": message_of(lambda: compress_ddp(model)),
+        "an own scatter": message_of(lambda: compress_fsdp(own)),
+        "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
+        "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
+        "one bit": message_of(
+            lambda: compress_fsdp(model, optimizer=OneBitAdam(nn.Linear(2, 2).parameters(), warmup_steps=1))
+        ),
+        "no codec": message_of(lambda: compress_fsdp(model, "int99")),
+        "no codec of weights": message_of(lambda: compress_fsdp(model, weights="int99")),
+        "no codec inside": message_of(lambda: compress_fsdp(model, inside="int99")),
+        "feedback": message_of(lambda: compress_fsdp(model, feedback="ef20")),  # type: ignore[arg-type]
+        "steps": message_of(lambda: compress_fsdp(model, warmup_steps=-1)),
+    }
+    compress_fsdp(model)  # nothing of all that was left in it
+    told["twice"] = message_of(lambda: compress_fsdp(model))
+    train(model, group, range(2))
+    compress_fsdp(own.blocks[0])  # nor here
+    compress_fsdp(gathers)  # weights are gathered as before
+    train(gathers, group, range(2))
+    return told
+
+
+class _OwnScatter(ReduceScatter):
+    allocate = DefaultReduceScatter.allocate
+    __call__ = DefaultReduceScatter.__call__
+
+
+class _OwnGather(AllGather):
+    allocate = DefaultAllGather.allocate
+    __call__ = DefaultAllGather.__call__
+
+
+REFUSED = {
+    "not sharded": "expected a model that fully_shard was called on, got Net: call",
+    "DDP": "a DistributedDataParallel model goes to thinwire.compress_ddp",
+    "no model": "expected a model that fully_shard was called on, got int",
+    "FSDP to compress_ddp": "call thinwire.compress_fsdp",
+    "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
+    "an own gather": "the root has a communication of its own, _OwnGather",
+    "inside": "inside='int8' goes with replicas of shards",
+    "one bit": "OneBitAdam sends its momentum through DDP",
+    "no codec": "int99",
+    "no codec of weights": "int99",
+    "no codec inside": "int99",
+    "feedback": "feedback must be one of auto, none, classic, ef21, got 'ef20'",
+    "steps": "warmup_steps must be an integer, 0 or more, got -1",
+    "twice": "this model is compressed already: close() the handle",
+}
+
+
+def test_misuse_is_refused_and_changes_nothing(ranks: RankPool) -> None:
+    for told in ranks(2).run(refusals):
+        assert told.keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            assert message in told[name], name
+
+
+def warned(group: Group) -> dict[str, tuple[list[str], bool]]:
+    """What is said of weights of few bits, and whether copies are kept."""
+    found = {}
+    mesh = line(group)
+    for name, kept, options in (
+        ("few bits", True, {"weights": "int4"}),
+        ("8 bits", True, {"weights": "int8"}),
+        ("copies", True, {"weights": "int4", "replica": True}),
+        ("kept anyway", False, {"weights": "int4"}),
+        ("not wanted", False, {"weights": "int4", "replica": False}),
+    ):
+        model = shard(Net(), mesh, reshard_after_forward=kept)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle = compress_fsdp(model, "none", **options)
+        train(model, group, range(1))
+        found[name] = [str(one.message) for one in caught], handle.stats().replica_bytes > 0
+    return found
+
+
+def test_weights_of_few_bits_without_a_copy_warn(ranks: RankPool) -> None:
+    for found in ranks(2).run(warned):
+        assert {name: copies for name, (_, copies) in found.items()} == {
+            "few bits": False, "8 bits": False, "copies": True, "kept anyway": True, "not wanted": False,
+        }  # fmt: skip
+        for name, (said, _) in found.items():
+            assert len(said) == (name in ("few bits", "not wanted"))
+            assert all("weights='int4" in text and "replica=True" in text for text in said)
+
+
+def announced(group: Group) -> tuple[str, str, list[bool]]:
+    """What is said where numbers travel as they are, and whether results are those of plain FSDP2."""
+    said = []
+    same = []
+    for kind in ("weights", "gradients"):
+        plain, mixed = (shard(_typed(kind), line(group)) for _ in range(2))
+        compress_fsdp(mixed, "int8", "int8")
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out):
+            found = train(mixed, group, range(3))
+        said.append(out.getvalue())
+        wanted = train(plain, group, range(3))
+        same.append(digest(*found) == digest(*wanted) if kind == "gradients" else digest(*found) != digest(*wanted))
+    return said[0], said[1], same
+
+
+def _typed(kind: str) -> Net:
+    """A frozen bf16 weight among those of fp32, or all in fp64."""
+    net = Net()
+    if kind == "gradients":
+        return net.double()
+    net.spare = nn.Parameter(net.spare.detach().bfloat16(), requires_grad=False)
+    return net
+
+
+def test_what_travels_as_it_is_is_announced_once(ranks: RankPool) -> None:
+    for rank, (weights, gradients, same) in enumerate(ranks(2).run(announced)):
+        line_of = "weights of several dtypes, or of integers, are gathered as the bytes they are"
+        assert weights == (f"thinwire: compress_fsdp: {line_of}\n" if rank == 0 else "")
+        assert gradients.count("compress_fsdp: gradients of torch.float64 travel as they are\n") == (rank == 0)
+        assert same == [True, True]
