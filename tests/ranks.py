@@ -49,7 +49,8 @@ GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 IMPORTED = ("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest")  # at first
-WITHOUT_CUDA = ("torch._dynamo",)  # DDP's; with it comes Triton, and a GPU that was looked for is lost after a fork
+# DDP's and FSDP's; with them comes Triton, and a GPU that was looked for is lost after a fork.
+WITHOUT_CUDA = ("torch._dynamo", "thinwire.integrations.fsdp")
 
 
 # The test process's side.

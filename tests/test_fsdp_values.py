@@ -390,8 +390,8 @@ LEARNING: dict[str, Options | None] = {
     "plain": None,
     "int8": {"gradients": "int8", "weights": "int8"},
     "lloyd4 with copies": {"gradients": {0: "none", 3: "lloyd4"}, "weights": "lloyd4", "replica": True},
-    "ef21": {"gradients": "lloyd2", "feedback": "ef21", "warmup_steps": 2},
-    "bits dealt out": {"gradients": "auto:3", "replan_every": 5},
+    "what is owed": {"gradients": "lloyd2", "feedback": "classic", "warmup_steps": 2},
+    "bits dealt out": {"gradients": "auto:4.2", "replan_every": 5},
     "the fastest codec": {"gradients": "auto"},
 }
 
