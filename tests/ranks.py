@@ -49,7 +49,8 @@ GRACE_S = 2.0  # how long the others may still answer once a rank has failed
 END_S = 5.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 IMPORTED = ("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest")  # at first
-WITHOUT_CUDA = ("torch._dynamo",)  # DDP's; with it comes Triton, and a GPU that was looked for is lost after a fork
+# DDP's and FSDP's; with them comes Triton, and a GPU that was looked for is lost after a fork.
+WITHOUT_CUDA = ("torch._dynamo", "thinwire.integrations.fsdp")
 
 
 # The test process's side.
@@ -328,11 +329,13 @@ def _join(number: int, size: int, store: str) -> Any:
 def _end_groups(group: Any) -> None:
     """End gloo groups that calls made: each keeps a thread that wakes a hundred times a second; there are hundreds."""
     from torch.distributed.distributed_c10d import _world, destroy_process_group, get_backend
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     made = [other for other in _world.pg_map if other is not group and get_backend(other) == "gloo"]
     for other in made:
         destroy_process_group(other)
     if made:
+        _clear_sharding_prop_cache()  # a mesh of the next call may equal one of these groups'
         gc.collect()
 
 

@@ -110,6 +110,8 @@ class FSDPState:
         self._told: set[str] = set()
 
     def _install(self, rules: Rules, replica: bool | None) -> None:
+        for group in self._groups:  # all of them before the first is changed
+            group.check(gathers=not isinstance(self.weights, Identity))
         watch_reductions()
         for group in self._groups:
             gather = None

@@ -169,22 +169,25 @@ class ParameterGroup:
             found.append(data.numel())
         return found
 
-    def install(self, scatter: "ScatterComm | None", gather: "GatherComm | None") -> None:
-        """Take the place of torch's own, which later stand in for what is not compressed."""
-        for name, kind, comm in (
-            ("_reduce_scatter_comm", DefaultReduceScatter, scatter),
-            ("_all_gather_comm", DefaultAllGather, gather),
+    def check(self, *, gathers: bool) -> None:
+        """Raise unless torch's own reduces the gradients and, if weights are to be gathered too, gathers them."""
+        for present, kind in (
+            (self._group._reduce_scatter_comm, DefaultReduceScatter),
+            (self._group._all_gather_comm if gathers else None, DefaultAllGather),
         ):
-            present = getattr(self._group, name)
             if isinstance(present, ScatterComm | GatherComm):
                 raise CollectiveError("this model is compressed already: close() the handle compress_fsdp gave first")
-            if type(present) is not kind:
+            if present is not None and type(present) is not kind:
                 raise CollectiveError(
                     f"{self.name} has a communication of its own, {type(present).__name__}: compress_fsdp takes its "
                     "place only where torch's default is"
                 )
-            if comm is not None:
-                setattr(self._group, name, comm)
+
+    def install(self, scatter: "ScatterComm", gather: "GatherComm | None") -> None:
+        """Take the place of torch's own, which later stand in for what is not compressed."""
+        self._group._reduce_scatter_comm = scatter
+        if gather is not None:
+            self._group._all_gather_comm = gather
 
     def restore(self) -> None:
         """Plain FSDP2 again."""

@@ -1,0 +1,728 @@
+"""compress_fsdp in every way of using FSDP2: plain FSDP2 bit by bit, where nothing is rounded."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from cases import digest, seeded
+from ranks import RankPool
+from replicas import Group, message_of
+from thinwire import compress_ddp, compress_fsdp
+from thinwire.integrations import sharded
+from thinwire.optim import OneBitAdam
+
+# --- a network --------------------------------------------------------------------------------------------------------
+
+STEPS = 4
+BF16 = torch.bfloat16
+F16 = torch.float16
+Compress = Callable[..., Any]  # compress_fsdp with the codecs of a test, or nothing
+
+
+class Block(nn.Module):
+    """Sizes that neither 2 nor 3 ranks divide."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.inside(x)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 7, inner: int = 11) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+        self.spare = nn.Parameter(torch.ones(width))
+        self.skip_spare = False
+        round_weights(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if self.skip_spare else x * self.spare)  # type: ignore[no-any-return]
+
+
+def round_weights(model: nn.Module) -> None:
+    """Weights of few digits: in bf16 they travel exactly."""
+    with torch.no_grad():
+        for p in model.parameters():
+            local = p.to_local() if isinstance(p, DTensor) else p
+            local.copy_(local.bfloat16())
+
+
+def line(group: Group) -> DeviceMesh:
+    return init_device_mesh("cpu", (group.size(),))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Every block a group of its own, and the rest one."""
+    inner = dict(options)
+    if "mp_policy" in options:  # what a block gives is for the next one
+        inner["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **inner)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def inputs(model: nn.Module, group: Group, step: int) -> Tensor:
+    norm = model.blocks[0].norm
+    return torch.randn(3, *norm.normalized_shape, generator=seeded(group.rank(), step)).to(norm.weight.dtype)
+
+
+def train(
+    model: nn.Module,
+    group: Group,
+    steps: range = range(STEPS),
+    passes: Callable[[int], Sequence[int]] = lambda step: (step,),
+    before_pass: Callable[[int, int], None] = lambda step, at: None,
+    before_update: Callable[[], None] = lambda: None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    """Losses, and at the end every shard; each step adds up the gradients of some batches."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        for at, number in enumerate(passes(step)):
+            before_pass(step, at)
+            loss = model(inputs(model, group, number)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        before_update()
+        optimizer.step()
+        round_weights(model)
+    return [*found, *shards(model)]
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+# --- ways of using FSDP2 ----------------------------------------------------------------------------------------------
+
+
+def several_groups(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    compress(model)
+    return train(model, group)
+
+
+def one_group(group: Group, compress: Compress) -> list[Tensor]:
+    model = fully_shard(Net(), mesh=line(group))
+    compress(model)
+    return train(model, group)
+
+
+def another_dimension(group: Group, compress: Compress) -> list[Tensor]:
+    def placed(p: nn.Parameter) -> Shard | None:
+        return Shard(1) if p.ndim == 2 and p.shape[1] % group.size() == 0 else None
+
+    model = shard(Net(8, 12), line(group), shard_placement_fn=placed)
+    assert any(p.placements == (Shard(1),) for p in model.parameters())
+    compress(model)
+    return train(model, group)
+
+
+def kept_weights(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group), reshard_after_forward=False)
+    compress(model)
+    return train(model, group)
+
+
+def larger_shards(group: Group, compress: Compress) -> list[Tensor]:
+    """Between forward and backward, weights lie in shards of two ranks instead of four."""
+    model = shard(Net(8, 12), line(group), reshard_after_forward=2)
+    compress(model)
+    return train(model, group)
+
+
+def prefetched(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    first, second = model.blocks
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+    compress(model)
+    return train(model, group)
+
+
+def accumulated(group: Group, compress: Compress) -> list[Tensor]:
+    """Two batches a step: gradients are reduced after the second, weights kept in between."""
+    model = shard(Net(), line(group))
+    compress(model)
+
+    def before(step: int, at: int) -> None:
+        model.set_requires_gradient_sync(at == 1)
+        model.set_is_last_backward(at == 1)
+        model.set_reshard_after_backward(at == 1)
+
+    return train(model, group, passes=lambda step: (2 * step, 2 * step + 1), before_pass=before)
+
+
+def added_twice(group: Group, compress: Compress) -> list[Tensor]:
+    """Both batches of a step are reduced."""
+    model = shard(Net(), line(group))
+    compress(model)
+    return train(model, group, passes=lambda step: (2 * step, 2 * step + 1))
+
+
+def in_sums(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    model.set_force_sum_reduction_for_comms(True)
+    compress(model)
+    return train(model, group)
+
+
+def divided(group: Group, compress: Compress) -> list[Tensor]:
+    """By the number of ranks, and by another, which gloo has in sums alone."""
+    model = shard(Net(), line(group))
+    compress(model)
+    model.set_gradient_divide_factor(float(group.size()))
+    found = train(model, group)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(8.0)
+    return found + train(model, group)
+
+
+def offloaded(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    compress(model)
+    return train(model, group)
+
+
+def recomputed(group: Group, compress: Compress) -> list[Tensor]:
+    net = Net()
+    for block in net.blocks:
+        block.recompute = True
+    model = shard(net, line(group))
+    compress(model)
+    return train(model, group)
+
+
+def recomputed_in_wrappers(group: Group, compress: Compress) -> list[Tensor]:
+    net = Net()
+    net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
+    net.blocks[0].norm = net.blocks[0]._checkpoint_wrapped_module.norm  # for `inputs`
+    model = shard(net, line(group))
+    compress(model)
+    return train(model, group)
+
+
+def tied(group: Group, compress: Compress) -> list[Tensor]:
+    """Within a group, and between modules of one."""
+    net = Net(7, 7)
+    for block in net.blocks:
+        block.down.weight = block.up.weight
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+    model = shard(net, line(group))
+    compress(model)
+    return train(model, group)
+
+
+def frozen(group: Group, compress: Compress) -> list[Tensor]:
+    """A whole block, and a weight of the other; the block learns later."""
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    net.blocks[1].up.weight.requires_grad_(False)
+    model = shard(net, line(group))
+    compress(model)
+    found = train(model, group, range(3))
+    model.blocks[0].requires_grad_(True)
+    return found + train(model, group, range(3, 6))
+
+
+def unused(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    compress(model)
+
+    def before(step: int, at: int) -> None:
+        model.skip_spare = step in (0, 3)
+
+    return train(model, group, before_pass=before)
+
+
+POLICIES = (
+    MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+    MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32),
+    MixedPrecisionPolicy(param_dtype=F16, reduce_dtype=torch.float32),
+    MixedPrecisionPolicy(param_dtype=F16, reduce_dtype=F16),
+    MixedPrecisionPolicy(reduce_dtype=BF16),
+)
+
+
+def mixed_precision(group: Group, compress: Compress) -> list[Tensor]:
+    found = []
+    mesh = line(group)
+    for policy in POLICIES:
+        model = shard(Net(), mesh, mp_policy=policy)
+        compress(model)
+        found += train(model, group, range(2))
+    return found
+
+
+def clipped(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    compress(model)
+    norms: list[Tensor] = []
+
+    def before() -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    found = train(model, group, before_update=before)
+    assert float(norms[0]) > 0.1
+    return found + norms
+
+
+def from_meta(group: Group, compress: Compress, *, early: bool) -> list[Tensor]:
+    with torch.device("meta"):
+        net = Net()
+    model = shard(net, line(group))
+    if early:
+        compress(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.to_local().copy_(torch.randn(p.to_local().shape, generator=seeded(i, group.rank())) / 3)
+    round_weights(model)
+    if not early:
+        compress(model)
+    return train(model, group)
+
+
+def compressed_before_memory(group: Group, compress: Compress) -> list[Tensor]:
+    return from_meta(group, compress, early=True)
+
+
+def compressed_after_memory(group: Group, compress: Compress) -> list[Tensor]:
+    return from_meta(group, compress, early=False)
+
+
+def compiled(group: Group, compress: Compress) -> list[Tensor]:
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend="eager")
+    model = shard(net, line(group))
+    compress(model)
+    with warnings.catch_warnings():  # torch's own, about what its compiler looks at
+        warnings.simplefilter("ignore")
+        return train(model, group)
+
+
+def two_models(group: Group, compress: Compress) -> list[Tensor]:
+    mesh = line(group)
+    models = [shard(Net(7, inner), mesh) for inner in (11, 9)]
+    for model in models:
+        compress(model)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    found = []
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            found += train(model, group, range(step, step + 1), optimizer=optimizer)
+    return found
+
+
+def one_after_the_other(group: Group, compress: Compress) -> list[Tensor]:
+    """A model that is compressed feeds one that is not."""
+    mesh = line(group)
+    front = shard(Net(7, 11), mesh)
+    front.head = nn.Identity()
+    back = shard(Net(7, 9), mesh)
+    compress(front)
+    both = nn.ModuleDict({"front": front, "back": back})
+    both.forward = lambda x: back(front(x))  # type: ignore[method-assign]
+    both.blocks = front.blocks
+    return train(both, group)
+
+
+def compressed_late(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    found = train(model, group, range(2), optimizer=optimizer)
+    compress(model)
+    return found + train(model, group, range(2, 5), optimizer=optimizer)
+
+
+def evaluated(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), line(group))
+    compress(model)
+    found = []
+    for step in range(3):
+        found += train(model, group, range(step, step + 1))
+        model.eval()
+        with torch.no_grad():
+            found.append(model(inputs(model, group, 50 + step)))
+        model.train()
+    return found
+
+
+def grid(group: Group, *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def replicated(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), grid(group, "replicas", "shards"))
+    compress(model, inside="none")
+    return train(model, group)
+
+
+def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
+    model = shard(Net(), grid(group, "replicas", "shards"))
+    model.set_force_sum_reduction_for_comms(True)
+    compress(model, inside="none")
+    found = train(model, group)
+    model.set_gradient_divide_factor(8.0)
+    return found + train(model, group)
+
+
+def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
+    found = []
+    mesh = grid(group, "replicas", "shards")
+    for policy in POLICIES[::3]:
+        model = shard(Net(), mesh, mp_policy=policy)
+        compress(model, inside="none")
+        found += train(model, group, range(2))
+    return found
+
+
+def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
+    """Three batches a step, each summed over shards; over replicas after the last."""
+    model = shard(Net(), grid(group, "replicas", "shards"))
+    compress(model, inside="none")
+
+    def before(step: int, at: int) -> None:
+        model.set_requires_all_reduce(at == 2)
+        model.set_is_last_backward(at == 2)
+
+    return train(model, group, range(3), lambda step: range(3 * step, 3 * step + 3), before)
+
+
+def tensor_parallel(group: Group, compress: Compress) -> list[Tensor]:
+    mesh = grid(group, "data", "tensor")
+    net = Net(8, 12)
+    for block in net.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = shard(net, mesh["data"])
+    compress(model)
+    return train(model, group)
+
+
+class Way(NamedTuple):
+    run: Callable[[Group, Compress], list[Tensor]]
+    world: int = 2
+    two: bool = True  # sums are of two numbers, and so the same in any order
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.__name__.replace('_', ' ')}, {self.world} ranks"
+
+
+WAYS = [
+    *(Way(run) for run in (several_groups, one_group, another_dimension, kept_weights, prefetched, accumulated)),
+    *(Way(run) for run in (added_twice, in_sums, divided, offloaded, recomputed, recomputed_in_wrappers, tied)),
+    *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
+    *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
+    *(Way(run) for run in (two_models, one_after_the_other)),
+    *(Way(run, 4) for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, tensor_parallel)),
+    *(Way(run, 3, False) for run in (several_groups, frozen, unused, accumulated, mixed_precision)),
+    *(Way(run, 4, False) for run in (one_group, another_dimension, larger_shards)),
+]
+BY_NAME = {way.name: way for way in WAYS}
+
+
+def compare(group: Group, name: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
+    """What plain FSDP2 makes of it, what compress_fsdp does where it compresses nothing, and what its messages do.
+
+    These hold weights that bf16 holds exactly and, where a sum is of two numbers, gradients as they are.
+    """
+    way = BY_NAME[name]
+    handles = []
+
+    def in_messages(model: nn.Module, **options: Any) -> None:
+        handles.append(compress_fsdp(model, "none", "bf16", **options))
+
+    plain = way.run(group, lambda model, **options: None)
+    none = way.run(group, lambda model, **options: compress_fsdp(model, "none", **options))
+    with mock.patch.object(sharded, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
+        messages = way.run(group, in_messages)
+    return plain, none, messages, sum(handle.stats().bytes_sent for handle in handles)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_where_nothing_is_rounded_it_is_plain_fsdp_bit_by_bit(ranks: RankPool, name: str) -> None:
+    for plain, none, messages, sent in ranks(BY_NAME[name].world).run(compare, name):
+        assert len(plain) > 3
+        assert digest(*none) == digest(*plain)
+        assert digest(*messages) == digest(*plain)
+        assert sent > 0
+
+
+def alone(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    return several_groups(group, lambda model: None), several_groups(group, lambda model: compress_fsdp(model, "int8"))
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing(ranks: RankPool) -> None:
+    ((plain, compressed),) = ranks(1).run(alone)
+    assert digest(*compressed) == digest(*plain)
+
+
+def premultiplied(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients divided by 8: in sums, which gloo has, and by a factor of the sum, which it has not."""
+    found = []
+    for in_sums in (True, False):
+        model = shard(Net(), line(group))
+        with mock.patch.object(sharded, "is_exact", return_value=False):
+            compress_fsdp(model, "none")
+            model.set_force_sum_reduction_for_comms(in_sums)
+            model.set_gradient_divide_factor(8.0)
+            found.append(train(model, group))
+    return found[0], found[1]
+
+
+def test_gradients_are_divided_by_any_factor(ranks: RankPool) -> None:
+    for in_sums, by_factor in ranks(2).run(premultiplied):
+        assert digest(*in_sums) == digest(*by_factor)
+
+
+# --- handles ----------------------------------------------------------------------------------------------------------
+
+
+def opened_and_closed(group: Group, name: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Two steps as they are, two compressed and rolled back, then two as they are, and two compressed again."""
+    told = []
+    found = []
+    for compressed in (False, True):
+        model = shard(Net(), line(group))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, group, range(2), optimizer=optimizer)
+        if compressed:
+            kept = shards(model)
+            handle = compress_fsdp(model, name, name, replica=True, feedback="classic", exempt="none")
+            train(model, group, range(20, 22), optimizer=optimizer)
+            told.append(repr(handle))
+            held = handle.stats()
+            handle.close()
+            handle.close()
+            told += [repr(handle), str(held.residual_bytes > 0), str(handle.stats().residual_bytes)]
+            told.append(str(held.replica_bytes > 0))
+            told.append(str(handle.stats().replica_bytes))
+            for p, local in zip(model.parameters(), kept, strict=True):
+                p.to_local().data.copy_(local)
+        found.append(train(model, group, range(2, 4), optimizer=optimizer))
+    again = compress_fsdp(model, "int8")
+    train(model, group, range(4, 6), optimizer=optimizer)
+    return found[0], found[1], [*told, repr(again)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_closed_handle_leaves_plain_fsdp_and_another_may_follow(ranks: RankPool, world: int) -> None:
+    for plain, closed, told in ranks(world).run(opened_and_closed, "int8"):
+        assert digest(*closed) == digest(*plain)
+        assert told[0].startswith(
+            "FSDPState(gradients='int8, weights int8', weights='int8', feedback='classic', steps=2"
+        )
+        assert told[1].endswith(", closed)")
+        assert told[2:6] == ["True", "0", "True", "0"]
+        assert "steps=2" in told[6]
+        assert "closed" not in told[6]
+
+
+def names_of(group: Group) -> list[list[str]]:
+    """What an exemption by name hears of, of gradients and of weights: the names of the plain network."""
+    found = []
+    for run in (recomputed_in_wrappers, compiled, tied):
+        heard: set[str] = set()
+
+        def exempt(name: str, shape: torch.Size) -> bool:
+            heard.add(f"{name} {tuple(shape)}")  # noqa: B023
+            return False
+
+        run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))  # noqa: B023
+        found.append(sorted(heard))
+    return found
+
+
+def test_rules_know_parameters_by_the_names_of_the_plain_network(ranks: RankPool) -> None:
+    plain = sorted(f"{name} {tuple(p.shape)}" for name, p in Net().named_parameters())
+    tied_too = sorted(f"{name} {tuple(p.shape)}" for name, p in Net(7, 7).named_parameters() if "down.w" not in name)
+    for found in ranks(2).run(names_of):
+        assert found == [plain, plain, tied_too]
+
+
+def count_steps(group: Group) -> dict[str, int]:
+    """Steps are told by gradients that are reduced anew, however many groups there are and passes in between."""
+    found = {}
+    for name, run in {"accumulated": accumulated, "added twice": added_twice, "several": several_groups}.items():
+        handles: list[Any] = []
+        run(group, lambda model: handles.append(compress_fsdp(model, "int8")))  # noqa: B023
+        found[name] = handles[0].stats().steps
+    return found
+
+
+def test_steps_are_reductions(ranks: RankPool) -> None:
+    for found in ranks(2).run(count_steps):
+        assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": STEPS}
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def refusals(group: Group) -> dict[str, str]:
+    mesh = line(group)
+    model = shard(Net(), mesh)
+    own = shard(Net(), mesh)
+    own.blocks[1].set_custom_reduce_scatter(_OwnScatter())
+    gathers = shard(Net(), mesh)
+    gathers.set_custom_all_gather(_OwnGather())
+    ddp = DistributedDataParallel(Net(), process_group=group)
+    told = {
+        "not sharded": message_of(lambda: compress_fsdp(Net())),
+        "DDP": message_of(lambda: compress_fsdp(ddp)),
+        "no model": message_of(lambda: compress_fsdp(3)),  # type: ignore[arg-type]
+        "FSDP to compress_ddp": message_of(lambda: compress_ddp(model)),
+        "an own scatter": message_of(lambda: compress_fsdp(own)),
+        "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
+        "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
+        "one bit": message_of(
+            lambda: compress_fsdp(model, optimizer=OneBitAdam(nn.Linear(2, 2).parameters(), warmup_steps=1))
+        ),
+        "no codec": message_of(lambda: compress_fsdp(model, "int99")),
+        "no codec of weights": message_of(lambda: compress_fsdp(model, weights="int99")),
+        "no codec inside": message_of(lambda: compress_fsdp(model, inside="int99")),
+        "feedback": message_of(lambda: compress_fsdp(model, feedback="ef20")),  # type: ignore[arg-type]
+        "steps": message_of(lambda: compress_fsdp(model, warmup_steps=-1)),
+    }
+    compress_fsdp(model)  # nothing of all that was left in it
+    told["twice"] = message_of(lambda: compress_fsdp(model))
+    train(model, group, range(2))
+    compress_fsdp(own.blocks[0])  # nor here
+    compress_fsdp(gathers)  # weights are gathered as before
+    train(gathers, group, range(2))
+    return told
+
+
+class _OwnScatter(ReduceScatter):
+    allocate = DefaultReduceScatter.allocate
+    __call__ = DefaultReduceScatter.__call__
+
+
+class _OwnGather(AllGather):
+    allocate = DefaultAllGather.allocate
+    __call__ = DefaultAllGather.__call__
+
+
+REFUSED = {
+    "not sharded": "expected a model that fully_shard was called on, got Net: call",
+    "DDP": "a DistributedDataParallel model goes to thinwire.compress_ddp",
+    "no model": "expected a model that fully_shard was called on, got int",
+    "FSDP to compress_ddp": "call thinwire.compress_fsdp",
+    "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
+    "an own gather": "the root has a communication of its own, _OwnGather",
+    "inside": "inside='int8' goes with replicas of shards",
+    "one bit": "OneBitAdam sends its momentum through DDP",
+    "no codec": "int99",
+    "no codec of weights": "int99",
+    "no codec inside": "int99",
+    "feedback": "feedback must be one of auto, none, classic, ef21, got 'ef20'",
+    "steps": "warmup_steps must be an integer, 0 or more, got -1",
+    "twice": "this model is compressed already: close() the handle",
+}
+
+
+def test_misuse_is_refused_and_changes_nothing(ranks: RankPool) -> None:
+    for told in ranks(2).run(refusals):
+        assert told.keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            assert message in told[name], name
+
+
+def warned(group: Group) -> dict[str, tuple[list[str], bool]]:
+    """What is said of weights of few bits, and whether copies are kept."""
+    found = {}
+    mesh = line(group)
+    for name, kept, options in (
+        ("few bits", True, {"weights": "int4"}),
+        ("8 bits", True, {"weights": "int8"}),
+        ("copies", True, {"weights": "int4", "replica": True}),
+        ("kept anyway", False, {"weights": "int4"}),
+        ("not wanted", False, {"weights": "int4", "replica": False}),
+    ):
+        model = shard(Net(), mesh, reshard_after_forward=kept)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle = compress_fsdp(model, "none", **options)
+        train(model, group, range(1))
+        found[name] = [str(one.message) for one in caught], handle.stats().replica_bytes > 0
+    return found
+
+
+def test_weights_of_few_bits_without_a_copy_warn(ranks: RankPool) -> None:
+    for found in ranks(2).run(warned):
+        assert {name: copies for name, (_, copies) in found.items()} == {
+            "few bits": False, "8 bits": False, "copies": True, "kept anyway": True, "not wanted": False,
+        }  # fmt: skip
+        for name, (said, _) in found.items():
+            assert len(said) == (name in ("few bits", "not wanted"))
+            assert all("weights='int4" in text and "replica=True" in text for text in said)
+
+
+def announced(group: Group) -> tuple[str, str, list[bool]]:
+    """What is said where numbers travel as they are, and whether results are those of plain FSDP2."""
+    said = []
+    same = []
+    for kind in ("weights", "gradients"):
+        plain, mixed = (shard(_typed(kind), line(group)) for _ in range(2))
+        compress_fsdp(mixed, "int8", "int8")
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out):
+            found = train(mixed, group, range(3))
+        said.append(out.getvalue())
+        wanted = train(plain, group, range(3))
+        same.append(digest(*found) == digest(*wanted) if kind == "gradients" else digest(*found) != digest(*wanted))
+    return said[0], said[1], same
+
+
+def _typed(kind: str) -> Net:
+    """A frozen bf16 weight among those of fp32, or all in fp64."""
+    net = Net()
+    if kind == "gradients":
+        return net.double()
+    net.spare = nn.Parameter(net.spare.detach().bfloat16(), requires_grad=False)
+    return net
+
+
+def test_what_travels_as_it_is_is_announced_once(ranks: RankPool) -> None:
+    for rank, (weights, gradients, same) in enumerate(ranks(2).run(announced)):
+        line_of = "weights of several dtypes, or of integers, are gathered as the bytes they are"
+        assert weights == (f"thinwire: compress_fsdp: {line_of}\n" if rank == 0 else "")
+        assert gradients.count("compress_fsdp: gradients of torch.float64 travel as they are\n") == (rank == 0)
+        assert same == [True, True]

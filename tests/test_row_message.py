@@ -1,0 +1,220 @@
+"""Sums and gathers of rows in lanes (collectives/row_message.py): within their error, and programs as operations."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import CPU, ROUND, Range, blocks_of, digest, given, seeded, small_chunks
+from ranks import RankPool
+from replicas import Group
+from test_nccl import OWN, Outputs, Place
+from test_programs import check_both
+from thinwire import codec, feedback
+from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
+
+each_world = pytest.mark.parametrize("world", [2, 3, 4])
+
+
+class Kind(NamedTuple):
+    """A message: elements of a row and codec of every lane, and what a sum is multiplied by."""
+
+    lanes: tuple[tuple[int, str], ...]
+    dtype: torch.dtype = torch.float32
+    scale: float = 1.0
+
+    @property
+    def specs(self) -> list[LaneSpec]:
+        return [LaneSpec(numel, codec(name), codec(name)) for numel, name in self.lanes]
+
+
+BF16 = torch.bfloat16
+KINDS = [
+    Kind(((1001, "int8"),), scale=0.25),
+    Kind(((513, "lloyd4:block=64"), (7, "bf16"), (129, "none")), scale=-1.5),
+    Kind(((300, "none"), (1, "int8")), BF16),
+    Kind(((257, "int4:block=32"), (40, "e4m3:block=8")), torch.float16, 0.5),
+    Kind(((700, "int8:rounding=stochastic"), (33, "int3:mode=affine"), (65, "none")), BF16, 1 / 3),
+]
+
+
+def row(kind: Kind, lane: int, source: int, target: int) -> Tensor:
+    """What a rank has for another; a gather's is for rank 0."""
+    return given(kind.lanes[lane][0], 16 * lane + 4 * target + source, kind.dtype)
+
+
+def scattered(group: Group, kind: Kind, steps: int = 1) -> list[Tensor]:
+    message = ScatterMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group, kind.scale)
+    world = group.size()
+    for step in range(steps):
+        inputs = [torch.stack([row(kind, i, group.rank(), r) for r in range(world)]) for i in range(len(kind.lanes))]
+        outputs = [torch.full((numel,), math.nan, dtype=kind.dtype) for numel, _ in kind.lanes]
+        message.run(outputs, inputs, step)
+    return outputs
+
+
+def gathered(group: Group, kind: Kind, steps: int = 1) -> list[Tensor]:
+    message = GatherMessage(kind.specs, torch.empty(0, dtype=kind.dtype), group)
+    for step in range(steps):
+        outputs = [torch.full((group.size(), numel), math.nan, dtype=kind.dtype) for numel, _ in kind.lanes]
+        message.run(outputs, [row(kind, i, group.rank(), 0) for i in range(len(kind.lanes))], step)
+    return outputs
+
+
+def both(group: Group, kinds: Sequence[Kind], cut: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
+    if not cut:
+        return [(scattered(group, kind, 2), gathered(group, kind, 2)) for kind in kinds]
+    with small_chunks():
+        return [(scattered(group, kind, 2), gathered(group, kind, 2)) for kind in kinds]
+
+
+def sum_range(kind: Kind, lane: int, target: int, world: int) -> Range:
+    chosen = codec(kind.lanes[lane][1])
+    parts = [Range.of(row(kind, lane, source, target)).coded(chosen) for source in range(world)]
+    return Range.total(parts, kind.scale).written(kind.dtype)
+
+
+def check_values(kind: Kind, world: int, answers: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    for lane, (_, name) in enumerate(kind.lanes):
+        for rank, (sums, _) in enumerate(answers):
+            sum_range(kind, lane, rank, world).assert_holds(sums[lane], f"{kind}, lane {lane}, sum on rank {rank}")
+        assert len({digest(rows[lane]) for _, rows in answers}) == 1, f"{kind}, lane {lane}: ranks differ"
+        for rank, got in enumerate(answers[0][1][lane]):
+            want = Range.of(row(kind, lane, rank, 0)).coded(codec(name)).written(kind.dtype)
+            want.assert_holds(got, f"{kind}, lane {lane}, row {rank}")
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in chunks"])
+@each_world
+def test_every_lane_is_within_the_error_of_its_codec(ranks: RankPool, world: int, cut: bool) -> None:
+    for kind, *answers in zip(KINDS, *ranks(world).run(both, KINDS, cut), strict=True):
+        check_values(kind, world, answers)
+
+
+LONG = Kind((((1 << 19) + 128, "int8:block=128"), (5, "none")), scale=0.5)  # chunks begin on whole blocks
+
+
+def long_rows(group: Group) -> tuple[int, int, float, bool]:
+    """Chunks and bytes of a long sum, its largest error in steps of the codec, and whether a short lane is exact."""
+    message = ScatterMessage(LONG.specs, torch.empty(0), group, LONG.scale)
+    numels = [numel for numel, _ in LONG.lanes]
+    inputs = [torch.stack([drawn(n, group.rank(), target) for target in range(2)]) for n in numels]
+    outputs = [torch.empty(numel) for numel in numels]
+    message.run(outputs, inputs, 0)
+    mine = [[drawn(n, source, group.rank()) for source in range(2)] for n in numels]
+    step = sum(blocks_of(x, 128).abs().amax(1, keepdim=True) for x in mine[0]) / 127 * LONG.scale
+    off = blocks_of(outputs[0] - LONG.scale * (mine[0][0] + mine[0][1]), 128).abs()
+    exact = torch.equal(outputs[1], LONG.scale * (mine[1][0] + mine[1][1]))
+    return message._cuts[0].num_chunks, message.sent_bytes, float((off / step).max()), exact
+
+
+def drawn(numel: int, source: int, target: int) -> Tensor:
+    return torch.randn(numel, generator=seeded(numel, source, target))
+
+
+def test_long_rows_are_cut_and_short_lanes_travel_with_the_first_chunk(ranks: RankPool) -> None:
+    numel = LONG.lanes[0][0]
+    for chunks, sent, off, exact in ranks(2).run(long_rows):
+        assert chunks > 2
+        assert numel * (1 + 2 / 128) < sent < numel * (1 + 2 / 128) + 64 * (chunks + 1)
+        assert 0.3 < off <= 0.5 * (1 + 2.0**-8) + 127 * 8 * ROUND
+        assert exact
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(place: Place, kinds: Sequence[Kind]) -> Outputs:
+    """Sums and gathers, at two steps."""
+    found: Outputs = {}
+    for kind in kinds:
+        for lane, x in enumerate(scattered(place.group, kind, 2)):
+            found[f"{OWN}sum of {kind}, lane {lane}"] = x
+        for lane, x in enumerate(gathered(place.group, kind, 2)):
+            found[f"gather of {kind}, lane {lane}"] = x
+    return found
+
+
+@each_world
+def test_programs_have_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
+    rows, pairs = check_both(ranks, world, 2, rows_of, KINDS)
+    assert rows == 2 * len(KINDS) * 2 * 2  # a message for a sum, and one for a gather, at each of two steps
+    assert pairs == 0
+
+
+def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool) -> None:
+    """A lane of nothing, and a codec that no kernel of rows serves."""
+    kinds = [Kind(((0, "int8"), (40, "bf16"))), Kind(((40, "none"), (0, "bf16")), BF16)]
+    rows, pairs = check_both(ranks, 3, 1, rows_of, kinds)
+    assert rows == 0
+    assert pairs > 0
+
+
+# --- feedback ---------------------------------------------------------------------------------------------------------
+
+FED: tuple[tuple[int, str], ...] = ((500, "lloyd2:block=64"), (90, "int4:block=32"))
+
+
+def fed_rows_in_chunks(group: Group) -> tuple[list[Tensor], list[Tensor], list[bool], bool]:
+    with small_chunks():
+        return fed_rows(group, -1)
+
+
+def fed_rows(group: Group, bad_step: int) -> tuple[list[Tensor], list[Tensor], list[bool], bool]:
+    """What a rank got in four steps in all, what it owes others, what `checked` heard, and whether NaN left memories.
+
+    At `bad_step` rank 1 has a NaN in the first lane, for rank 0; nothing of that step is added up.
+    """
+    world = group.size()
+    specs = [LaneSpec(numel, codec(name), codec(name), "classic") for numel, name in FED]
+    residuals = [feedback.Memory(world * numel, torch.float32, CPU) for numel, _ in FED]
+    heard: list[bool] = []
+    carries = [feedback.Classic(memory, world, feedback.Gaps(())) for memory in residuals]
+    watched = [LaneWatch(carries[0], None, heard.append), LaneWatch(carries[1])]
+    message = ScatterMessage(specs, torch.empty(0), group, 1 / world)
+    totals = [torch.zeros(numel, dtype=torch.float64) for numel, _ in FED]
+    kept = True
+    for step in range(4):
+        inputs = [torch.stack([drawn(n, group.rank(), 4 * step + r) for r in range(world)]) for n, _ in FED]
+        outputs = [torch.empty(numel) for numel, _ in FED]
+        before = [memory.read() for memory in residuals]
+        if step == bad_step and group.rank() == 1:
+            inputs[0][0, 300] = math.nan
+        message.run(outputs, inputs, step, watched)
+        if step == bad_step:
+            kept = all(torch.equal(b, m.read()) for b, m in zip(before, residuals, strict=True))
+            assert bool(outputs[0][300].isnan()) == (group.rank() == 0)
+        else:
+            totals = [total + output for total, output in zip(totals, outputs, strict=True)]
+    return totals, [memory.read().view(world, -1) for memory in residuals], heard, kept
+
+
+@each_world
+def test_feedback_of_rows_owes_what_was_not_sent(ranks: RankPool, world: int) -> None:
+    """Results and residuals add up to the true means, lane by lane."""
+    check_owed(ranks(world).run(fed_rows, -1), range(4))
+    check_owed(ranks(world).run(fed_rows_in_chunks), range(4))
+
+
+@each_world
+def test_a_bad_number_on_one_rank_leaves_the_memories_of_all(ranks: RankPool, world: int) -> None:
+    answers = ranks(world).run(fed_rows, 1)
+    check_owed(answers, (0, 2, 3))
+    assert all(kept for *_, kept in answers)
+    assert [heard.count(False) for *_, heard, _ in answers] == [1] + [0] * (world - 1)  # rank 0 alone has its sum
+
+
+def check_owed(answers: Sequence[tuple[list[Tensor], list[Tensor], list[bool], bool]], steps: Sequence[int]) -> None:
+    """Messages of up to 10 round in fp32 a few times, the rotation of a block of 64 six times in its norm."""
+    world = len(answers)
+    slack = 4 * 16 * ROUND * math.sqrt(64) * 10
+    for lane, (numel, _) in enumerate(FED):
+        for rank, (totals, *_) in enumerate(answers):
+            owed = torch.stack([residuals[lane][rank].double() for _, residuals, *_ in answers]).sum(0)
+            drawings = [drawn(numel, s, 4 * step + rank).double() for s in range(world) for step in steps]
+            assert owed.abs().max() > 50 * slack
+            assert (totals[lane] + owed - torch.stack(drawings).sum(0) / world).abs().max() < slack
