@@ -800,11 +800,13 @@ def too_much(call: Callable[[], object], launches: int, bare: Counter[str], even
     more = seen - bare
     launched = some(seen, "LaunchKernel") - some(bare, "LaunchKernel")
     recorded = some(seen, "EventRecord", "StreamWaitEvent") - some(bare, "EventRecord", "StreamWaitEvent")
+    # Asynchronous calls tell the allocator who uses their tensors, which nothing on the GPU is done for.
+    operations = [name for name in more if name.startswith("aten::") and not (events and "record_stream" in name)]
     told = {
         f"{allocated} allocations": allocated > 0,
         f"{launched / TIMES} launches, not {launches}": launched != TIMES * launches,
         f"{recorded / TIMES} events, not {events}": recorded > TIMES * events,
-        f"operations {[name for name in more if name.startswith('aten::')]}": some(more, "aten::") > 0,
+        f"operations {operations}": operations,
     }
     return [line for line, wrong in told.items() if wrong]
 
@@ -831,7 +833,7 @@ def test_a_known_call_takes_few_launches_and_nothing_else(ranks: RankPool, world
     assert ranks(world).run(taken, kinds, timeout=LIMIT_S) == [[]] * world
 
 
-def unchanged(state: object, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
+def unchanged(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A hook that averages nothing."""
     future = new_future(bucket.buffer().device)
     future.set_result(bucket.buffer())

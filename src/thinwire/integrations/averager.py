@@ -124,6 +124,8 @@ class Averager:
         self.errors = StepErrors()
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
+        self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
+        self.elsewhere: Sequence[str] = ()  # parameters of which they may have a part where this rank has none
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
@@ -140,7 +142,9 @@ class Averager:
         self._step = step
         self.tally.timed = device.type == "cpu"
         by_name = self.errors.by_name()
-        agree = functools.partial(_agree, group, device)
+        if by_name:
+            by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
+        agree = functools.partial(_agree, (group, *self.peers), device)
         news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
         if news:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
@@ -192,8 +196,8 @@ class Averager:
         world = group.size()
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
-        known = [name.removeprefix(PADDING) for name in gradients.names]
-        specs = [self.decisions.spec(name, size) for name, size in zip(known, sizes, strict=True)]
+        pairs = zip(gradients.names, sizes, strict=True)
+        specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
         exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
         message = None if exact else self._message(gradients, [lane.spec for lane in found], like)
@@ -206,6 +210,11 @@ class Averager:
             numel=sum(numels),
             plain_bytes=2 * (world - 1) * sum(numels) * like.itemsize // world,
         )
+
+    def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
+        """How a parameter travels or, if not all of it is here, a part of it or its padding."""
+        full = size if whole else size._replace(numel=size.shape.numel())
+        return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
     def _message(self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor) -> Message:
         """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
@@ -257,9 +266,10 @@ class Averager:
         return "+".join(sorted(used - {""})) or "none"
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device, values: Sequence[float], op: Any) -> list[float]:
+def _agree(groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any) -> list[float]:
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op, group=group)
+    for group in groups:
+        dist.all_reduce(tensor, op, group=group)
     found: list[float] = tensor.tolist()
     return found
 

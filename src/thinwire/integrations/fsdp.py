@@ -93,6 +93,8 @@ class FSDPState:
         self._shards: Scatterer | None = None
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
+            self._averager.peers = [group.shards for group in groups if group.shards is not None][:1]
+            self._averager.elsewhere = [parameter.name for group in groups for parameter in group.parameters()]
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
             self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager)}
@@ -191,6 +193,11 @@ class FSDPState:
 
         It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
         """
+        if self._decisions.needs_family:
+            raise CollectiveError(
+                "which feedback there is to load depends on the optimiser, and none was seen yet: "
+                "pass optimizer= to compress_fsdp, or name the feedback"
+            )
         layout = self._layout
         old = layout.world if world is None else world
         return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self.step, old)

@@ -49,6 +49,12 @@ class _Rows:
 class Scatterer(Averager):
     """Sums rows of gradients over ranks, a row for each rank."""
 
+    def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
+        """See Averager; nobody takes the times of rows."""
+        news = super().begin_step(group, step, seconds, device)
+        self.tally.timed = False
+        return news
+
     def scatter(
         self,
         output: Tensor,

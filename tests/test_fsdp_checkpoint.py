@@ -1,0 +1,178 @@
+"""Checkpoints of compressed FSDP2 runs: the same bits on the same ranks, the same sum of residuals on others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import thinwire
+from ranks import RankPool
+from replicas import Group
+from thinwire import CollectiveError, FSDPState
+
+Options = Mapping[str, Any]
+SAVED_AT = 2
+STEPS = 4
+CLASSIC: Options = {"gradients": "lloyd2", "feedback": "classic"}
+EF21: Options = {"gradients": "lloyd2", "feedback": "ef21"}
+COPIES: Options = {"gradients": "lloyd4", "weights": "lloyd4", "replica": True}
+ALL = [CLASSIC, EF21, COPIES, {**CLASSIC, "residual_dtype": torch.bfloat16}, {"gradients": "auto:3", "optimizer": "adaptive"}]
+
+
+class Net(nn.Module):
+    """Sizes that ranks do not divide, and one weight that is cut along its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 61), nn.GELU(), nn.Linear(61, 24))
+        self.across = nn.Linear(24, 60, bias=False)
+        self.head = nn.Linear(60, 53)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.across(x + self.block(x)))
+        return out
+
+
+class Run:
+    def __init__(self, mesh: DeviceMesh, options: Options) -> None:
+        torch.manual_seed(1)
+        self.model = Net()
+        fully_shard(self.model.block, mesh=mesh)
+        fully_shard(self.model.across, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+        fully_shard(self.model, mesh=mesh)
+        self.handle: FSDPState = thinwire.compress_fsdp(self.model, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.rank = mesh.get_rank()
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + self.rank))
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def shards(self) -> list[Tensor]:
+        return [parameter.to_local().detach().clone() for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+
+    def save(self, path: str) -> None:
+        weights, states = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optimizer": states, "thinwire": self.handle.state_dict()}, checkpoint_id=path)
+
+    def load(self, path: str, world: int | None = None) -> None:
+        weights, states = get_state_dict(self.model, self.optimizer)
+        saved = {"model": weights, "optimizer": states, "thinwire": self.handle.blank_state_dict(world)}
+        dcp.load(saved, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=states)
+        self.handle.load_state_dict(saved["thinwire"])
+
+
+def mesh_of(group: Group, replicated: bool) -> DeviceMesh:
+    if replicated:
+        return init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (group.size(),))
+
+
+def resumed(group: Group, folder: str, replicated: bool) -> list[str]:
+    """Options with which a resumed run differs from one that was never interrupted."""
+    mesh = mesh_of(group, replicated)
+    wrong = []
+    for at, options in enumerate(ALL):
+        first = Run(mesh, options)
+        first.train(0, SAVED_AT)
+        first.save(f"{folder}/{at}")
+        first.train(SAVED_AT, STEPS)
+        second = Run(mesh, options)
+        second.load(f"{folder}/{at}")
+        second.train(SAVED_AT, STEPS)
+        if second.handle.step != STEPS or not all(map(torch.equal, first.shards(), second.shards())):
+            wrong.append(str(options))
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "replicated"), [(3, False), (4, True)])
+def test_a_resumed_run_has_the_same_bits(ranks: RankPool, tmp_path: Path, world: int, replicated: bool) -> None:
+    assert ranks(world).run(resumed, str(tmp_path), replicated) == [[]] * world
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def saved_by(group: Group, path: str, replicated: bool, options: Options) -> dict[str, Tensor]:
+    """What this rank remembers after some steps that it saved."""
+    run = Run(mesh_of(group, replicated), options)
+    run.train(0, SAVED_AT)
+    run.save(path)
+    (own,) = run.handle.state_dict()["ranks"].values()
+    return {name: whole(value) for name, value in own.items()}
+
+
+def loaded_by(group: Group, path: str, replicated: bool, options: Options, world: int) -> dict[str, Tensor]:
+    """What this rank remembers of what `world` ranks, or replicas, saved; one more step shows that it can go on."""
+    run = Run(mesh_of(group, replicated), options)
+    run.load(path, world)
+    assert run.handle.step == SAVED_AT
+    (own,) = run.handle.state_dict()["ranks"].values()
+    run.train(SAVED_AT, SAVED_AT + 1)
+    return {name: whole(value) for name, value in own.items()}
+
+
+@pytest.mark.parametrize("options", [CLASSIC, EF21], ids=["classic", "ef21"])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3)])
+def test_the_sum_of_residuals_is_kept(ranks: RankPool, tmp_path: Path, old: int, new: int, options: Options) -> None:
+    saved = ranks(old).run(saved_by, str(tmp_path), False, options)
+    loaded = ranks(new).run(loaded_by, str(tmp_path), False, options, old)
+    assert set(saved[0]) == {"block.1.weight", "block.3.weight", "across.weight", "head.weight"}
+    for name in saved[0]:
+        total = torch.stack([part[name] for part in saved]).sum(0)
+        assert total.norm() > 0
+        torch.testing.assert_close(torch.stack([part[name] for part in loaded]).sum(0), total)
+
+
+def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(4).run(saved_by, str(tmp_path), True, CLASSIC)  # two replicas of two shards
+    loaded = ranks(2).run(loaded_by, str(tmp_path), True, CLASSIC, 2)  # two replicas of one
+    for name in saved[0]:
+        for replica in range(2):
+            torch.testing.assert_close(loaded[replica][name], saved[2 * replica][name])
+
+
+def refused(group: Group) -> list[str]:
+    mesh = mesh_of(group, False)
+    run = Run(mesh, CLASSIC)
+    run.train(0, 1)
+    state = run.handle.state_dict()
+    (key,) = state["ranks"]
+    cases: list[Any] = [
+        {},
+        [],
+        {**state, "world": 7, "ranks": {}},
+        {**state, "replicated": True},
+        {**state, "ranks": {key: {"other": torch.zeros(3)}}},
+    ]
+    said = []
+    for case in cases:
+        try:
+            run.handle.load_state_dict(case)
+            said.append("accepted")
+        except CollectiveError as error:
+            said.append(str(error))
+    return said
+
+
+def test_states_that_cannot_be_loaded_are_refused(ranks: RankPool) -> None:
+    for said in ranks(2).run(refused):
+        empty, none, ranks_missing, mesh, model = said
+        assert "expected what state_dict()" in empty
+        assert "expected what state_dict()" in none
+        assert "needs what ranks" in ranks_missing
+        assert "replicas" in mesh
+        assert "of another model: other" in model
