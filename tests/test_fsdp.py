@@ -414,6 +414,14 @@ def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
     return found
 
 
+def hooked(group: Group, compress: Compress) -> list[Tensor]:
+    """A hook of the user's own changes what was summed over replicas."""
+    model = shard(Net(), grid(group, "replicas", "shards"))
+    model.set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
+    compress(model, inside="none")
+    return train(model, group)
+
+
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
     model = shard(Net(), grid(group, "replicas", "shards"))
@@ -452,7 +460,10 @@ WAYS = [
     *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
     *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
     *(Way(run) for run in (two_models, one_after_the_other)),
-    *(Way(run, 4) for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, tensor_parallel)),
+    *(
+        Way(run, 4)
+        for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)
+    ),
     *(Way(run, 3, False) for run in (several_groups, frozen, unused, accumulated, mixed_precision)),
     *(Way(run, 4, False) for run in (one_group, another_dimension, larger_shards)),
 ]
@@ -566,7 +577,7 @@ def names_of(group: Group) -> list[list[str]]:
             heard.add(f"{name} {tuple(shape)}")  # noqa: B023
             return False
 
-        run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))  # noqa: B023
+        run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))
         found.append(sorted(heard))
     return found
 

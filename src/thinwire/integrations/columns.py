@@ -21,16 +21,14 @@ class Columns:
         # Which columns each lane has; a lane in place has all.
         self._index = [_index(lane).to(device) for lane in lanes]
         inside = [index for lane, index in zip(lanes, self._index, strict=True) if lane.aside]
-        self._bridged = torch.cat(inside) if self._in_place and inside else None
+        self._bridged = torch.cat(inside) if inside else None
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Every lane's columns of a matrix, which changes."""
-        if not self._in_place:
-            return [rows.index_select(1, index) for index in self._index]
-        found = [rows, *(rows.index_select(1, index) for index in self._index[1:])]
+        others = [rows.index_select(1, index) for index in self._index[1:]]
         if self._bridged is not None:
             rows.index_fill_(1, self._bridged, 0)
-        return found
+        return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
 
     def blank(self, rows: Tensor) -> list[Tensor]:
         """Places for every lane's columns of a matrix, which `join` puts together."""
