@@ -110,7 +110,8 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
-        raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}") from None
+        hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
+        raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None
     return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
+from thinwire.collectives import transport
 from thinwire.integrations import compress_fsdp
 from thinwire.integrations.options import Feedback
 from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
@@ -93,7 +94,7 @@ class _NarrowGather(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         rows = torch.empty(output_tensor.shape, dtype=torch.bfloat16)
-        dist.all_gather_into_tensor(rows, input_tensor.bfloat16(), group)
+        transport.all_gather_single(rows, input_tensor.bfloat16(), group=group)
         output_tensor.copy_(rows)
 
 

@@ -26,7 +26,7 @@ from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, 
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, DDP, FSDP2, MIXED, NONE, ONEBIT, RANKS, Replica, TrainScheme
+from thinwire.tools.bench.schemes import BF16, DDP, FSDP2, NONE, ONEBIT, RANKS, Replica, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
@@ -41,7 +41,7 @@ _SHARDED_LOSSES = ("int8", "lloyd4", "int8/int8", "lloyd4/lloyd4@replica", "int8
 SHARDED_CODECS = {
     "digits": _SHARDED_LOSSES,
     "gpt": _SHARDED_LOSSES,
-    "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16, MIXED),
+    "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16),
 }
 COMPUTE = "a step alone"  # timed beside the schemes
 STEP_TIMES = "step times"  # the case before all runs
