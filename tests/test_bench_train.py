@@ -253,7 +253,7 @@ def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> l
 
 def a_sample(ms: list[float], interface: int, transport: int | None = None, extra: int | None = None) -> StepSample:
     sent = [] if transport is None else [transport] * 3
-    return StepSample(ms, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
+    return StepSample(ms, [ms[0] / 2] * 3, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
 
 
 def samples(plan: TrainPlan, **ms: float) -> list[dict[str, StepSample]]:
@@ -273,6 +273,7 @@ def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
     assert number(row, "loss_log_ratio_error") == pytest.approx(math.log(1.1 / 0.9) / 2)
     assert number(row, "noise_floor") == pytest.approx(math.log(2))
     assert (row["step_ms"], row["compute_ms"]) == (3, 1)  # rounds take 5, 3 and 2
+    assert row["cpu_ms_per_rank"] == (0.5 + 2.5) / 2
     assert (row["speedup_plain"], row["speedup_bf16"], row["speedup_powersgd"]) == (4, 2, 3)
     assert (row["bytes_per_step"], row["extra_bytes"], row["over_limit"]) == (900, 7, None)
     assert (row["identical"], row["feedback"], row["diverged"]) == (True, "ef21", False)

@@ -248,6 +248,7 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
         "step_ms_p20": p20,
         "step_ms_p80": p80,
         "compute_ms": compute,
+        "cpu_ms_per_rank": turns.cpu_ms([part[scheme.name] for part in times]),
         "speedup_plain": step_ms(NONE) / mine,
         "speedup_bf16": step_ms(BF16) / mine,
         "speedup_powersgd": min(power) / mine if power else None,

@@ -119,6 +119,7 @@ _TRAIN = (
     Column.of("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
     Column.of("of plain's", "bytes_over_plain", lambda value: fixed(value, 3)),
     Column.of("over limit", "over_limit", percent),
+    Column.of("CPU ms", "cpu_ms_per_rank", significant),
     Column.of("extra MB", "extra_bytes", lambda value: significant(value, 1e-6)),
     _IDENTICAL,
 )
