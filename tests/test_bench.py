@@ -136,12 +136,12 @@ def test_a_speed_row_of_qat_has_its_own_columns() -> None:
 
 
 def test_conditions_are_complete_and_name_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["/home/me/bin/thinwire", "bench", "--json=/home/me/a.json", "--json", "b/c d.json"]
-    )
+    files = ["--json=/home/me/a.json", "--json", "b/c d.json"]
+    pairs = ["--codecs", "lloyd4/int8,int8/int8", "--codecs=int8/none"]
+    monkeypatch.setattr("sys.argv", ["/home/me/bin/thinwire", "bench", *pairs, *files])
     found = record.conditions(CPU)
     assert tuple(found) == record.CONDITIONS
-    assert found["command"] == "thinwire bench --json=a.json --json 'c d.json'"
+    assert found["command"] == f"thinwire bench {' '.join(pairs)} --json=a.json --json 'c d.json'"
     assert found["device"] == "cpu"
     assert found["cpu"]
 

@@ -32,9 +32,11 @@ def invoke(*flags: str) -> Any:
     return CliRunner().invoke(app, ["bench", "train", *flags])
 
 
-def a_plan(*names: str, task: str = "digits", seeds: int = 2, link: links.ShapedLink | None = None) -> TrainPlan:
+def a_plan(
+    *names: str, task: str = "digits", seeds: int = 2, link: links.ShapedLink | None = None, parallel: str = "ddp"
+) -> TrainPlan:
     small = replace(tasks.find(task, quick=True), seeds=seeds, steps=3)
-    return TrainPlan(small, bench.lineup(task, names), 2, link, "adam", bench.QUICK)
+    return TrainPlan(small, bench.lineup(task, names, None, parallel), 2, link, "adam", bench.QUICK, parallel)
 
 
 def number(row: record.Row, name: str) -> float:
@@ -166,6 +168,26 @@ def test_what_is_no_scheme(name: str) -> None:
         schemes.parse(name)
 
 
+def test_names_of_gradients_and_weights() -> None:
+    assert schemes.parse_sharded("int8") == TrainScheme("int8", "int8", "auto", weights="none")
+    assert schemes.parse_sharded(" lloyd4/int8 ") == TrainScheme("lloyd4/int8", "lloyd4", "auto", weights="int8")
+    differences = schemes.parse_sharded("lloyd2@ef21/lloyd4@replica")
+    assert differences == TrainScheme(
+        "lloyd2@ef21/lloyd4@replica", "lloyd2", "ef21", weights="lloyd4@replica"
+    )  # fmt: skip
+    assert differences.label == "lloyd2"
+    assert schemes.parse_sharded("int8/lloyd4").control
+    assert schemes.parse_sharded("none/int8").codec == "none"  # thinwire's
+    assert schemes.parse_sharded("none") == TrainScheme("none", None, weights="none")
+    assert schemes.parse_sharded("mixed") == TrainScheme("mixed", None, peer=True, weights="bf16")
+
+
+@pytest.mark.parametrize("name", ["", "int8/", "/int8", "powersgd1", "onebit", "int8/int9", "int8/int8@ef21"])
+def test_what_is_no_scheme_of_fsdp2(name: str) -> None:
+    with pytest.raises(CodecError):
+        schemes.parse_sharded(name)
+
+
 def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
     assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8", "lloyd2@none"])] == [
         "none", "int8", "lloyd2@none",
@@ -177,7 +199,9 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS)
+    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
+    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2]
+    assert {s.name for s in bench.lineup("gpt", parallel="fsdp2") if s.control} == {"int8/lloyd4"}
     assert list(cli.Optimizer) == list(dict(tasks.TASKS["digits"].rates))
 
 
@@ -188,6 +212,10 @@ def test_flags_know_what_there_is() -> None:
         (["--codecs", "int8,int9"], "besides codecs there are auto, onebit, sign"),
         (["--codecs", "lloyd2@maybe"], "feedback must be one of auto, none, classic, ef21, got 'maybe'"),
         (["--codecs", "onebit", "--optimizer", "sgd"], "onebit is an Adam"),
+        (["--codecs", "lloyd4/int8"], "gradients/weights goes with --parallel fsdp2"),
+        (["--parallel", "fsdp2", "--codecs", "powersgd1"], "besides codecs there are auto, none, bf16, mixed"),
+        (["--parallel", "fsdp2", "--codecs", "int8/int8@ef21"], "as differences with @replica, got @ef21"),
+        (["--batch", "0"], "Input should be greater than or equal to 1"),
         (["--world", "1"], "Input should be greater than or equal to 2"),
         (["--seeds", "0"], "Input should be greater than or equal to 1"),
         (["--link", "fast"], "expected a rate such as 100mbit"),
@@ -225,7 +253,7 @@ def outcomes(*losses: float, val: float | None = None, digests: str = "aa") -> l
 
 def a_sample(ms: list[float], interface: int, transport: int | None = None, extra: int | None = None) -> StepSample:
     sent = [] if transport is None else [transport] * 3
-    return StepSample(ms, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
+    return StepSample(ms, [ms[0] / 2] * 3, interface_bytes=[interface] * 3, transport_bytes=sent, extra_bytes=extra)
 
 
 def samples(plan: TrainPlan, **ms: float) -> list[dict[str, StepSample]]:
@@ -245,6 +273,7 @@ def test_a_row_compares_with_fp32_and_is_of_the_slowest_rank() -> None:
     assert number(row, "loss_log_ratio_error") == pytest.approx(math.log(1.1 / 0.9) / 2)
     assert number(row, "noise_floor") == pytest.approx(math.log(2))
     assert (row["step_ms"], row["compute_ms"]) == (3, 1)  # rounds take 5, 3 and 2
+    assert row["cpu_ms_per_rank"] == (0.5 + 2.5) / 2
     assert (row["speedup_plain"], row["speedup_bf16"], row["speedup_powersgd"]) == (4, 2, 3)
     assert (row["bytes_per_step"], row["extra_bytes"], row["over_limit"]) == (900, 7, None)
     assert (row["identical"], row["feedback"], row["diverged"]) == (True, "ef21", False)
@@ -257,6 +286,7 @@ def test_on_a_shaped_link_the_interface_counts_and_there_is_a_limit() -> None:
     trained = {none: outcomes(1.0, 2.0), int8: outcomes(1.0, 2.0)}
     row = bench.row_of(plan, int8, trained, samples(plan))
     assert row["bytes_per_step"] == 1100 - 100  # what the barrier sends is not the step's
+    assert row["bytes_over_plain"] == 1
     assert number(row, "limit_ms") == pytest.approx(1 + 1e3 * 8 * 1000 / 1e8)
     assert number(row, "over_limit") == pytest.approx(3 / 1.08 - 1)
 
@@ -327,6 +357,89 @@ def test_a_quick_run_on_text_and_the_same_losses_again(program: Ended, ranks: Ra
     trained = list(zip(*ranks(2).run(train, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
     assert fmean(bench.losses(trained)) == lloyd2["loss"]
     assert fmean(bench.val_losses(trained)) == lloyd2["val_loss"]
+
+
+NAMES_SHARDED = "int8,int8/int8,lloyd4/lloyd4@replica,int8/lloyd4,mixed"
+
+
+@pytest.mark.program(
+    *QUICK, "--parallel", "fsdp2", "--task", "gpt", "--codecs", NAMES_SHARDED, "--steps", "3", "--batch", "1"
+)
+def test_a_quick_run_of_fsdp2(program: Ended) -> None:
+    assert (program.status, program.err) == (0, ""), program.told
+    found = record.read(str(program.folder / "found.json"))
+    none, int8, *paired, mixed = found.rows
+    names = [(row["codec"], row["weights"], row["control"]) for row in paired]
+    assert names == [("int8", "int8", False), ("lloyd4", "lloyd4@replica", False), ("int8", "lloyd4", True)]
+    assert (mixed["codec"], mixed["peer"], none["val_gap_nats"]) == ("mixed", True, 0)
+    for row in found.rows:
+        assert (row["parallel"], row["identical"], row["diverged"], row["batch"]) == ("fsdp2", True, False, 1), row
+        assert 0 < number(row, "compute_ms") < number(row, "step_ms")
+        assert abs(number(row, "val_gap_nats")) < 0.1
+    assert int8["bytes_per_step"] is None  # torch gathers the weights
+    eight, differences, direct = (number(row, "bytes_per_step") for row in paired)
+    assert differences < eight / 2 < direct < eight  # weights are gathered twice, differences once
+    table = tables.markdown(found)
+    assert "gpt with adam in shards (FSDP2), 2 ranks" in table
+    assert all(f"| {name} |" in table for name in ("int8", "int8/int8", "int8/lloyd4 (control)", "mixed (peer)"))
+
+
+def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:
+    ddp, plain, bf16, narrow = (
+        list(zip(*ranks(2).run(train, a_plan(name, parallel=parallel), scheme), strict=True))
+        for parallel, name in (("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "bf16"), ("fsdp2", "lloyd4/int8"))
+        for scheme in a_plan(name, parallel=parallel).schemes[-1:]
+    )
+    expected = bench.losses(ddp)
+    assert bench.losses(plain) == pytest.approx(expected, rel=1e-6)
+    for near in (bf16, narrow):
+        assert bench.losses(near) == pytest.approx(expected, rel=2e-2)
+        assert bench.losses(near) != bench.losses(plain)
+
+
+def weights_and_shards(group: dist.ProcessGroup, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that a replica computes with, and those that ranks hold, after a step."""
+    plan = a_plan(name, parallel="fsdp2")
+    trainer = bench.Trainer(plan, TrainingRun(plan.schemes[-1], 0))
+    trainer.step()
+    held = {key: parameter.full_tensor().detach() for key, parameter in trainer.replica.model.named_parameters()}
+    return {key: (weight, held[key]) for key, weight in trainer.replica.weights().items()}
+
+
+def test_a_network_is_judged_by_the_weights_as_they_are_gathered(ranks: RankPool) -> None:
+    for used, held in ranks(2).run(weights_and_shards, "none")[0].values():
+        assert torch.equal(used, held)
+    first, second = ranks(2).run(weights_and_shards, "int8/int8")
+    for name, (used, held) in first.items():
+        assert torch.equal(used, second[name][0])
+        assert not torch.equal(used, held)
+        assert (used - held).abs().max() <= held.abs().max() / 127  # half a step of a block's largest
+
+
+def steps_alone(group: dist.ProcessGroup) -> float | None:
+    """Only rank 0 steps: it would wait for ever if it sent anything."""
+    plan = a_plan(parallel="fsdp2")
+    replica = bench._replica(plan, schemes.ALONE, plan.task.model(0), 1)
+    if group.rank():
+        return None
+    return replica.step(plan.task, plan.task.batch(0, 0, 0, 2), 0.0).item()
+
+
+def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
+    loss, _ = ranks(2).run(steps_alone)
+    assert loss == pytest.approx(math.log(10), rel=0.2)
+
+
+@pytest.mark.timeout(180)
+def test_fsdp2_on_a_shaped_link_sends_less() -> None:
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    found = bench.run("mlp", 2, ["lloyd4/int8", "bf16"], link=MBIT, steps=1, batch=1, quick=True, parallel="fsdp2")
+    none, ours, bf16 = found.rows
+    gathered = 4 * number(none, "params")  # half of the weights, forth and back
+    assert number(none, "bytes_per_step") > 1.3 * gathered  # and half of the gradients at least
+    assert 0.45 < number(bf16, "bytes_over_plain") < 0.6
+    assert number(ours, "bytes_over_plain") < 0.30
 
 
 @pytest.mark.timeout(180)  # ranks start slowly on a busy machine

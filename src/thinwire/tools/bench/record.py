@@ -8,6 +8,7 @@ Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -277,5 +278,12 @@ def _output(*command: str) -> str | None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line, with the last part of every path only: a record names no one's directories."""
-    return shlex.join(["thinwire", *(re.sub(r"[^=]*/", "", argument) for argument in argv[1:])])
+    """The command line, with the last part of every path only: a record names no one's directories.
+
+    In codecs a slash joins a pair.
+    """
+    told = ["thinwire"]
+    for before, argument in itertools.pairwise(argv):
+        pairs = "--codecs" in (before, argument.partition("=")[0])
+        told.append(argument if pairs else re.sub(r"[^=]*/", "", argument))
+    return shlex.join(told)

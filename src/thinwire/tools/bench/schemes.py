@@ -1,12 +1,13 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
-To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`.
+To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
+sharded.py.
 """
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,23 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import auto, compress_ddp, policy
+from thinwire.integrations import DDPHandle, FSDPState, auto, compress_ddp, policy
 from thinwire.integrations.options import Feedback
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
+DDP = "ddp"
+FSDP2 = "fsdp2"
 NONE = "none"
 BF16 = "bf16"
+MIXED = "mixed"
 ONEBIT = "onebit"
 RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
 PEERS = (NONE, BF16, *RANKS)
+SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
+REPLICA = "replica"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
@@ -33,12 +40,13 @@ WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
 _SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD and onebit have begun
+_WIDE = 8  # bits; weights that are rounded to fewer ought to fail
 _RACED = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 2
 
 
 @dataclass(frozen=True)
 class TrainScheme:
-    """One way in which gradients travel, as it was named and as compress_ddp knows it."""
+    """One way in which gradients travel, as it was named and as compress_ddp or compress_fsdp knows it."""
 
     name: str
     codec: str | None  # None: not thinwire's
@@ -46,10 +54,11 @@ class TrainScheme:
     exempt: str = "auto"
     peer: bool = False
     control: bool = False
+    weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
 
     @property
     def label(self) -> str:
-        return self.name.partition("@")[0]
+        return self.name.partition("/")[0].partition("@")[0]
 
     @property
     def settled(self) -> int:
@@ -60,24 +69,49 @@ class TrainScheme:
         return self.name
 
 
+ALONE = TrainScheme("alone", None)  # FSDP2 that copies as ever, and sends nothing
+
+
 def parse(text: str) -> TrainScheme:
     """ "int8", "auto:2.5", "lloyd2@ef21", a control or one of torch's."""
-    label, named, asked = text.strip().partition("@")
+    text = text.strip()
+    if text in PEERS:
+        return TrainScheme(text, None, "classic" if text in RANKS else "none", peer=text != NONE)
+    if text in CONTROLS:
+        return TrainScheme(text, CONTROLS[text], "none", "none", control=True)
+    return _compressed(text, (ONEBIT, *CONTROLS, *PEERS))
+
+
+def parse_sharded(text: str) -> TrainScheme:
+    """Of FSDP2: "int8", "lloyd4/int8" (gradients, weights), "lloyd4/lloyd4@replica", or one of torch's."""
+    text = text.strip()
+    if text in SHARDED_PEERS:
+        return TrainScheme(text, None, peer=text != NONE, weights=SHARDED_PEERS[text])
+    gradients, paired, rest = text.partition("/")
+    found = _compressed(gradients, tuple(SHARDED_PEERS))
+    if not paired:
+        return replace(found, weights="none")
+    weights, named, how = rest.partition("@")
+    if named and how != REPLICA:
+        raise CodecError(f"{text!r}: weights are sent themselves, or as differences with @{REPLICA}, got @{how}")
+    spelt = codec(weights)
+    whole = f"{spelt}{named}{how}"
+    control = not named and policy.bits_of(spelt) < _WIDE
+    return replace(found, name=f"{found.name}/{whole}", weights=whole, control=control)
+
+
+def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
+    label, named, asked = text.partition("@")
     asked = asked if named else "auto"
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
-    if not named and label in PEERS:
-        return TrainScheme(label, None, "classic" if label in RANKS else "none", peer=label != NONE)
-    if not named and label in CONTROLS:
-        return TrainScheme(label, CONTROLS[label], "none", "none", control=True)
-    if label == ONEBIT:
-        return TrainScheme(text.strip(), "lloyd1", asked)
+    if label == ONEBIT and ONEBIT in others:
+        return TrainScheme(text, "lloyd1", asked)
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
-        raise CodecError(
-            f"{error}; besides codecs there are {', '.join(('auto', ONEBIT, *CONTROLS, *PEERS))}"
-        ) from None
+        hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
+        raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None
     return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
 
 
@@ -96,8 +130,8 @@ class Replica:
         cap = _ONE_BUCKET_MB if scheme.label in RANKS else None
         self.scheme = scheme
         self.optimizer = optimizer
-        self.model = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them all alike
-        self._handle = None
+        self.model: Any = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them alike
+        self._handle: DDPHandle | FSDPState | None = None
         self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
@@ -124,6 +158,10 @@ class Replica:
         self.optimizer.step()
         return loss.detach()
 
+    def weights(self) -> dict[str, Tensor]:
+        """What the network computes with, by name; all ranks ask together."""
+        return dict(self.model.module.named_parameters())
+
     @property
     def bytes_sent(self) -> int | None:
         """Handed to the transport so far; None where torch sends by itself."""
@@ -142,7 +180,7 @@ class Replica:
         """Memory that is held from step to step; None for torch's bf16, which holds none but copies every bucket."""
         if self._handle is not None:
             stats = self._handle.stats()
-            return stats.residual_bytes + stats.scratch_bytes
+            return stats.residual_bytes + stats.scratch_bytes + stats.replica_bytes
         if self._power is not None:
             kept = (self._power.error_dict, self._power.p_memory_dict, self._power.q_memory_dict)
             tensors: list[Tensor] = [tensor for memory in kept for tensor in memory.values()]

@@ -8,7 +8,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -42,10 +42,15 @@ class Task(ABC):
     steps: int
     seeds: int
     rates: tuple[tuple[str, float], ...]  # by optimizer, the usual one first
+    rows: int = field(default=32, kw_only=True)  # of a batch
 
     @abstractmethod
     def network(self) -> nn.Module:
         """The network, its weights drawn from torch's generator."""
+
+    @abstractmethod
+    def blocks(self, network: nn.Module) -> list[nn.Module]:
+        """What FSDP2 shards one by one, before what is left."""
 
     @abstractmethod
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
@@ -91,11 +96,13 @@ class Digits(Task):
     """scikit-learn's digits, sorted by label: each rank sees its own few of the ten, so that gradients differ."""
 
     sizes: tuple[int, ...]
-    rows: int = 32  # of a batch
 
     def network(self) -> nn.Module:
         layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
         return nn.Sequential(*layers[:-1])
+
+    def blocks(self, network: nn.Module) -> list[nn.Module]:
+        return [layer for layer in network.children() if isinstance(layer, nn.Linear)]
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
         images, labels = shard(rank, world)
@@ -118,11 +125,14 @@ class Gpt(Task):
     heads: int
     depth: int
     context: int = 64
-    rows: int = 8  # of a batch
+    rows: int = field(default=8, kw_only=True)
     judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
 
     def network(self) -> nn.Module:
         return Transformer(len(vocabulary()), self.context, self.width, self.heads, self.depth)
+
+    def blocks(self, network: nn.Module) -> list[nn.Module]:
+        return [block for block in network.modules() if isinstance(block, _TransformerBlock)]
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
         """Windows that start anywhere in this rank's shard of the text."""

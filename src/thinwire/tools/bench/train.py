@@ -3,6 +3,9 @@
 Losses: every scheme trains from the same seeds on the same batches as uncompressed fp32, and is compared with it seed
 by seed. Times: all schemes share one network and step by turns, each after a barrier, at a rate of zero; a step takes
 as long as on its slowest rank, and medians are compared. torch's own bf16 hook is always timed.
+
+With FSDP2 weights travel too. Every scheme then has a network of its own, and the loss is that of the weights as ranks
+gather them: rounded, where they travel so.
 """
 
 import gc
@@ -16,13 +19,14 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, NONE, ONEBIT, RANKS, Replica, TrainScheme
+from thinwire.tools.bench.schemes import BF16, DDP, FSDP2, NONE, ONEBIT, RANKS, Replica, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
@@ -32,6 +36,12 @@ CODECS = {
     "digits": ("int8", "lloyd4", "lloyd2", "lloyd2@none", ONEBIT, *schemes.CONTROLS),
     "gpt": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
     "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *RANKS),
+}
+_SHARDED_LOSSES = ("int8", "lloyd4", "int8/int8", "lloyd4/lloyd4@replica", "int8/lloyd4")
+SHARDED_CODECS = {
+    "digits": _SHARDED_LOSSES,
+    "gpt": _SHARDED_LOSSES,
+    "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16),
 }
 COMPUTE = "a step alone"  # timed beside the schemes
 STEP_TIMES = "step times"  # the case before all runs
@@ -47,10 +57,11 @@ class TrainPlan:
     link: ShapedLink | None
     optimizer: str
     effort: Effort
+    parallel: str = DDP
 
     @property
     def timed(self) -> tuple[TrainScheme, ...]:
-        peer = schemes.parse(BF16)
+        peer = parser(self.parallel)(BF16)
         return self.schemes if peer in self.schemes else (*self.schemes, peer)
 
 
@@ -92,12 +103,16 @@ def run(
     steps: int | None = None,
     quick: bool = False,
     progress: Progress = iter,
+    *,
+    parallel: str = DDP,
+    batch: int | None = None,
 ) -> Record:
-    """A record of kind "train", of DDP on gloo; what is None is the task's own."""
-    chosen = tasks.find(task, quick=quick)
-    chosen = replace(chosen, seeds=seeds or chosen.seeds, steps=steps or chosen.steps)
-    lined_up = lineup(task, codecs, optimizer)
-    plan = TrainPlan(chosen, lined_up, world, link, optimizer or chosen.optimizer, QUICK if quick else FULL)
+    """A record of kind "train", on gloo; what is None is the task's own."""
+    found = tasks.find(task, quick=quick)
+    found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
+    lined_up = lineup(task, codecs, optimizer, parallel)
+    effort = QUICK if quick else FULL
+    plan = TrainPlan(found, lined_up, world, link, optimizer or found.optimizer, effort, parallel)
     return recorded(plan, rows(plan, progress))
 
 
@@ -109,13 +124,21 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
         return collect("train", torch.device("cpu"), rows)
 
 
-def lineup(task: str, names: Sequence[str] | None = None, optimizer: str | None = None) -> tuple[TrainScheme, ...]:
+def parser(parallel: str) -> Callable[[str], TrainScheme]:
+    return schemes.parse_sharded if parallel == FSDP2 else schemes.parse
+
+
+def lineup(
+    task: str, names: Sequence[str] | None = None, optimizer: str | None = None, parallel: str = DDP
+) -> tuple[TrainScheme, ...]:
     """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once."""
     adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
-    found = [schemes.parse(name) for name in names or CODECS[task] if names or adam or name != ONEBIT]
+    parse = parser(parallel)
+    usual = (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
+    found = [parse(name) for name in names or usual if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
-    return tuple(dict.fromkeys([schemes.parse(NONE), *found]))
+    return tuple(dict.fromkeys([parse(NONE), *found]))
 
 
 def rows(
@@ -140,9 +163,10 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
     plain = results[plan.schemes[0]]
     return {
         "task": plan.task.name,
-        "parallel": "ddp",
+        "parallel": plan.parallel,
         "optimizer": plan.optimizer,
         "codec": scheme.label,
+        "weights": scheme.weights,
         "feedback": mine[0][0].feedback,
         "world": plan.world,
         "link": str(plan.link or "loopback"),
@@ -154,6 +178,7 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "control": scheme.control,
         "peer": scheme.peer,
         "steps": plan.task.steps,
+        "batch": plan.task.rows,
         "params": mine[0][0].params,
         "threads": launch.THREADS,
         "cores": os.cpu_count(),
@@ -213,7 +238,9 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
     p20, mine, p80 = timing.percentiles(turns.slowest(times, scheme.name))
     compute = step_ms(COMPUTE)
     power = [step_ms(peer.name) for peer in plan.schemes if peer.label in RANKS]
-    sent = turns.sent(times, scheme.name, "interface_bytes" if plan.link else "transport_bytes")
+    counter = "interface_bytes" if plan.link else "transport_bytes"
+    sent = turns.sent(times, scheme.name, counter)
+    plain = turns.sent(times, NONE, counter)
     limit = compute + 8e3 * sent / plan.link.rate if plan.link and sent is not None else None
     held = [part[scheme.name].extra_bytes for part in times]
     return {
@@ -221,10 +248,12 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
         "step_ms_p20": p20,
         "step_ms_p80": p80,
         "compute_ms": compute,
+        "cpu_ms_per_rank": turns.cpu_ms([part[scheme.name] for part in times]),
         "speedup_plain": step_ms(NONE) / mine,
         "speedup_bf16": step_ms(BF16) / mine,
         "speedup_powersgd": min(power) / mine if power else None,
         "bytes_per_step": sent,
+        "bytes_over_plain": sent / plain if sent is not None and plain else None,
         "limit_ms": limit,
         "over_limit": mine / limit - 1 if limit else None,
         "extra_bytes": max((nbytes for nbytes in held if nbytes is not None), default=None),
@@ -251,11 +280,9 @@ class Trainer:
         self._plan = plan
         self._seed = run.seed
         self._steps = 0
-        self._network = plan.task.model(run.seed)
-        warmup = round(schemes.WARMUP * plan.task.steps)
-        optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, self._network.parameters(), warmup)
-        self.replica = Replica(run.scheme, self._network, optimizer)
-        self.params = sum(parameter.numel() for parameter in self._network.parameters())
+        network = plan.task.model(run.seed)
+        self.params = sum(parameter.numel() for parameter in network.parameters())
+        self.replica = _replica(plan, run.scheme, network, round(schemes.WARMUP * plan.task.steps))
 
     def step(self) -> torch.Tensor:
         """The next step, and the loss of this rank's batch before it."""
@@ -268,12 +295,12 @@ class Trainer:
     def finish(self) -> Trained:
         """Judge the network and let go of the replica; nothing can follow."""
         task = self._plan.task
+        network = task.model(self._seed)
+        network.load_state_dict(self.replica.weights())
         with torch.no_grad():
-            train_loss = task.train_loss(self._network, dist.get_rank(), self._plan.world)
-            val_loss = task.val_loss(self._network, dist.get_rank(), self._plan.world)
-        trained = Trained(
-            train_loss, val_loss, turns.digest(self._network.parameters()), self.replica.feedback, self.params
-        )
+            train_loss = task.train_loss(network, dist.get_rank(), self._plan.world)
+            val_loss = task.val_loss(network, dist.get_rank(), self._plan.world)
+        trained = Trained(train_loss, val_loss, turns.digest(network.parameters()), self.replica.feedback, self.params)
         self.replica.close()
         del self.replica
         gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
@@ -293,8 +320,9 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     for name, replica in replicas.items():  # one after the other: an automatic codec times its own steps in a row
         for _ in range(replica.scheme.settled):
             calls[name]()
-    calls[COMPUTE] = partial(step, replicas[NONE], alone=True)
-    calls[COMPUTE]()
+    if COMPUTE not in calls:
+        calls[COMPUTE] = partial(step, replicas[NONE], alone=True)
+        calls[COMPUTE]()
 
     def transport(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None
@@ -310,8 +338,21 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     return samples
 
 
+def _replica(plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: int) -> Replica:
+    kind = Replica
+    if plan.parallel == FSDP2:
+        from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
+
+        sharded.shard(scheme, network, plan.task.blocks(network))  # before the optimiser is given the shards
+        kind = sharded.ShardedReplica
+    return kind(scheme, network, schemes.optimizer_for(scheme, plan.optimizer, network.parameters(), warmup))
+
+
 def _replicas(plan: TrainPlan) -> dict[str, Replica]:
-    """One per scheme, on one network."""
+    """One per scheme: with DDP on one network, with FSDP2 on one each, and one that sends nothing."""
+    if plan.parallel == FSDP2:
+        each = {COMPUTE: schemes.ALONE, **{scheme.name: scheme for scheme in plan.timed}}
+        return {name: _replica(plan, scheme, plan.task.model(0), 1) for name, scheme in each.items()}
     network = plan.task.model(0)
     # One optimiser for all but onebit: at a rate of zero they do not disturb each other, and memory is short.
     shared = schemes.optimizer_for(plan.timed[0], plan.optimizer, network.parameters(), 1)

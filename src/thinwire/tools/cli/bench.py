@@ -36,6 +36,7 @@ app = typer.Typer(
 MOST = 1 << 60  # elements; torch cannot count more of them
 
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp"])
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2"])
 Backend = StrEnum("Backend", ["gloo", "nccl"])
 Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 
@@ -202,17 +203,19 @@ def collectives_command(
 @app.command("train")
 def train_command(
     task: Annotated[TaskName, typer.Option(help="digits and gpt for losses, mlp for times.")] = TaskName.digits,
+    parallel: Annotated[Parallel, typer.Option(help="Gradients of ddp, or of fsdp2 and weights too.")] = Parallel.ddp,
     world: Annotated[int, _count("Ranks.", least=2, most=links.MOST_HOSTS)] = train_bench.WORLD,
     codecs: Annotated[Words, _text("Codecs, and the other names below; default by task.")] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
     seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")] = None,
     link: LinkRate = None,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
+    batch: Annotated[int | None, _count("Rows of a rank's batch; default 32, gpt 8.")] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
 ) -> None:
-    """What compressed gradients do to the loss, and to the time of a step.
+    """What compressed gradients, and weights, do to the loss, and to the time of a step.
 
     Every codec trains from the same seeds on the same batches as uncompressed fp32 (none), which is always run. log
     ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
@@ -220,6 +223,12 @@ def train_command(
 
     Codecs may name their error feedback: lloyd2@none, @classic, @ef21. There are also auto, auto:2.5 and onebit, the
     controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
+
+    With --parallel fsdp2 every block is sharded, and a name says how gradients and weights travel: lloyd4 (weights as
+    they are), lloyd4/int8 (gradients, then weights), lloyd4/lloyd4@replica (weights as differences to a copy on every
+    rank). Weights of less than 8 bits without @replica are controls. torch's own are bf16, which gathers and sums in
+    bf16 and computes in fp32, and mixed, FSDP2's MixedPrecisionPolicy in bf16, which computes in it too. Losses are
+    those of the weights as they are gathered.
 
     \b
     Tasks:
@@ -233,13 +242,14 @@ def train_command(
     Example:
       thinwire bench train --task gpt --codecs int8,lloyd2@none,lloyd2@ef21 --json gpt.json
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
+      sudo thinwire bench train --parallel fsdp2 --task mlp --link 1gbit --batch 2 --codecs lloyd4/int8,mixed
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     kind = optimizer.value if optimizer else None
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, kind)
+        train_bench.lineup(task.value, named, kind, parallel.value)
     run = partial(train_bench.run, task.value, world, named, kind, seeds, flags.shaped(link), steps, quick)
-    _deliver(run, json, csv)
+    _deliver(partial(run, parallel=parallel.value, batch=batch), json, csv)
 
 
 @app.command("qat")

@@ -56,6 +56,7 @@ def _train_grids(record: Record) -> list[TextGrid]:
 
 def _train_title(rows: Sequence[Row]) -> str:
     task, optimizer, world, link, seeds, steps = listed(rows, "task", "optimizer", "world", "link", "seeds", "steps")
+    shards = " in shards (FSDP2)" if any(row["parallel"] == "fsdp2" for row in rows) else ""
     floors = [f"{fixed(rows[0]['noise_floor'], 3)} in ln(loss)"] if rows[0]["noise_floor"] is not None else []
     floors += [f"{fixed(rows[0]['val_noise_floor'], 3)} nats"] if rows[0].get("val_noise_floor") is not None else []
     parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
@@ -63,12 +64,18 @@ def _train_title(rows: Sequence[Row]) -> str:
     parts += ["×plain, ×bf16, ×PowerSGD: torch's time per step over this one's"]
     shaped = any(row.get("over_limit") is not None for row in rows)
     parts += ["limit: compute plus bytes over the link's rate"] if shaped else []
-    run = f"{task} with {optimizer}, {world} ranks, {link}, {cells.counted(seeds, 'seed')} of {steps} steps"
+    run = f"{task} with {optimizer}{shards}, {world} ranks, {link}, {cells.counted(seeds, 'seed')} of {steps} steps"
     return f"{run}. {'; '.join(parts)}"
 
 
 def _scheme(row: Row) -> str:
-    return f"{text(row['codec'])}{' (control)' if row.get('control') else ' (peer)' if row.get('peer') else ''}"
+    return f"{codec_of(row)}{' (control)' if row.get('control') else ' (peer)' if row.get('peer') else ''}"
+
+
+def codec_of(row: Row) -> str:
+    """lloyd4, or lloyd4/int8 where weights travel compressed too; torch's ways have one name for both."""
+    alone = row.get("peer") or row.get("weights") in (None, "none")
+    return text(row["codec"]) if alone else f"{text(row['codec'])}/{text(row['weights'])}"
 
 
 def _log_ratio(row: Row) -> str:
@@ -110,7 +117,9 @@ _TRAIN = (
     *_SPEEDUPS,
     Column.of("×PowerSGD", "speedup_powersgd", significant),
     Column.of("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
+    Column.of("of plain's", "bytes_over_plain", lambda value: fixed(value, 3)),
     Column.of("over limit", "over_limit", percent),
+    Column.of("CPU ms", "cpu_ms_per_rank", significant),
     Column.of("extra MB", "extra_bytes", lambda value: significant(value, 1e-6)),
     _IDENTICAL,
 )

@@ -8,7 +8,7 @@ from thinwire.tools.bench.record import CURVE, Record, Row
 from thinwire.tools.report.cells import alike, counted, distinct, listed, text, varying
 from thinwire.tools.report.charts import shapes
 from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
-from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, short
+from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, codec_of, is_speed, nbytes_of, short
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 SHARE = Axis("speed, % of a copy of the same bytes")
@@ -181,11 +181,11 @@ def _train(record: Record) -> list[Chart]:
 def _scheme(row: Row) -> str:
     """lloyd2 @ ef21: the codec, and its feedback where it has one."""
     feedback = text(row["feedback"])
-    return CODEC(row) if feedback == "none" else f"{CODEC(row)} @ {feedback}"
+    return codec_of(row) if feedback == "none" else f"{codec_of(row)} @ {feedback}"
 
 
 def _is_plain(row: Row) -> bool:
-    return row["codec"] == "none"
+    return codec_of(row) == "none"
 
 
 def _losses(rows: list[Row], title: str) -> Lines:

@@ -1,0 +1,116 @@
+"""FSDP2 in `bench train`: a network in shards, whose gradients and weights travel in a scheme's way."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+
+from thinwire.collectives import transport
+from thinwire.integrations import compress_fsdp
+from thinwire.integrations.options import Feedback
+from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
+
+_DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _NarrowGather for the weights
+    MIXED: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+    BF16: MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+}
+
+
+def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Replace the network's parameters by this rank's shards: each block is a group, and what is left is one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = _DTYPES.get(scheme.name, MixedPrecisionPolicy())
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))  # the loss's
+
+
+class ShardedReplica(Replica):
+    """A network that `shard` cut up, on this rank; it shares nothing with others."""
+
+    def __init__(self, scheme: TrainScheme, network: nn.Module, optimizer: Optimizer) -> None:
+        self.scheme = scheme
+        self.optimizer = optimizer
+        self.model = network
+        self._handle = None
+        self._power = None
+        self._modules = [module for module in network.modules() if isinstance(module, FSDPModule)]
+        if scheme.codec is not None:
+            self._compress(scheme.codec)
+        for module in self._modules:
+            if scheme.name in (BF16, ALONE.name):
+                module.set_custom_all_gather(cast(Any, _NarrowGather() if scheme.name == BF16 else _NoGather()))
+            if scheme == ALONE:
+                module.set_custom_reduce_scatter(cast(Any, _NoScatter()))
+
+    def _compress(self, gradients: str) -> None:
+        weights, _, how = (self.scheme.weights or "none").partition("@")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that narrow weights cost accuracy is what controls show
+            self._handle = compress_fsdp(
+                self.model,
+                gradients,
+                weights,
+                feedback=cast(Feedback, self.scheme.feedback),
+                exempt=self.scheme.exempt,
+                replica=how == REPLICA,
+                optimizer=self.optimizer,
+            )
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """None also where torch gathers the weights by itself: nobody would know all of them."""
+        return None if self.scheme.weights == "none" else super().bytes_sent
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered as for a step, so rounded where they travel so."""
+        for module in self._modules:
+            module.unshard()
+        found = {name: parameter.detach().float() for name, parameter in self.model.named_parameters()}
+        found = {name: weight.clone() for name, weight in found.items()}
+        for module in self._modules:
+            module.reshard()
+        return found
+
+
+class _Comm:
+    """What FSDP2 asks of a communication: memory, and the call."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _NarrowGather(_Comm):
+    """Weights in bf16 on the wire, in their own dtype before and after it."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        rows = torch.empty(output_tensor.shape, dtype=torch.bfloat16)
+        transport.all_gather_single(rows, input_tensor.bfloat16(), group=group)
+        output_tensor.copy_(rows)
+
+
+class _NoGather(_Comm):
+    """This rank's weights in the place of all: the copies of a gather without the gather."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
+
+
+class _NoScatter(_Comm):
+    """This rank's gradients in the place of the sum."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
