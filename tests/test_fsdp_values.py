@@ -231,7 +231,8 @@ class Copies(NamedTuple):
 
 def copies(group: Group, options: Options, dtype: torch.dtype | None) -> Copies:
     """Weights that move once, and then stand still."""
-    model = wrap(group, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    model = wrap(group, mp_policy=policy, reshard_after_forward=True)
     handle = compress_fsdp(model, "none", exempt="none", **options)
     gradients = draw(group.rank())
     off, same, sent, plain = [], True, [0], [0]
