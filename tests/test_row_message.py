@@ -181,7 +181,7 @@ def fed_rows(group: Group, bad_step: int) -> tuple[list[Tensor], list[Tensor], l
     for step in range(4):
         inputs = [torch.stack([drawn(n, group.rank(), 4 * step + r) for r in range(world)]) for n, _ in FED]
         outputs = [torch.empty(numel) for numel, _ in FED]
-        before = [memory.read() for memory in residuals]
+        before = [memory.read().clone() for memory in residuals]
         if step == bad_step and group.rank() == 1:
             inputs[0][0, 300] = math.nan
         message.run(outputs, inputs, step, watched)
