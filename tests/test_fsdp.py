@@ -486,6 +486,22 @@ def test_where_nothing_is_rounded_it_is_plain_fsdp_bit_by_bit(ranks: RankPool, n
         assert sent > 0
 
 
+def shards_between_passes(group: Group, options: dict[str, Any]) -> list[list[Tensor]]:
+    """With weights that are rounded, and lie in shards of all ranks between the passes, or of two."""
+    found = []
+    for reshard in (True, 2):
+        model = shard(Net(8, 12), line(group), reshard_after_forward=reshard)
+        compress_fsdp(model, "none", exempt="none", **options)
+        found.append(train(model, group))
+    return found
+
+
+@pytest.mark.parametrize("replica", [False, True])
+def test_both_passes_have_the_same_weights_however_they_are_sharded_in_between(ranks: RankPool, replica: bool) -> None:
+    for all_ranks, two in ranks(4).run(shards_between_passes, {"weights": "int8", "replica": replica}):
+        assert digest(*all_ranks) == digest(*two)
+
+
 def alone(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     return several_groups(group, lambda model: None), several_groups(group, lambda model: compress_fsdp(model, "int8"))
 

@@ -286,6 +286,32 @@ def test_without_copies_the_error_stays(ranks: RankPool) -> None:
         assert answer.sent[0] == answer.sent[1] < answer.plain[1] / 3.5
 
 
+def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
+    """What five forward passes saw, at one of which a weight of rank 0's was bad."""
+    model = wrap(group, EVEN, reshard_after_forward=True)
+    compress_fsdp(model, "none", "int4:block=40", replica=True, exempt="none")
+    first = next(iter(model.parameters())).to_local().detach()
+    found = []
+    for step in range(5):
+        good = first[0, 0].item()
+        with torch.no_grad():
+            if step == at and group.rank() == 0:
+                first[0, 0] = bad
+            model(*draw(0, 0, EVEN))
+            first[0, 0] = good
+        found.append(flat(model.seen))
+    return [*found, flat(whole(list(model.parameters())))]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_bad_weight_is_seen_and_not_kept(ranks: RankPool, bad: float, at: int) -> None:
+    for *seen, kept in ranks(2).run(break_weight, bad, at):
+        assert [bool(weights.isfinite().all()) for weights in seen] == [step != at for step in range(5)]
+        assert not seen[at][0].isfinite()
+        assert off(seen[-1], kept) < 0.02
+
+
 # --- feedback ---------------------------------------------------------------------------------------------------------
 
 EVEN: Shapes = {"w": (12, 100), "v": (24, 50)}

@@ -120,7 +120,7 @@ class FSDPState:
                 kept = replica if replica is not None else narrow and group.keeps_weights
                 gatherer = Gatherer(group, self.weights, rules, self._gathered, differences=bool(kept))
                 self._gatherers.append(gatherer)
-                gather = GatherComm(functools.partial(self._gather, gatherer), gatherer.keep)
+                gather = GatherComm(functools.partial(self._gather, gatherer))
             scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
             group.install(scatter, gather)
 
@@ -175,7 +175,7 @@ class FSDPState:
         tallies = [self._gathered]
         if self._scatterer is not self._averager:
             tallies.append(self._scatterer.tally)
-        replicas = sum(0 if g.replica is None else g.replica.nbytes for g in self._gatherers)
+        replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
         return replace(
             own,
             codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
