@@ -414,6 +414,18 @@ def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
     return found
 
 
+def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
+    """Shards of one rank, in sums and in fp16: torch reduces nothing inside."""
+    found = []
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("replicas", "shards"))
+    for policy in POLICIES[::3]:
+        model = shard(Net(), mesh, mp_policy=policy)
+        model.set_force_sum_reduction_for_comms(True)
+        compress(model, inside="none")
+        found += train(model, group, range(2))
+    return found
+
+
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
     model = shard(Net(), grid(group, "replicas", "shards"))
@@ -451,7 +463,7 @@ WAYS = [
     *(Way(run) for run in (added_twice, in_sums, divided, offloaded, recomputed, recomputed_in_wrappers, tied)),
     *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
     *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
-    *(Way(run) for run in (two_models, one_after_the_other)),
+    *(Way(run) for run in (two_models, one_after_the_other, replicas_of_all)),
     *(Way(run, 4) for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, tensor_parallel)),
     *(Way(run, 3, False) for run in (several_groups, frozen, unused, accumulated, mixed_precision)),
     *(Way(run, 4, False) for run in (one_group, another_dimension, larger_shards)),

@@ -264,10 +264,10 @@ class ReduceCall:
         group: dist.ProcessGroup = given["all_reduce_group"]
         then = given["all_reduce_hook"]
         partial = given["partial_reduce_output"]
+        shards = given["reduce_scatter_group"]
         in_sums = given["force_sum_reduction_for_comms"] or _dtype(given) == torch.float16
-        if in_sums and given["gradient_divide_factor"] is None:
-            shards = given["reduce_scatter_group"]
-            given["gradient_divide_factor"] = float(group.size() * (1 if shards is None else shards.size()))
+        if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
+            given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides by it twice for one
         summed = given["gradient_divide_factor"] is not None
 
         def hook(gradients: Tensor) -> None:
