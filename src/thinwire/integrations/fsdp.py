@@ -298,6 +298,8 @@ def compress_fsdp(
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
+    if replica and isinstance(gathered, Identity):
+        raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(model, groups, options, within, gathered)
     state._install(Rules(exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
