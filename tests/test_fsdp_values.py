@@ -368,6 +368,28 @@ def test_feedback_between_replicas(ranks: RankPool, feedback: str) -> None:
         assert held == 4 * NUMEL // 2 * (1 if feedback == "classic" else 2)  # of a shard
 
 
+def feedback_found(group: Group, gradients: str) -> tuple[str, list[str]]:
+    """By the optimiser, after two steps, and of which parameters; one is frozen."""
+    model = Seeing(EVEN)
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    fully_shard(model, mesh=mesh_of(2, 2))
+    handle = compress_fsdp(model, gradients, exempt="none")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    for step in range(2):
+        backward(model, draw(group.rank(), step, EVEN))
+        optimizer.step()
+    backward(model, draw(group.rank(), 2, EVEN))
+    (own,) = handle.state_dict()["ranks"].values()
+    return handle.stats().feedback, sorted(own)
+
+
+def test_frozen_parameters_are_not_waited_for_and_have_no_memory(ranks: RankPool) -> None:
+    names = sorted(name for name, _ in Seeing(EVEN).named_parameters())
+    for gradients in ("lloyd2", "auto:2.2"):
+        assert ranks(4).run(feedback_found, gradients) == [("classic", names[:1])] * 4
+
+
 @each_world
 def test_what_is_remembered_is_as_large_as_the_unsharded_gradients(ranks: RankPool, world: int) -> None:
     """EF21 keeps the means of its own shard besides."""

@@ -1,7 +1,7 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class Averager:
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
-        self.elsewhere: Sequence[str] = ()  # parameters of which they may have a part where this rank has none
+        self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0

@@ -47,8 +47,9 @@ class ShardedNames(ParameterNames):
         self.from_model = True
         self._groups = groups
         for parameter in self._parameters():
-            dtype = parameter.source.sharded_param.dtype
-            self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), dtype)
+            held = parameter.source.sharded_param
+            if held.requires_grad:
+                self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
 
     def _parameters(self) -> list[ShardedParameter]:
         return [parameter for group in self._groups for parameter in group.parameters()]
@@ -94,7 +95,7 @@ class FSDPState:
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
             self._averager.peers = [group.shards for group in groups if group.shards is not None][:1]
-            self._averager.elsewhere = [parameter.name for group in groups for parameter in group.parameters()]
+            self._averager.elsewhere = self._decisions.sizes
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
             self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager)}
