@@ -621,6 +621,42 @@ def test_steps_are_reductions(ranks: RankPool) -> None:
         assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": STEPS}
 
 
+def count_sums_over_replicas(group: Group) -> tuple[int, float | None]:
+    """Every third pass is one, and every second of these is measured."""
+    handles: list[Any] = []
+
+    def compress(model: nn.Module, **options: Any) -> None:
+        handles.append(compress_fsdp(model, "int8", measure_every=2, **options))
+
+    replicas_later(group, compress)
+    return handles[0].step, handles[0].stats().relative_error
+
+
+def test_steps_with_replicas_are_sums_over_them(ranks: RankPool) -> None:
+    for steps, error in ranks(4).run(count_sums_over_replicas):
+        assert steps == 3
+        assert error is not None
+
+
+def replicas_on_two_meshes(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """A block has four replicas of one shard, the rest two of two."""
+    found = []
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((4, 1), (2, 2))]
+    for compressed in (False, True):
+        model = Net()
+        fully_shard(model.blocks[0], mesh=meshes[0])
+        fully_shard(model, mesh=meshes[1])
+        if compressed:
+            compress_fsdp(model, "none", inside="none")
+        found.append(train(model, group))
+    return found[0], found[1]
+
+
+def test_groups_with_other_replicas_are_averaged_over_their_own(ranks: RankPool) -> None:
+    for plain, compressed in ranks(4).run(replicas_on_two_meshes):
+        torch.testing.assert_close(compressed, plain)
+
+
 # --- misuse -----------------------------------------------------------------------------------------------------------
 
 
