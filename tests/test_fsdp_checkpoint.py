@@ -24,7 +24,13 @@ STEPS = 4
 CLASSIC: Options = {"gradients": "lloyd2", "feedback": "classic"}
 EF21: Options = {"gradients": "lloyd2", "feedback": "ef21"}
 COPIES: Options = {"gradients": "lloyd4", "weights": "lloyd4", "replica": True}
-ALL = [CLASSIC, EF21, COPIES, {**CLASSIC, "residual_dtype": torch.bfloat16}, {"gradients": "auto:3", "optimizer": "adaptive"}]
+ALL = [
+    CLASSIC,
+    EF21,
+    COPIES,
+    {**CLASSIC, "residual_dtype": torch.bfloat16},
+    {"gradients": "auto:3", "optimizer": "adaptive"},
+]
 
 
 class Net(nn.Module):
