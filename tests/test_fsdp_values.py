@@ -14,6 +14,9 @@ from cases import Range, digest, seeded
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
 from thinwire import codec, compress_fsdp
+from thinwire.collectives.lane import LaneSpec
+from thinwire.integrations.columns import Columns
+from thinwire.integrations.lanes import lanes_of
 
 BF16 = torch.bfloat16
 WORLDS = [2, 3, 4]
@@ -430,6 +433,20 @@ def test_a_bad_number_spoils_its_block_and_no_memory(ranks: RankPool, world: int
             for got, want in zip([broken[0], *broken[2:]], whole_run, strict=True):
                 assert torch.equal(got, want)
         assert [count for *_, count in answers] == [int(rank == owner) for rank in range(world)]
+
+
+def test_a_lane_in_place_takes_no_memory() -> None:
+    """The places of the small ones are kept, those of the large one are all."""
+    numels = {"w": 2000, "b": 3}
+    specs = [LaneSpec(n, codec(name), codec(name)) for n, name in zip(numels.values(), ("int8", "bf16"), strict=True)]
+    columns = Columns(lanes_of(list(numels), specs, whole=True), 2003, torch.device("cpu"))
+    kept = [t for value in vars(columns).values() for t in (value if isinstance(value, list) else [value])]
+    assert sum(t.numel() for t in kept if isinstance(t, Tensor)) == 2 * 3
+    rows = torch.randn(2, 2003)
+    parts = columns.split(rows.clone())
+    assert [part.shape for part in parts] == [(2, 2003), (2, 3)]
+    columns.join(parts, parts[0])
+    assert torch.equal(parts[0], rows)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
