@@ -594,7 +594,7 @@ def names_of(group: Group) -> list[list[str]]:
             heard.add(f"{name} {tuple(shape)}")  # noqa: B023
             return False
 
-        run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))  # noqa: B023
+        run(group, lambda model: compress_fsdp(model, "int8", "int8", exempt=exempt))
         found.append(sorted(heard))
     return found
 
