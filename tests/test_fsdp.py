@@ -422,6 +422,18 @@ def hooked(group: Group, compress: Compress) -> list[Tensor]:
     return train(model, group)
 
 
+def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
+    """Shards of one rank, in sums and in fp16: torch reduces nothing inside."""
+    found = []
+    mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("replicas", "shards"))
+    for policy in POLICIES[::3]:
+        model = shard(Net(), mesh, mp_policy=policy)
+        model.set_force_sum_reduction_for_comms(True)
+        compress(model, inside="none")
+        found += train(model, group, range(2))
+    return found
+
+
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
     model = shard(Net(), grid(group, "replicas", "shards"))
@@ -459,7 +471,7 @@ WAYS = [
     *(Way(run) for run in (added_twice, in_sums, divided, offloaded, recomputed, recomputed_in_wrappers, tied)),
     *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
     *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
-    *(Way(run) for run in (two_models, one_after_the_other)),
+    *(Way(run) for run in (two_models, one_after_the_other, replicas_of_all)),
     *(
         Way(run, 4)
         for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)
@@ -495,6 +507,22 @@ def test_where_nothing_is_rounded_it_is_plain_fsdp_bit_by_bit(ranks: RankPool, n
         assert digest(*none) == digest(*plain)
         assert digest(*messages) == digest(*plain)
         assert sent > 0
+
+
+def shards_between_passes(group: Group, options: dict[str, Any]) -> list[list[Tensor]]:
+    """With weights that are rounded, and lie in shards of all ranks between the passes, or of two."""
+    found = []
+    for reshard in (True, 2):
+        model = shard(Net(8, 12), line(group), reshard_after_forward=reshard)
+        compress_fsdp(model, "none", exempt="none", **options)
+        found.append(train(model, group))
+    return found
+
+
+@pytest.mark.parametrize("replica", [False, True])
+def test_both_passes_have_the_same_weights_however_they_are_sharded_in_between(ranks: RankPool, replica: bool) -> None:
+    for all_ranks, two in ranks(4).run(shards_between_passes, {"weights": "int8", "replica": replica}):
+        assert digest(*all_ranks) == digest(*two)
 
 
 def alone(group: Group) -> tuple[list[Tensor], list[Tensor]]:
@@ -604,6 +632,42 @@ def test_steps_are_reductions(ranks: RankPool) -> None:
         assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": STEPS}
 
 
+def count_sums_over_replicas(group: Group) -> tuple[int, float | None]:
+    """Every third pass is one, and every second of these is measured."""
+    handles: list[Any] = []
+
+    def compress(model: nn.Module, **options: Any) -> None:
+        handles.append(compress_fsdp(model, "int8", measure_every=2, **options))
+
+    replicas_later(group, compress)
+    return handles[0].step, handles[0].stats().relative_error
+
+
+def test_steps_with_replicas_are_sums_over_them(ranks: RankPool) -> None:
+    for steps, error in ranks(4).run(count_sums_over_replicas):
+        assert steps == 3
+        assert error is not None
+
+
+def replicas_on_two_meshes(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+    """A block has four replicas of one shard, the rest two of two."""
+    found = []
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")) for shape in ((4, 1), (2, 2))]
+    for compressed in (False, True):
+        model = Net()
+        fully_shard(model.blocks[0], mesh=meshes[0])
+        fully_shard(model, mesh=meshes[1])
+        if compressed:
+            compress_fsdp(model, "none", inside="none")
+        found.append(train(model, group))
+    return found[0], found[1]
+
+
+def test_groups_with_other_replicas_are_averaged_over_their_own(ranks: RankPool) -> None:
+    for plain, compressed in ranks(4).run(replicas_on_two_meshes):
+        torch.testing.assert_close(compressed, plain)
+
+
 # --- misuse -----------------------------------------------------------------------------------------------------------
 
 
@@ -623,6 +687,7 @@ def refusals(group: Group) -> dict[str, str]:
         "an own scatter": message_of(lambda: compress_fsdp(own)),
         "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
         "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
+        "no weights": message_of(lambda: compress_fsdp(model, replica=True)),
         "one bit": message_of(
             lambda: compress_fsdp(model, optimizer=OneBitAdam(nn.Linear(2, 2).parameters(), warmup_steps=1))
         ),
@@ -659,6 +724,7 @@ REFUSED = {
     "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",
     "an own gather": "the root has a communication of its own, _OwnGather",
     "inside": "inside='int8' goes with replicas of shards",
+    "no weights": "replica=True keeps copies to send weights as differences",
     "one bit": "OneBitAdam sends its momentum through DDP",
     "no codec": "int99",
     "no codec of weights": "int99",

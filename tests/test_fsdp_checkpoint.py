@@ -151,6 +151,23 @@ def test_replicas_share_what_they_saved_among_fewer(ranks: RankPool, tmp_path: P
             torch.testing.assert_close(loaded[replica][name], saved[2 * replica][name])
 
 
+def saved_again(group: Group) -> list[Tensor]:
+    """Copies of weights: as a run has them, and as another has that loaded them and did nothing yet."""
+    mesh = mesh_of(group, False)
+    first = Run(mesh, COPIES)
+    first.train(0, SAVED_AT)
+    second = Run(mesh, COPIES)
+    second.handle.load_state_dict(first.handle.state_dict())
+    states = [run.handle.state_dict()["replica"] for run in (first, second)]
+    return [torch.cat([whole(copy).view(-1) for copy in state.values()]) for state in states]
+
+
+def test_what_was_loaded_may_be_saved_at_once(ranks: RankPool) -> None:
+    for first, second in ranks(3).run(saved_again):
+        assert first.norm() > 0
+        assert torch.equal(first, second)
+
+
 def refused(group: Group) -> list[str]:
     mesh = mesh_of(group, False)
     run = Run(mesh, CLASSIC)

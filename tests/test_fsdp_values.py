@@ -14,6 +14,9 @@ from cases import Range, digest, seeded
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
 from thinwire import codec, compress_fsdp
+from thinwire.collectives.lane import LaneSpec
+from thinwire.integrations.columns import Columns
+from thinwire.integrations.lanes import lanes_of
 
 BF16 = torch.bfloat16
 WORLDS = [2, 3, 4]
@@ -294,6 +297,32 @@ def test_without_copies_the_error_stays(ranks: RankPool) -> None:
         assert answer.sent[0] == answer.sent[1] < answer.plain[1] / 3.5
 
 
+def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
+    """What five forward passes saw, at one of which a weight of rank 0's was bad."""
+    model = wrap(group, EVEN, reshard_after_forward=True)
+    compress_fsdp(model, "none", "int4:block=40", replica=True, exempt="none")
+    first = next(iter(model.parameters())).to_local().detach()
+    found = []
+    for step in range(5):
+        good = first[0, 0].item()
+        with torch.no_grad():
+            if step == at and group.rank() == 0:
+                first[0, 0] = bad
+            model(*draw(0, 0, EVEN))
+            first[0, 0] = good
+        found.append(flat(model.seen))
+    return [*found, flat(whole(list(model.parameters())))]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_bad_weight_is_seen_and_not_kept(ranks: RankPool, bad: float, at: int) -> None:
+    for *seen, kept in ranks(2).run(break_weight, bad, at):
+        assert [bool(weights.isfinite().all()) for weights in seen] == [step != at for step in range(5)]
+        assert not seen[at][0].isfinite()
+        assert off(seen[-1], kept) < 0.02
+
+
 def larger(group: Group) -> list[int]:
     """Bytes of weights in a forward pass, and in the backward pass, before which two ranks held all of them."""
     model = wrap(group, EVEN, reshard_after_forward=2)
@@ -305,8 +334,9 @@ def larger(group: Group) -> list[int]:
     return [forward, handle.stats().bytes_sent - forward - gradients]
 
 
-def test_shards_of_another_size_are_compressed_too(ranks: RankPool) -> None:
-    wires = [3 * codec("int8:block=128").wire_bytes(NUMEL // 4), codec("int8:block=128").wire_bytes(NUMEL // 2)]
+def test_shards_of_another_size_are_gathered_as_they_are(ranks: RankPool) -> None:
+    """They hold what the forward pass had, rounded once."""
+    wires = [3 * codec("int8:block=128").wire_bytes(NUMEL // 4), NUMEL // 2 * 4]
     assert ranks(4).run(larger) == [wires] * 4
 
 
@@ -363,6 +393,28 @@ def test_feedback_between_replicas(ranks: RankPool, feedback: str) -> None:
         assert held == 4 * NUMEL // 2 * (1 if feedback == "classic" else 2)  # of a shard
 
 
+def feedback_found(group: Group, gradients: str) -> tuple[str, list[str]]:
+    """By the optimiser, after two steps, and of which parameters; one is frozen."""
+    model = Seeing(EVEN)
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    fully_shard(model, mesh=mesh_of(2, 2))
+    handle = compress_fsdp(model, gradients, exempt="none")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    for step in range(2):
+        backward(model, draw(group.rank(), step, EVEN))
+        optimizer.step()
+    backward(model, draw(group.rank(), 2, EVEN))
+    (own,) = handle.state_dict()["ranks"].values()
+    return handle.stats().feedback, sorted(own)
+
+
+def test_frozen_parameters_are_not_waited_for_and_have_no_memory(ranks: RankPool) -> None:
+    names = sorted(name for name, _ in Seeing(EVEN).named_parameters())
+    for gradients in ("lloyd2", "auto:2.2"):
+        assert ranks(4).run(feedback_found, gradients) == [("classic", names[:1])] * 4
+
+
 @each_world
 def test_what_is_remembered_is_as_large_as_the_unsharded_gradients(ranks: RankPool, world: int) -> None:
     """EF21 keeps the means of its own shard besides."""
@@ -403,6 +455,20 @@ def test_a_bad_number_spoils_its_block_and_no_memory(ranks: RankPool, world: int
             for got, want in zip([broken[0], *broken[2:]], whole_run, strict=True):
                 assert torch.equal(got, want)
         assert [count for *_, count in answers] == [int(rank == owner) for rank in range(world)]
+
+
+def test_a_lane_in_place_takes_no_memory() -> None:
+    """The places of the small ones are kept, those of the large one are all."""
+    numels = {"w": 2000, "b": 3}
+    specs = [LaneSpec(n, codec(name), codec(name)) for n, name in zip(numels.values(), ("int8", "bf16"), strict=True)]
+    columns = Columns(lanes_of(list(numels), specs, whole=True), 2003, torch.device("cpu"))
+    kept = [t for value in vars(columns).values() for t in (value if isinstance(value, list) else [value])]
+    assert sum(t.numel() for t in kept if isinstance(t, Tensor)) == 2 * 3
+    rows = torch.randn(2, 2003)
+    parts = columns.split(rows.clone())
+    assert [part.shape for part in parts] == [(2, 2003), (2, 3)]
+    columns.join(parts, parts[0])
+    assert torch.equal(parts[0], rows)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import thinwire
 from cases import CPU, ROUND, Range, blocks_of, digest, given, seeded, small_chunks
 from ranks import RankPool
 from replicas import Group
@@ -181,7 +182,7 @@ def fed_rows(group: Group, bad_step: int) -> tuple[list[Tensor], list[Tensor], l
     for step in range(4):
         inputs = [torch.stack([drawn(n, group.rank(), 4 * step + r) for r in range(world)]) for n, _ in FED]
         outputs = [torch.empty(numel) for numel, _ in FED]
-        before = [memory.read() for memory in residuals]
+        before = [memory.read().clone() for memory in residuals]
         if step == bad_step and group.rank() == 1:
             inputs[0][0, 300] = math.nan
         message.run(outputs, inputs, step, watched)
@@ -218,3 +219,27 @@ def check_owed(answers: Sequence[tuple[list[Tensor], list[Tensor], list[bool], b
             drawings = [drawn(numel, s, 4 * step + rank).double() for s in range(world) for step in steps]
             assert owed.abs().max() > 50 * slack
             assert (totals[lane] + owed - torch.stack(drawings).sum(0) / world).abs().max() < slack
+
+
+def copied(group: Group) -> list[float]:
+    """How far from everybody's numbers all_gather_into_tensor is with a copy: at first, with a NaN, and thereafter."""
+    known = thinwire.RowCopy()
+    found = []
+    for step in range(5):
+        own = drawn(300, group.rank(), min(step, 1))
+        if step == 2 and group.rank() == 1:
+            own[7] = math.nan
+        out = torch.empty(group.size() * 300)
+        thinwire.all_gather_into_tensor(out, own, group, codec="int4:block=40", feedback=known, step=step)
+        want = torch.cat([drawn(300, rank, min(step, 1)) for rank in range(group.size())])
+        found.append(float((out - want).norm() / want.norm()))
+    return found
+
+
+@each_world
+def test_a_copy_comes_closer_and_keeps_no_nan(ranks: RankPool, world: int) -> None:
+    for first, second, bad, again, last in ranks(world).run(copied):
+        assert first == 0
+        assert math.isnan(bad)
+        assert again < second / 2
+        assert last < again / 2

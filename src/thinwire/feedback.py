@@ -345,6 +345,16 @@ class RowCopy:
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
 
+    def begin(self, gathered: Tensor) -> None:
+        """Remember what was gathered exactly: zeros for what is not finite, from which nothing differs by a number."""
+        self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
+
+    def add_to(self, gathered: Tensor) -> None:
+        """gathered += the copy, which becomes that where it is finite: NaN is seen, and not kept."""
+        assert self.tensor is not None
+        gathered.add_(self.tensor)
+        torch.where(gathered.isfinite(), gathered, self.tensor, out=self.tensor)
+
 
 class Piece(NamedTuple):
     """Elements of a lane that belong to one parameter; to none where a lane bridges what others send."""

@@ -23,6 +23,12 @@ class RowCopies(Protocol):
 
     tensor: Tensor | None
 
+    def begin(self, gathered: Tensor) -> None:
+        """Remember what was gathered exactly."""
+
+    def add_to(self, gathered: Tensor) -> None:
+        """Make weights of differences, and remember them."""
+
 
 def all_gather_into_tensor(
     output_tensor: Tensor,
@@ -93,14 +99,13 @@ def _gather_differences(
     copy = feedback.tensor
     if copy is None or copy.shape != output.shape or copy.dtype != output.dtype:
         all_gather_into_tensor(output, input, group, codec=codec, algorithm="plain", step=step)
-        feedback.tensor = output.detach().clone()
+        feedback.begin(output)
         return
     own = copy.view(-1, input.numel())[transport.resolve(group).rank()]
     difference = input.detach().reshape(-1) - own
     way: VerbAlgorithm = "compressed" if algorithm == "auto" else algorithm
     all_gather_into_tensor(output, difference, group, codec=codec, algorithm=way, step=step)
-    copy += output.detach()
-    output.detach().copy_(copy)
+    feedback.add_to(output.detach())
 
 
 def all_gather(

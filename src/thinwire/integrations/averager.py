@@ -1,7 +1,7 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class Averager:
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
-        self.elsewhere: Sequence[str] = ()  # parameters of which they may have a part where this rank has none
+        self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
@@ -153,17 +153,20 @@ class Averager:
             self._buckets.clear()
         return news
 
-    def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
-        """Start to average gradients, in place; the future holds `output`."""
-        assert self.group is not None
+    def average(
+        self, gradients: GradientSet, output: Tensor, group: dist.ProcessGroup | None = None
+    ) -> "Future[Tensor]":
+        """Start to average gradients over the step's group or another, in place; the future holds `output`."""
+        group = group or self.group
+        assert group is not None
         like = gradients.like
         key = gradients.names, like.dtype, like.device, gradients.buffer is None
         if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(gradients, like, self.group)
+            self._buckets[key] = self._new_bucket(gradients, like, group)
         bucket: _Bucket = self._buckets[key]
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
-            return _plainly(gradients, output, self.group)
+            return _plainly(gradients, output, group)
         if bucket.streamed is not None and gradients.buffer is not None and not self.decisions.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             return bucket.streamed.run(gradients.buffer, output, self._step, self.tally)
@@ -200,7 +203,7 @@ class Averager:
         specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
         exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
-        message = None if exact else self._message(gradients, [lane.spec for lane in found], like)
+        message = None if exact else self._message(gradients, [lane.spec for lane in found], like, group)
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
         return _Bucket(
             lanes=found,
@@ -216,11 +219,13 @@ class Averager:
         full = size if whole else size._replace(numel=size.shape.numel())
         return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
-    def _message(self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor) -> Message:
+    def _message(
+        self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor, group: dist.ProcessGroup
+    ) -> Message:
         """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
         key = gradients.names, tuple(specs), like.dtype, like.device, gradients.buffer is None
         if key not in self._messages:
-            self._messages[key] = Message(specs, like, group=self.group, algorithm=self._algorithm, nodes=self._nodes)
+            self._messages[key] = Message(specs, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
         found: Message = self._messages[key]
         return found
 

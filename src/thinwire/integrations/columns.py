@@ -18,28 +18,28 @@ class Columns:
     def __init__(self, lanes: Sequence[BucketLane], width: int, device: torch.device) -> None:
         self.lanes = lanes
         self._in_place = lanes[0].stretches == ((0, width),)
-        # Which columns each lane has; a lane in place has all.
-        self._index = [_index(lane).to(device) for lane in lanes]
-        inside = [index for lane, index in zip(lanes, self._index, strict=True) if lane.aside]
+        copied = lanes[int(self._in_place) :]  # a lane in place has all columns
+        self._index = [_index(lane).to(device) for lane in copied]  # which columns each of the others has
+        inside = [index for lane, index in zip(copied, self._index, strict=True) if lane.aside]
         self._bridged = torch.cat(inside) if inside else None
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Every lane's columns of a matrix, which changes."""
-        others = [rows.index_select(1, index) for index in self._index[1:]]
+        first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
+        others = [rows.index_select(1, index) for index in self._index[first:]]
         if self._bridged is not None:
             rows.index_fill_(1, self._bridged, 0)
         return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
 
     def blank(self, rows: Tensor) -> list[Tensor]:
         """Places for every lane's columns of a matrix, which `join` puts together."""
-        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index[int(self._in_place) :]]
+        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index]
         return [rows, *blanks] if self._in_place else blanks
 
     def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
         """rows = what `split` would have split into `parts`."""
-        for at, (part, index) in enumerate(zip(parts, self._index, strict=True)):
-            if at or not self._in_place:
-                rows.index_copy_(1, index, part)
+        for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
+            rows.index_copy_(1, index, part)
 
     def pieces(self, at: int, held: Sequence[Mapping[str, int]]) -> tuple[Piece, ...]:
         """The elements of a lane's rows, by parameter and row; what is no parameter's is padding."""

@@ -47,8 +47,9 @@ class ShardedNames(ParameterNames):
         self.from_model = True
         self._groups = groups
         for parameter in self._parameters():
-            dtype = parameter.source.sharded_param.dtype
-            self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), dtype)
+            held = parameter.source.sharded_param
+            if held.requires_grad:
+                self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
 
     def _parameters(self) -> list[ShardedParameter]:
         return [parameter for group in self._groups for parameter in group.parameters()]
@@ -63,19 +64,34 @@ class _Leg:
 
     def __init__(self, averager: Averager) -> None:
         self.averager = averager
-        self._begun = -1  # the last step it was used in
+        self.step = 0  # steps that it began
+        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
+        self._begun = False  # whether the averager knows of this step
         self._at = 0.0  # when that began
 
-    def begin(self, step: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def expect(self, given: set[int]) -> None:
+        """Gradients of these are reduced next: the first of a step, if this step has reduced one of them already."""
+        if not self._reduced or given & self._reduced:
+            self._reduced.clear()
+            self._begun = False
+            self.step += 1
+        self._reduced |= given
+
+    def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Decide for a step, at its first call."""
-        if step == self._begun:
+        if self._begun:
             return
-        self._begun = step
+        self._begun = True
         before = self._at
         self._at = perf_counter()
-        news = self.averager.begin_step(group, step, self._at - before, device)
+        news = self.averager.begin_step(group, self.step - 1, self._at - before, device)
         if news and group.rank() == 0:
             announce(news)
+
+    def go_on(self, step: int) -> None:
+        """From a checkpoint."""
+        self.step = step
+        self._reduced.clear()
 
 
 class FSDPState:
@@ -86,15 +102,13 @@ class FSDPState:
     ) -> None:
         self.options = replace(options, optimizer=options.family)
         self.weights = weights
-        self.step = 0
         self.closed = False
         self._groups = list(groups)
         self._decisions = Decisions(options, ShardedNames(groups))
-        self._shards: Scatterer | None = None
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
             self._averager.peers = [group.shards for group in groups if group.shards is not None][:1]
-            self._averager.elsewhere = [parameter.name for group in groups for parameter in group.parameters()]
+            self._averager.elsewhere = self._decisions.sizes
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
             self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager)}
@@ -103,11 +117,15 @@ class FSDPState:
             self._averager = shards
             self._legs = {"shards": _Leg(shards)}
         self._scatterer = shards
-        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
         self._told: set[str] = set()
+
+    @property
+    def step(self) -> int:
+        """Steps so far: sums of all gradients over all ranks."""
+        return self._legs.get("replicas", self._legs["shards"]).step
 
     def _install(self, rules: Rules, replica: bool | None) -> None:
         for group in self._groups:  # all of them before the first is changed
@@ -120,19 +138,17 @@ class FSDPState:
                 kept = replica if replica is not None else narrow and group.keeps_weights
                 gatherer = Gatherer(group, self.weights, rules, self._gathered, differences=bool(kept))
                 self._gatherers.append(gatherer)
-                gather = GatherComm(functools.partial(self._gather, gatherer), gatherer.keep)
+                gather = GatherComm(functools.partial(self._gather, gatherer))
             scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
             group.install(scatter, gather)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
-        """Gradients of a group are reduced next: the first of a step, if this step has reduced one of them already."""
+        """Gradients of a group are reduced next."""
         given = {id(source) for source in call.sources}
-        if not self._reduced or given & self._reduced:
-            self._reduced.clear()
-            self.step += 1
-        self._reduced |= given
+        self._legs["shards"].expect(given)
         self._expected = group.parameters(call.sources)
         if "replicas" in self._legs and call.replicas is not None:
+            self._legs["replicas"].expect(given)
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
@@ -141,14 +157,14 @@ class FSDPState:
             self._tell(f"gradients of {input.dtype} travel as they are")
             return False
         scale = checks.reduction(op).scale(group.size())
-        self._legs["shards"].begin(self.step - 1, group, input.device)
+        self._legs["shards"].begin(group, input.device)
         return self._scatterer.scatter(output, input, self._expected, group, scale)
 
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
-        self._legs["replicas"].begin(self.step - 1, group, gradients.device)
-        self._averager.average(_with_padding(parameters, gradients), gradients).wait()
+        self._legs["replicas"].begin(group, gradients.device)
+        self._averager.average(_with_padding(parameters, gradients), gradients, group).wait()
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
@@ -175,7 +191,7 @@ class FSDPState:
         tallies = [self._gathered]
         if self._scatterer is not self._averager:
             tallies.append(self._scatterer.tally)
-        replicas = sum(0 if g.replica is None else g.replica.nbytes for g in self._gatherers)
+        replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
         return replace(
             own,
             codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
@@ -186,7 +202,7 @@ class FSDPState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own."""
-        return fsdp_checkpoint.export(self._layout, self._averager, self._gatherers, self.step)
+        return fsdp_checkpoint.export(self._layout, self._averager, self._gatherers, self._steps)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint, which fills one in place.
@@ -200,15 +216,20 @@ class FSDPState:
             )
         layout = self._layout
         old = layout.world if world is None else world
-        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self.step, old)
+        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, the states of all ranks, or what blank_state_dict was filled with.
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        self.step = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
-        self._reduced.clear()
+        steps = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
+        for name, leg in self._legs.items():
+            leg.go_on(steps[name])
+
+    @property
+    def _steps(self) -> dict[str, int]:
+        return {name: leg.step for name, leg in self._legs.items()}
 
     @property
     def _layout(self) -> fsdp_checkpoint.Layout:
@@ -298,6 +319,8 @@ def compress_fsdp(
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
+    if replica and isinstance(gathered, Identity):
+        raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(model, groups, options, within, gathered)
     state._install(Rules(exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):

@@ -26,6 +26,7 @@ from thinwire.integrations.sharded import Gatherer
 
 _VERSION = 1
 Parts = Mapping[str, Tensor]
+Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
 
 class Layout:
@@ -103,35 +104,39 @@ class Layout:
         return parameter
 
 
-def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int) -> dict[str, Any]:
+def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps) -> dict[str, Any]:
     """What this rank saves."""
     memories = averager.memories
     remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
     residuals = {**layout.blank(remembered), **layout.read(memories.residuals.read())}
-    state = _head(layout, averager, gatherers, step, layout.world)
+    state = _head(layout, averager, gatherers, steps, layout.world)
     state["ranks"] = {layout.key(layout.rank): residuals}
     state["errors"] = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
     return state
 
 
-def blank(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int, world: int) -> dict[str, Any]:
+def blank(
+    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
+) -> dict[str, Any]:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
     remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
-    state = _head(layout, averager, gatherers, step, world)
+    state = _head(layout, averager, gatherers, steps, world)
     wanted = range(layout.rank, world, layout.world)
     state["ranks"] = {layout.key(k): layout.blank(remembered) for k in wanted}
     state["errors"] = {layout.key(k): [] for k in wanted}
     return state
 
 
-def _head(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], step: int, world: int) -> dict[str, Any]:
+def _head(
+    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
+) -> dict[str, Any]:
     memories = averager.memories
     meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
     means = {name: torch.zeros(layout.parameters[name].numel) for name in meant if name in layout.parameters}
     means |= memories.means.read()
     return {
         "version": _VERSION,
-        "step": step,
+        "steps": dict(steps),
         "world": world,
         "replicated": layout.replicated,
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
@@ -147,8 +152,8 @@ def load(
     layout: Layout,
     averager: Averager,
     gatherers: Sequence[Gatherer],
-) -> int:
-    """Let this rank go on from a state, its own or those of all ranks. Gives the step to go on with."""
+) -> dict[str, int]:
+    """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
     states = [state] if isinstance(state, Mapping) else list(state)
     if not states or any(not isinstance(s, Mapping) or s.get("version") != _VERSION for s in states):
         raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
@@ -160,6 +165,7 @@ def load(
         )
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}
     old = int(head["world"])
+    steps = {name: int(step) for name, step in head["steps"].items()}
     wanted = {k: parts.get(layout.key(k)) for k in range(layout.rank, old, layout.world)}
     missing = [k for k, part in wanted.items() if part is None]
     if missing:
@@ -173,8 +179,8 @@ def load(
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
     averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
-    averager.decisions.load_state_dict(head["decisions"], head["step"])
+    averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
     sent = dict(head["sent"])
     for gatherer in gatherers:
         gatherer.load(head["replica"], sent.get(gatherer.name, 0))
-    return int(head["step"])
+    return steps

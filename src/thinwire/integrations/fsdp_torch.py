@@ -159,15 +159,14 @@ class ParameterGroup:
             name, source._orig_size, source.padded_sharded_param_size.numel(), source.sharded_size.numel(), source
         )
 
+    @property
+    def is_resharded(self) -> bool:
+        """Whether parameters lie in larger shards, as a forward pass left them (reshard_after_forward=2)."""
+        return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
+
     def gathered_numels(self) -> list[int]:
-        """Elements of every parameter in a row that is gathered next; shards may have been made fewer meanwhile."""
-        found = []
-        for source in self._group.fsdp_params:
-            resharded = getattr(source, "_sharded_post_forward_param_data", None)
-            sharded = source.sharded_state == ShardedState.SHARDED
-            data = source._sharded_param_data if sharded or resharded is None else resharded
-            found.append(data.numel())
-        return found
+        """Elements of every parameter in a row that is gathered."""
+        return [source._sharded_param_data.numel() for source in self._group.fsdp_params]
 
     def check(self, *, gathers: bool) -> None:
         """Raise unless torch's own reduces the gradients and, if weights are to be gathered too, gathers them."""
@@ -217,11 +216,10 @@ class ScatterComm(ReduceScatter):
 
 
 class GatherComm(AllGather):
-    """Gathers the parameters of a group through `gather`; `done` is told what torch has gathered instead."""
+    """Gathers the parameters of a group through `gather`, or as torch does."""
 
-    def __init__(self, gather: Callable[..., bool], done: Callable[[Tensor], None]) -> None:
+    def __init__(self, gather: Callable[..., bool]) -> None:
         self._gather = gather
-        self._done = done
         self._plain = DefaultAllGather()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -230,9 +228,9 @@ class GatherComm(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        if not self._gather(output_tensor, input_tensor, group):
-            self._plain(output_tensor, input_tensor, group)
-            self._done(output_tensor)
+        if self._gather(output_tensor, input_tensor, group):
+            return None
+        return self._plain(output_tensor, input_tensor, group, async_op)
 
 
 def gather_exactly(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
@@ -266,10 +264,10 @@ class ReduceCall:
         group: dist.ProcessGroup = given["all_reduce_group"]
         then = given["all_reduce_hook"]
         partial = given["partial_reduce_output"]
+        shards = given["reduce_scatter_group"]
         in_sums = given["force_sum_reduction_for_comms"] or _dtype(given) == torch.float16
-        if in_sums and given["gradient_divide_factor"] is None:
-            shards = given["reduce_scatter_group"]
-            given["gradient_divide_factor"] = float(group.size() * (1 if shards is None else shards.size()))
+        if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
+            given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides by it twice for one
         summed = given["gradient_divide_factor"] is not None
 
         def hook(gradients: Tensor) -> None:

@@ -158,7 +158,7 @@ class Gatherer:
         self._rules = rules
         self._tally = tally
         self.differences = differences
-        self.replica: Tensor | None = None  # the last rows of all ranks
+        self.copy = feedback.RowCopy()  # of the last rows of all ranks
         self.sent = 0  # gathers that did so, the first of them exactly
         self._rank = 0
         self._padding: Tensor | None = None  # which elements of the own row it is
@@ -169,34 +169,38 @@ class Gatherer:
         """output = the rows of all ranks, of which `input` is the own; False if torch is to do it."""
         numels = self._group.gathered_numels()
         plain_bytes = (group.size() - 1) * input.nbytes
-        if input.dtype not in DTYPES or sum(numels) != input.numel():
+        if input.dtype not in DTYPES or sum(numels) != input.numel() or self._group.is_resharded:
             self._tally.sent(plain_bytes, plain_bytes)
             return False
         if not self.differences:
             self._send(output, input, group, numels, 0)
             return True
-        return self._send_differences(output, input, group, numels)
+        self._send_differences(output, input, group, numels)
+        return True
 
-    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> bool:
-        if self._loaded is not None and self.replica is None:
-            self.replica = torch.empty_like(output)
-            gather_exactly(self.replica, self._loaded.to(input), group)
+    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> None:
+        plain_bytes = (group.size() - 1) * input.nbytes
         self._rank = group.rank()
-        if self.replica is None or self.replica.shape != output.shape:
-            self._tally.sent((group.size() - 1) * input.nbytes, (group.size() - 1) * input.nbytes)
-            return False  # the first is exact, and kept
-        if self._group.in_backward:
-            self._tally.sent(0, (group.size() - 1) * input.nbytes)
+        if self._loaded is not None:
+            self.copy.tensor = torch.empty_like(output)
+            gather_exactly(self.copy.tensor, self._loaded.to(input), group)
+            self._loaded = None
+        if self.copy.tensor is None:
+            gather_exactly(output, input, group)
+            self._tally.sent(plain_bytes, plain_bytes)
+            self.copy.begin(output)
+        elif self._group.in_backward:
+            self._tally.sent(0, plain_bytes)
+            output.copy_(self.copy.tensor)
+            return
         else:
-            input.sub_(self.replica.view(group.size(), -1)[group.rank()])
+            input.sub_(self.copy.tensor.view(group.size(), -1)[group.rank()])
             if self._padding is None:
                 self._padding = _padding(self._group.parameters()).to(input.device)
             input.index_fill_(0, self._padding, 0)
             self._send(output, input, group, numels, self.sent)
-            self.replica.add_(output)
-            self.sent += 1
-        output.copy_(self.replica)
-        return True
+            self.copy.add_to(output)
+        self.sent += 1
 
     @property
     def name(self) -> str:
@@ -208,7 +212,9 @@ class Gatherer:
             return {}
         parameters = self._group.parameters()
         width = sum(parameter.numel for parameter in parameters)
-        row = torch.zeros(width) if self.replica is None else self.replica.view(-1, width)[self._rank].float()
+        row = torch.zeros(width) if self._loaded is None else self._loaded.float()
+        if self.copy.tensor is not None:
+            row = self.copy.tensor.view(-1, width)[self._rank].float()
         parts = row.split([parameter.numel for parameter in parameters])
         return {p.name: p.shard(part) for p, part in zip(parameters, parts, strict=True)}
 
@@ -218,14 +224,8 @@ class Gatherer:
         found = [saved.get(parameter.name) for parameter in parameters]
         parts = [p.part(shard) for p, shard in zip(parameters, found, strict=True) if shard is not None]
         self._loaded = torch.cat(parts) if sent and len(parts) == len(parameters) else None
-        self.replica = None
+        self.copy.tensor = None
         self.sent = sent
-
-    def keep(self, output: Tensor) -> None:
-        """What torch has gathered exactly."""
-        if self.differences and output.dtype in DTYPES:
-            self.replica = output.clone()
-            self.sent += 1
 
     def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int], step: int) -> None:
         key = tuple(numels), input.dtype, input.device, group.group_name
