@@ -1,11 +1,12 @@
 """Sums and gathers of rows in lanes (collectives/row_message.py): within their error, and programs as operations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
@@ -243,3 +244,69 @@ def test_a_copy_comes_closer_and_keeps_no_nan(ranks: RankPool, world: int) -> No
         assert math.isnan(bad)
         assert again < second / 2
         assert last < again / 2
+
+
+def averaged(group: Group, kind: str, steps: int) -> tuple[float, float, float]:
+    """Errors, relative to the mean over ranks: of the last call, of the mean of all calls, and after a reload."""
+    world = group.size()
+    x = torch.randn(world * 301, generator=torch.Generator().manual_seed(group.rank()))
+    mean = x.clone()
+    dist.all_reduce(mean, dist.ReduceOp.SUM)
+    mean = mean.view(world, -1)[group.rank()] / world
+    memory = thinwire.RowFeedback(kind)
+    total = torch.zeros(301)
+    out = torch.empty(301)
+    for step in range(steps):
+        thinwire.reduce_scatter_tensor(out, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=memory, step=step)
+        total += out
+    other = thinwire.RowFeedback(kind)
+    other.load_state_dict(memory.state_dict())
+    again = torch.empty(301)
+    thinwire.reduce_scatter_tensor(out, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=memory, step=steps)
+    thinwire.reduce_scatter_tensor(again, x.clone(), dist.ReduceOp.AVG, codec="lloyd2", feedback=other, step=steps)
+    return off(out, mean), off(total / steps, mean), off(again, out)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_feedback_of_the_verb_makes_good_what_calls_lose(ranks: RankPool, world: int) -> None:
+    steps = 30
+    for last, mean, reloaded in ranks(world).run(averaged, "classic", steps):
+        assert last > 0.1  # one call of two bits
+        assert mean < 1.5 / steps  # all that is owed is what the last one lost, divided by their number
+        assert reloaded == 0
+    for last, _, reloaded in ranks(world).run(averaged, "ef21", steps):
+        assert last < 1e-3  # differences shrink
+        assert reloaded == 0
+
+
+def refused_feedback(group: Group) -> list[str]:
+    memory = thinwire.RowFeedback()
+    out = torch.empty(64)
+    x = torch.ones(64 * group.size())
+    thinwire.reduce_scatter_tensor(out, x.clone(), feedback=memory)
+    calls: list[Callable[[], object]] = [
+        lambda: thinwire.RowFeedback("none"),
+        lambda: thinwire.RowFeedback("ef21", torch.bfloat16),
+        lambda: thinwire.reduce_scatter_tensor(out, x, async_op=True, feedback=memory),
+        lambda: thinwire.reduce_scatter_tensor(out, x, algorithm="plain", feedback=memory),
+        lambda: thinwire.reduce_scatter_tensor(out[:1], x[: group.size()], feedback=memory),
+        lambda: thinwire.all_gather_into_tensor(x, out, async_op=True, feedback=thinwire.RowCopy()),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(thinwire.ThinwireError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_feedback_of_the_verbs_refuses_what_it_cannot_do(ranks: RankPool) -> None:
+    for said in ranks(2).run(refused_feedback):
+        for text, expected in zip(
+            said, ("one of", "float32", "blocking", "compressed", "per buffer", "blocking"), strict=True
+        ):
+            assert expected in text

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.codecs import Codec, Identity
+from thinwire.collectives.channel import MOST_PLANS
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
@@ -49,6 +50,9 @@ class _Rows:
 class Scatterer(Averager):
     """Sums rows of gradients over ranks, a row for each rank."""
 
+    _note: Tensor | None = None  # on a GPU: which calls of programs were not finite
+    _calls = 0  # of programs
+
     def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
         """See Averager; nobody takes the times of rows."""
         news = super().begin_step(group, step, seconds, device)
@@ -76,7 +80,8 @@ class Scatterer(Averager):
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
         if rows.note is not None and not self.decisions.measuring:
-            rows.message.run(outputs, inputs, self._step, note=Bad(rows.note, self._step + 1))
+            self._calls = self._calls % (1 << 30) + 1
+            rows.message.run(outputs, inputs, self._step, note=Bad(rows.note, self._calls))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
         rows.columns.join(outputs, result)
@@ -111,13 +116,17 @@ class Scatterer(Averager):
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
+        if len(self._messages) >= MOST_PLANS:  # a divisor that changes at every step makes them by the thousand
+            self._messages.clear()
+            self._buckets.clear()
         if key not in self._messages:  # codecs that come back need not agree on theirs again
             self._messages[key] = ScatterMessage(laid, like, group, scale)
         message: ScatterMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         carries = [_carry(self.memories, columns, at, held, 1.0 / scale, like.device) for at in range(len(found))]
-        note = self.tally.new_note(like.device) if message.on_stream else None
-        return _Rows(found, width, plain_bytes, columns, message, carries, note)
+        if message.on_stream and self._note is None:
+            self._note = self.tally.new_note(like.device)
+        return _Rows(found, width, plain_bytes, columns, message, carries, self._note if message.on_stream else None)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
@@ -204,7 +213,8 @@ class Gatherer:
 
     @property
     def name(self) -> str:
-        return self._group.name
+        """Of its first parameter."""
+        return self._group.parameters()[0].name
 
     def state(self) -> dict[str, Tensor]:
         """The shards of the copy that this rank owns, by parameter."""
