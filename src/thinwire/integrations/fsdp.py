@@ -97,10 +97,7 @@ class _Leg:
 class FSDPState:
     """Compression of one FSDP2 model: what `compress_fsdp` returns."""
 
-    def __init__(
-        self, model: nn.Module, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec
-    ) -> None:
-        self.options = replace(options, optimizer=options.family)
+    def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec) -> None:
         self.weights = weights
         self.closed = False
         self._groups = list(groups)
@@ -321,7 +318,7 @@ def compress_fsdp(
     gathered = registry.codec(weights)
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
-    state = FSDPState(model, groups, options, within, gathered)
+    state = FSDPState(groups, options, within, gathered)
     state._install(Rules(exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
         warnings.warn(
