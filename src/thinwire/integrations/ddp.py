@@ -154,11 +154,7 @@ class DDPState:
 
         It holds what this rank needs of what `world` ranks saved.
         """
-        if self._decisions.needs_family:
-            raise CollectiveError(
-                "which feedback there is to load depends on the optimiser, and none was seen yet: "
-                "pass optimizer= to compress_ddp, or name the feedback"
-            )
+        self._decisions.check_family("compress_ddp")
         old = self.world if world is None else world
         ranks: dict[int, Mapping[str, Tensor]] = {k: {} for k in range(self.rank, old, self.world)}
         return checkpoint.export(self._averager, self._restorer, self.step, old, ranks, {})
@@ -265,7 +261,9 @@ def compress_ddp(
 
 
 def _expected_ddp(given: Any) -> str:
-    sharded = isinstance(given, nn.Module) and any(hasattr(module, "_get_fsdp_state") for module in given.modules())
+    from torch.distributed.fsdp import FSDPModule  # much comes with it, for an error alone
+
+    sharded = isinstance(given, nn.Module) and any(isinstance(module, FSDPModule) for module in given.modules())
     do = "FSDP2 shards it: call thinwire.compress_fsdp" if sharded else "wrap the model"
     return f"expected a torch.nn.parallel.DistributedDataParallel, got {type(given).__name__}: {do}"
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, registry
 from thinwire.collectives.lane import LaneSpec
+from thinwire.errors import CollectiveError
 from thinwire.integrations import auto, policy
 from thinwire.integrations.names import ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
@@ -59,6 +60,14 @@ class Decisions:
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in policy.leaves(choice)]
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
+
+    def check_family(self, function: str) -> None:
+        """Raise where a blank state would depend on an optimiser that is not known."""
+        if self.needs_family:
+            raise CollectiveError(
+                "which feedback there is to load depends on the optimiser, and none was seen yet: "
+                f"pass optimizer= to {function}, or name the feedback"
+            )
 
     def end_scout(self) -> None:
         if self._scout is not None:

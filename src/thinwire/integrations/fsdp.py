@@ -206,11 +206,7 @@ class FSDPState:
 
         It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
         """
-        if self._decisions.needs_family:
-            raise CollectiveError(
-                "which feedback there is to load depends on the optimiser, and none was seen yet: "
-                "pass optimizer= to compress_fsdp, or name the feedback"
-            )
+        self._decisions.check_family("compress_fsdp")
         layout = self._layout
         old = layout.world if world is None else world
         return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)

@@ -54,8 +54,7 @@ class Layout:
     def read(self, residuals: Parts) -> dict[str, Tensor]:
         """What this rank remembers, by parameter, as a checkpoint has it."""
         if self.replicated:
-            known = {name: self.parameters[name] for name in residuals if name in self.parameters}
-            return {name: p.shard_of_replica(residuals[name].float()) for name, p in known.items()}
+            return {n: self.parameters[n].shard_of_replica(values.float()) for n, values in residuals.items()}
         found = {}
         for name, parameter in self.parameters.items():
             rows = torch.zeros(self.world, parameter.numel)
@@ -67,10 +66,10 @@ class Layout:
                 found[name] = parameter.whole(rows)
         return found
 
-    def blank(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Zeros of the same shapes."""
+    def blank(self, averager: Averager) -> dict[str, Tensor]:
+        """Zeros of the same shapes, for every parameter that has feedback at some step."""
         found: dict[str, Tensor] = {}
-        for name in names:
+        for name in averager.decisions.remembered():
             parameter = self.parameters[name]
             zeros = torch.zeros(parameter.numel)
             found[name] = parameter.shard_of_replica(zeros) if self.replicated else torch.zeros(parameter.shape)
@@ -107,8 +106,7 @@ class Layout:
 def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps) -> dict[str, Any]:
     """What this rank saves."""
     memories = averager.memories
-    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
-    residuals = {**layout.blank(remembered), **layout.read(memories.residuals.read())}
+    residuals = {**layout.blank(averager), **layout.read(memories.residuals.read())}
     state = _head(layout, averager, gatherers, steps, layout.world)
     state["ranks"] = {layout.key(layout.rank): residuals}
     state["errors"] = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
@@ -119,10 +117,9 @@ def blank(
     layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
 ) -> dict[str, Any]:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
-    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
     state = _head(layout, averager, gatherers, steps, world)
     wanted = range(layout.rank, world, layout.world)
-    state["ranks"] = {layout.key(k): layout.blank(remembered) for k in wanted}
+    state["ranks"] = {layout.key(k): layout.blank(averager) for k in wanted}
     state["errors"] = {layout.key(k): [] for k in wanted}
     return state
 
@@ -132,7 +129,7 @@ def _head(
 ) -> dict[str, Any]:
     memories = averager.memories
     meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
-    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant if name in layout.parameters}
+    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
     means |= memories.means.read()
     return {
         "version": _VERSION,
