@@ -19,12 +19,14 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.errors import CollectiveError
+from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager
 from thinwire.integrations.columns import row_name
 from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
 from thinwire.integrations.sharded import Gatherer
 
 _VERSION = 1
+_ERRORS = "\0errors"  # stands for them among parameters
 Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
@@ -42,6 +44,7 @@ class Layout:
                 "the state of parameter groups on different meshes cannot be saved together: compress and save the "
                 "parts of the model one by one"
             )
+        self.groups = (groups[0].shards, groups[0].replicas)
         ranks = next(iter(found), (dist.get_rank(),))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
@@ -113,6 +116,51 @@ def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], st
     return state
 
 
+def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of all ranks as one, with whole parameters, on the first rank; an empty one on the others."""
+    if any(parameter.in_tensor_parallel for parameter in layout.parameters.values()):
+        raise CollectiveError(
+            "gather=True does not know tensor parallelism: save state_dict() with torch.distributed.checkpoint"
+        )
+    shards, replicas = layout.groups
+    key = layout.key(layout.rank)
+    sharded = {"mean": own["mean"], "replica": own["replica"]}
+    if layout.replicated:
+        sharded["ranks"] = own["ranks"][key]
+    whole = {kind: _whole(layout, parts, shards) for kind, parts in sharded.items()}
+    lost = dict(own["errors"][key])
+    noted = {_ERRORS: torch.tensor([lost.get(name, 0.0) for name in layout.parameters], dtype=torch.float64)}
+    if layout.replicated:
+        summed = _rows(noted, shards)
+        if not summed:
+            return {}
+        noted = {_ERRORS: torch.stack([row[_ERRORS] for row in summed]).sum(0)}
+    found = _rows({**(whole["ranks"] if layout.replicated else own["ranks"][key]), **noted}, replicas or shards)
+    if not found:
+        return {}
+    measured = [part.pop(_ERRORS).tolist() for part in found]
+    return {
+        **own,
+        "gathered": True,
+        "mean": whole["mean"],
+        "replica": whole["replica"],
+        "ranks": {layout.key(k): part for k, part in enumerate(found)},
+        "errors": {layout.key(k): list(zip(layout.parameters, row, strict=True)) for k, row in enumerate(measured)}
+        if lost
+        else {},
+    }
+
+
+def _rows(own: Parts, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
+    return [dict(own)] if group is None else checkpoint.gather(own, group)
+
+
+def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Sharded tensors as whole ones, on the first rank of the shards."""
+    rows = _rows({name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}, shards)
+    return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in parts if rows}
+
+
 def blank(
     layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
 ) -> dict[str, Any]:
@@ -174,6 +222,8 @@ def load(
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
+    if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
+        own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
     averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
     averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])

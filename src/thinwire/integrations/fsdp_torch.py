@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
+from thinwire.integrations.names import plain_name
 
 try:
     from torch.distributed.fsdp import FSDPModule
@@ -47,7 +48,6 @@ _ARGUMENTS = (
     "all_reduce_hook",
     "force_sum_reduction_for_comms",
 )
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing put into names
 
 
 class ShardedParameter(NamedTuple):
@@ -97,9 +97,17 @@ class ShardedParameter(NamedTuple):
             local, own, [self.source.fsdp_placement], run_check=False, shape=self.shape, stride=stride
         )
 
+    @property
+    def in_tensor_parallel(self) -> bool:
+        """Whether it is itself a part of a parameter, which tensor parallelism cuts."""
+        return bool(self.source.is_dtensor)
+
     def part(self, shard: Tensor) -> Tensor:
-        """This rank's part, padded, of what `shard` or `shard_of_replica` gave."""
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        """This rank's part, padded, of what `shard` or `shard_of_replica` gave, or of all of it in a plain tensor."""
+        if not isinstance(shard, DTensor):
+            mesh = self.source.mesh_info
+            return self.rows(shard.view(self.shape), mesh.shard_mesh_size)[mesh.shard_mesh_rank]
+        local = shard.to_local()
         padded = local.new_zeros(self.numel)
         padded[: local.numel()] = local.reshape(-1)
         return padded
@@ -311,7 +319,7 @@ def watch_reductions() -> None:
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
     """Those of every module that fully_shard was called on, in the order of the modules."""
-    names = {id(module): _plain_name(name) for name, module in reversed(list(model.named_modules()))}
+    names = {id(module): plain_name(name) for name, module in reversed(list(model.named_modules()))}
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -322,9 +330,3 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
                 found.append(state._fsdp_param_group)
     unique = {id(group): group for group in found}  # several modules may share one
     return [ParameterGroup(group, names) for group in unique.values()]
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = f"{name}.".replace(wrapper, "").removesuffix(".")
-    return name
