@@ -10,9 +10,9 @@ GPUs where every rank has one, else on the CPU.
 
 import argparse
 import os
-from functools import partial
 from pydoc_data.topics import topics
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,7 @@ class Experts(nn.Module):
     def __init__(self, group: dist.ProcessGroup, codec: str, backward_codec: str) -> None:
         super().__init__()
         self.group = group
-        codecs = {"codec": codec, "backward_codec": backward_codec}
-        self.exchange = partial(all_to_all_single, group=group, algorithm="compressed", **codecs)
+        self.way: dict[str, Any] = {"codec": codec, "backward_codec": backward_codec, "algorithm": "compressed"}
         self.router = nn.Linear(WIDTH, group.size())
         torch.manual_seed(1 + group.rank())  # routers are alike, experts are not
         self.expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -64,8 +63,8 @@ class Experts(nn.Module):
         out_rows = out_counts.tolist()
         in_rows = in_counts.tolist()
         self.rows_sent += sum(out_rows) + sum(in_rows) - 2 * out_rows[self.group.rank()]  # what stays does not travel
-        came = self.exchange(x[order], in_rows, out_rows)
-        back = self.exchange(self.expert(came), out_rows, in_rows)
+        came = all_to_all_single(x[order], in_rows, out_rows, self.group, **self.way)
+        back = all_to_all_single(self.expert(came), out_rows, in_rows, self.group, **self.way)
         uneven = world * (one_hot(choice, world).float().mean(0) * share.mean(0)).sum()
         return torch.zeros_like(x).index_copy(0, order, back) * best[:, None], uneven
 

@@ -150,7 +150,8 @@ class Meeting:
                 if time.monotonic() > deadline:
                     told = f"rank {self.place.rank} did not reach {where} within {self.patience_s:g} s ({error})"
                     todo = "start rank 0 there, name an address of it that this machine reaches, and open the port"
-                    raise ThinwireError(f"{told}: {todo}") from None
+                    own = "; localhost is every machine's own: torchrun has --master-addr and --local-addr for that"
+                    raise ThinwireError(f"{told}: {todo}{own if self.address == 'localhost' else ''}") from None
             time.sleep(_POLL_S)
 
     def _put(self, key: str, value: object) -> None:
