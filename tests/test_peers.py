@@ -181,7 +181,9 @@ def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(ThinwireError, match="rank 1 did not reach localhost:.* torchrun has --master-addr and --local"):
+    with pytest.raises(
+        ThinwireError, match=r"rank 1 did not reach localhost:.* torchrun has --master-addr and --local"
+    ):
         Meeting(Place(1, 2, 0, 1), 0.1)
 
 
