@@ -549,15 +549,18 @@ def refuse(group: Group) -> dict[str, str]:
 
 def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
     told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
-    told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "hooked": "hook", "hooked still": "hook"}
+    told |= {
+        "no names": "model=",
+        "twice": "close()",
+        "sparse": "dense",
+        "hooked": "hook ddp_hook",
+        "hooked still": "hook ddp_hook",
+    }
     for found in ranks(2).run(refuse):
         missed = {
             name: found[name] for name, word in told.items() if word not in found[name] or "!" in found[name][:20]
         }
-        missed.pop("hooked", None), missed.pop("hooked still", None)  # torch's own error will do
         assert not missed
-        assert "once" in found["hooked"]
-        assert "once" in found["hooked still"]
 
 
 def late_adam(group: Group) -> str:

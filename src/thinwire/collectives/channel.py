@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from thinwire.collectives.transport import Group, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
 
 _GRACE_S = 0.5  # how long the end of the process waits for a line
+Made = TypeVar("Made")
 MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
 
 
@@ -39,8 +40,7 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.plans: dict[PlanKey, CallPlan] = {}
         self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
-        self.exchanges: dict[tuple[object, ...], Program] = {}  # of equal parts, by codec, dtype and length
-        self.scatters: dict[tuple[object, ...], Any] = {}  # messages of rows with feedback, by what fixes them
+        self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
         self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
         self.calls = 0
@@ -71,6 +71,15 @@ class Channel:
             self.plans.clear()
             self.quick.clear()
         self.plans[key] = plan
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+        """What `make` gives for a key, made once; very many are all forgotten, as plans are."""
+        if key not in self._made:
+            if len(self._made) >= MOST_PLANS:
+                self._made.clear()
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     def run(self, operation: Operation, look: Callable[[], None] | None = None) -> Work:
         """Enter an operation into the line; who waits long for it may `look` whether the ranks disagree."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import MOST_PLANS, Channel, channel_of
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
 from thinwire.collectives.quick import UNKNOWN, quick, remember
@@ -67,13 +67,9 @@ def all_to_all_single(
 
 def _even(channel: Channel, codec: Codec, dtype: torch.dtype, numel: int) -> programs.Program:
     """The program of an exchange of equal parts of `numel` elements."""
-    key = (codec, dtype, numel)
-    if key not in channel.exchanges:
-        if len(channel.exchanges) >= MOST_PLANS:
-            channel.exchanges.clear()
-        assert isinstance(channel.transport, transport.RowTransport)
-        channel.exchanges[key] = programs.Exchange(channel.transport, codec, dtype, numel)
-    return channel.exchanges[key]
+    link = channel.transport
+    assert isinstance(link, transport.RowTransport)
+    return channel.once(("exchange", codec, dtype, numel), lambda: programs.Exchange(link, codec, dtype, numel))
 
 
 def all_to_all(

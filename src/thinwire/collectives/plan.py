@@ -135,10 +135,7 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, c
         return CallPlan(str(key))
     wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
     shards = world - 1 if verb == "broadcast" else 1
-    if link.on_stream:
-        cut = programs.stream_cut(part, wire, shards, codec.unit)
-    else:
-        cut = chunks.cut(part, wire, world, shards, codec.unit)
+    cut = verb_cut(codec, part, wire, link, shards)
     span = Span(0, min(cut.chunk, part))
     if verb == "broadcast":
         chunk_wire = sum(chunks.wire_sizes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype))
@@ -148,6 +145,13 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, c
     limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks)
     program = _verb_program(key, part, link, codec) if cut.num_chunks == 1 else None
     return CallPlan(str(key), codec, cut, chunk_bytes, limit, program=program)
+
+
+def verb_cut(codec: Codec, part: int, wire: int, link: Transport, shards: int = 1) -> Cut:
+    """The chunks of a rank's part, where the parts of all ranks take `wire` bytes."""
+    if link.on_stream:
+        return programs.stream_cut(part, wire, shards, codec.unit)
+    return chunks.cut(part, wire, link.world, shards, codec.unit)
 
 
 def _verb_program(key: PlanKey, part: int, link: Transport, codec: Codec) -> Program | None:

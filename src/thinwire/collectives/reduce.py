@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
 from thinwire.collectives.call import Call, planned, planned_verb
-from thinwire.collectives.channel import MOST_PLANS, Channel, channel_of, known_channel
+from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
@@ -182,14 +182,11 @@ def _scatter_fed_back(
     scale = checks.reduction(op).scale(channel.world)
     chosen = checks.codec_for(codec, source.shape)
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
-    key = spec, source.dtype, scale
-    if key not in channel.scatters:
-        if len(channel.scatters) >= MOST_PLANS:
-            channel.scatters.clear()
-        channel.scatters[key] = ScatterMessage([spec], source, group, scale)
+    key = "scatter", spec, source.dtype, scale
+    message = channel.once(key, lambda: ScatterMessage([spec], source, group, scale))
     watched = LaneWatch(feedback.carry(source.numel(), target.numel(), scale, source.device))
     number = channel.next_step() if step is None else checks.check_step(step)
-    channel.scatters[key].run([target.view(1, -1)], [source.view(channel.world, -1)], number, [watched])
+    message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [watched])
 
 
 def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:

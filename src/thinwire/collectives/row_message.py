@@ -4,6 +4,7 @@ A scatter sums over ranks what they have for each rank; a gather gives every ran
 than FSDP2 may use both: a row is whatever a rank owns of a flat buffer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.chunks import Cut, Flat
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
-from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.plan import CallPlan, verb_cut
 from thinwire.collectives.programs import Program, StreamLane
 from thinwire.collectives.transport import Group, RowTransport
 from thinwire.kernels.rows import Bad
@@ -62,12 +63,12 @@ class _RowMessage:
         """Whether a program on a stream of a GPU runs it, unless lanes are watched."""
         return self._program is not None
 
-    @property
+    @functools.cached_property
     def wire_bytes(self) -> int:
         """Bytes of the wires of one row."""
         return sum(spec.codec.wire_bytes(spec.numel, self._encoded(spec)) for spec in self.specs)
 
-    @property
+    @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
         spans = [cut.span(i).numel for cut in self._cuts for i in range(cut.num_chunks)]
@@ -79,11 +80,8 @@ class _RowMessage:
         return encoded_dtype(spec.codec, self._dtype, fed_back=bool(spec.feedback))
 
     def _cut(self, spec: LaneSpec) -> Cut:
-        link = self.channel.transport
         wire = self.channel.world * spec.codec.wire_bytes(spec.numel, self._encoded(spec))
-        if link.on_stream:
-            return programs.stream_cut(spec.numel, wire, 1, spec.codec.unit)
-        return chunks.cut(spec.numel, wire, link.world, 1, spec.codec.unit)
+        return verb_cut(spec.codec, spec.numel, wire, self.channel.transport)
 
     def _scratch(self) -> tuple[int, int]:
         """Scratch of one chunk, and of all of them."""

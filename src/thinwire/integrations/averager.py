@@ -146,9 +146,9 @@ class Averager:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(_agree, (group, *self.peers), device)
         news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
-        if news:  # what the losers of a race remember is owed to nobody
+        if self.decisions.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
-        if news or self.decisions.setting != self._setting:
+        if self.decisions.raced or self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self._buckets.clear()
         return news

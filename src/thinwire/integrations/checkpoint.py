@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from thinwire import feedback
 from thinwire.errors import CollectiveError
@@ -12,6 +13,7 @@ from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.restore import Restorer
 
 _VERSION = 1
+_ERRORS = "\0errors"  # stands for them among parameters
 State = Mapping[str, Any]
 
 
@@ -41,6 +43,41 @@ def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: 
     """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
+
+
+def gather(own: ByName, group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+    """What every rank of the group has under the same names, on the first of them; an empty list on the others.
+
+    Every rank calls it. Tensors travel one by one: no rank but the first holds more than its own.
+    """
+    if group.size() == 1:
+        return [dict(own)]
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    first = group.rank() == 0
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(group.size())] if first else []
+    for name in sorted(own):
+        value = own[name].to(device)
+        parts = [torch.empty_like(value) for _ in found]
+        dist.gather(value, parts if first else None, group=group, group_dst=0)
+        for rank, part in enumerate(parts):
+            found[rank][name] = part.cpu()
+    return found
+
+
+def gather_state(own: State, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """The states of all ranks as one, on the first rank; an empty one on the others."""
+    errors = dict(own["errors"][str(rank)])
+    names = sorted(errors)
+    lost = {_ERRORS: torch.tensor([errors[name] for name in names], dtype=torch.float64)}
+    found = gather({**own["ranks"][str(rank)], **lost}, group)
+    shared = [part.pop(_ERRORS).tolist() for part in found]
+    if not found:
+        return {}
+    return {
+        **own,
+        "ranks": {str(k): part for k, part in enumerate(found)},
+        "errors": {str(k): list(zip(names, values, strict=True)) for k, values in enumerate(shared)},
+    }
 
 
 def load(

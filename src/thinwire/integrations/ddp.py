@@ -4,6 +4,7 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +22,16 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import ParameterNames
+from thinwire.integrations.handle import Handle
+from thinwire.integrations.names import ParameterNames, plain_name
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
 from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
+from thinwire.integrations.wrapped import find_ddp
 from thinwire.log import announce
 
 
-class DDPState:
+class DDPState(Handle):
     """Compression of one DDP model: what `compress_ddp` returns, and the state of `ddp_hook`.
 
     `process_group` is DDP's group (None: the world). `model` gives parameters their names, for rules by name and for
@@ -52,11 +55,11 @@ class DDPState:
             raise CodecError("rules by name need names: pass model=, or use thinwire.compress_ddp(ddp_model, ...)")
 
     def _begin(self, process_group: dist.ProcessGroup | None, options: DDPOptions, names: ParameterNames) -> None:
+        super().__init__()
         self.process_group = process_group
         # An optimiser may hold the model, which must not hold itself alive.
         self.options = replace(options, optimizer=options.onebit or options.family)
         self.step = 0
-        self.closed = False
         self._names = names
         self._names.needs_model = options.rules.by_name
         self._decisions = Decisions(options, names)
@@ -67,6 +70,7 @@ class DDPState:
 
     def name_parameters(self, model: nn.Module) -> None:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
+        self._decisions.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
@@ -112,7 +116,10 @@ class DDPState:
         self._began = perf_counter()
         if group.size() == 1 or self.closed:
             return
+        if self.process_group is None and self._averager.group is None:
+            _check_group(self)
         news = self._averager.begin_step(group, self.step, self._began - before, device)
+        self._write_logs(self.step, group.rank())
         if news and group.rank() == 0:
             announce(news)
 
@@ -126,12 +133,6 @@ class DDPState:
         """This process's rank in the group."""
         return transport.resolve(self.process_group).rank()
 
-    def __repr__(self) -> str:
-        stats = self.stats()
-        closed = ", closed" if self.closed else ""
-        said = f"codec={stats.codec!r}, feedback={stats.feedback!r}, steps={stats.steps}, ratio={stats.ratio:.2f}"
-        return f"{type(self).__name__}({said}{closed})"
-
     def stats(self) -> Stats:
         """What compression did so far on this rank; `print` shows it as a table."""
         return self._averager.stats(self.step)
@@ -143,28 +144,30 @@ class DDPState:
         self._averager.go_on({}, {}, {}, {})
         self._restorer.restore(None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same bits. Every rank saves its own: they differ in `ranks`."""
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same bits. Every rank saves its own: they differ in `ranks`.
+
+        gather: every rank calls it, the first rank gets one state with what all remember, the others an empty one.
+            All load that one state.
+        """
+        group = transport.resolve(self.process_group)
         memories = self._averager.memories
         ranks = {self.rank: memories.residuals.read()}
-        return checkpoint.export(self._averager, self._restorer, self.step, self.world, ranks, memories.means.read())
+        own = checkpoint.export(self._averager, self._restorer, self.step, self.world, ranks, memories.means.read())
+        return checkpoint.gather_state(own, self.rank, group) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
 
         It holds what this rank needs of what `world` ranks saved.
         """
-        if self._decisions.needs_family:
-            raise CollectiveError(
-                "which feedback there is to load depends on the optimiser, and none was seen yet: "
-                "pass optimizer= to compress_ddp, or name the feedback"
-            )
+        self._decisions.check_family("compress_ddp")
         old = self.world if world is None else world
         ranks: dict[int, Mapping[str, Tensor]] = {k: {} for k in range(self.rank, old, self.world)}
         return checkpoint.export(self._averager, self._restorer, self.step, old, ranks, {})
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state: this rank's own, or, if the world's size changed, the states of all ranks.
+        """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
@@ -177,7 +180,7 @@ class DDPState:
             raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
         return {
             "options": replace(self.options, optimizer=self._decisions.family),
-            "state": self.state_dict(),
+            "state": self.state_dict() if dist.is_initialized() else None,
             "sizes": self._names.sizes,
             "order": self._names.order,
         }
@@ -188,6 +191,8 @@ class DDPState:
         names.awaited = saved["order"]
         self._begin(None, saved["options"], names)
         state = saved["state"]
+        if state is None:  # it was pickled before there was a group, and has nothing to remember
+            return
         rank = str(self.rank)
         (own,) = state["ranks"].values()
         (errors,) = state["errors"].values()
@@ -219,13 +224,12 @@ _switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakr
 
 
 @spelled_out
-def compress_ddp(
-    ddp_model: DistributedDataParallel, codec: CodecChoice = "int8", **options: Unpack[DDPKeywords]
-) -> DDPState:
+def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[DDPKeywords]) -> DDPState:
     """Let the gradients of a DDP model travel compressed.
 
-    The result has `stats()`, `state_dict()`, `load_state_dict()` and `close()`.
+    The result has `stats()`, `log_to()`, `state_dict()`, `load_state_dict()` and `close()`.
 
+    model: a DistributedDataParallel model, or what torch.compile, Fabric or Accelerate made of one.
     codec: a codec ("int8", "lloyd4", ...); a schedule ({0: "none", 100: "int8", 500: "lloyd2"}); "auto", which times
         uncompressed, bf16, int8 and 4 bit on real steps and keeps the fastest inside `error_budget`; or "auto:2.5",
         which deals out 2.5 bits per element on average by measured error, anew every `replan_every` steps.
@@ -246,8 +250,7 @@ def compress_ddp(
         no feedback: feedback="auto" is "none".
     inside: what travels inside a node; a parameter that has more bits across keeps them.
     """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise CollectiveError(_expected_ddp(ddp_model))
+    ddp_model = find_ddp(model)
     if ddp_model.mixed_precision is not None:
         raise CollectiveError(
             "DDP(mixed_precision=...) has a communication hook of its own: use torch.autocast or bfloat16 parameters"
@@ -256,6 +259,7 @@ def compress_ddp(
     switch = _switches.get(ddp_model)
     if switch is None:
         switch = _Switch(state)
+        _check_hooks(ddp_model)
         ddp_model.register_comm_hook(switch, ddp_hook)
         _switches[ddp_model] = switch
     elif not switch.state.closed:
@@ -264,10 +268,27 @@ def compress_ddp(
     return state
 
 
-def _expected_ddp(given: Any) -> str:
-    sharded = isinstance(given, nn.Module) and any(hasattr(module, "_get_fsdp_state") for module in given.modules())
-    do = "FSDP2 shards it: call thinwire.compress_fsdp" if sharded else "wrap the model"
-    return f"expected a torch.nn.parallel.DistributedDataParallel, got {type(given).__name__}: {do}"
+def _check_hooks(ddp_model: DistributedDataParallel) -> None:
+    """Raise if DDP has a communication hook: it takes one, for good."""
+    hooks = [hook for hook, _ in ddp_model._comm_hooks]
+    if hooks:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise CollectiveError(
+            f"this model has the communication hook {name} already, and DDP takes one: leave out its "
+            "register_comm_hook (or the framework's option that calls it), or wrap the model anew"
+        )
+
+
+def _check_group(state: DDPState) -> None:
+    """Raise if a state for the world was registered on a model whose group is smaller: other ranks would never come."""
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(held is state for _, held in found._comm_hooks):
+            ranks = dist.get_process_group_ranks(found.process_group)
+            if len(ranks) < dist.get_world_size():
+                raise CollectiveError(
+                    f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
+                    "world: pass DDPState(process_group, ...) the group that the model has"
+                )
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, registry
 from thinwire.collectives.lane import LaneSpec
+from thinwire.errors import CollectiveError
 from thinwire.integrations import auto, policy
 from thinwire.integrations.names import ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
@@ -48,6 +49,10 @@ class Decisions:
         self._chosen: Codec | None = None
         self.why = ""  # of what "auto" chose
         self.step = 0
+        self.raced = False  # whether a race of codecs ended with the last step
+        self._waited = False  # whether it was told that no optimiser was seen yet
+        self._fresh = False  # whether no step under the present setting was measured yet
+        self._measured: object = None  # the setting of the last measured step
 
     @property
     def needs_family(self) -> bool:
@@ -59,6 +64,14 @@ class Decisions:
             return True
         found = [leaf for choice in choices if isinstance(choice, Codec) for leaf in policy.leaves(choice)]
         return any(policy.feedback_of("auto", leaf, None) is None for leaf in found)
+
+    def check_family(self, function: str) -> None:
+        """Raise where a blank state would depend on an optimiser that is not known."""
+        if self.needs_family:
+            raise CollectiveError(
+                "which feedback there is to load depends on the optimiser, and none was seen yet: "
+                f"pass optimizer= to {function}, or name the feedback"
+            )
 
     def end_scout(self) -> None:
         if self._scout is not None:
@@ -75,8 +88,7 @@ class Decisions:
         due = not self._dealt or (step - 1) % self._options.replan_every == 0
         if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
-        if self._scout is not None and step > 0:
-            self._share_family(step, agree)
+        told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
         choice = self.schedule.at(step)
         if choice != self._choice:  # what was found out under another entry of the schedule does not count
             self.race = None
@@ -85,17 +97,33 @@ class Decisions:
         self._choice = choice
         self.step = step
         news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) and not self._warming_up else ""
+        self.raced = bool(news)
         self._base = Identity() if self._warming_up else self._present_base(choice)
-        return news
+        self._fresh = self.setting != self._measured
+        if self.measuring:
+            self._measured = self.setting
+        return news or told
 
-    def _share_family(self, step: int, agree: Agree) -> None:
-        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever."""
+    def _share_family(self, step: int, agree: Agree) -> str:
+        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever.
+
+        Gives what is to be told, once: a user may expect fewer bits.
+        """
         known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
         waiting = any(name not in self._seen for name in self.sizes)
         shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
             self.family = policy.FAMILIES[int(shared) - 1] if shared else "adaptive"
             self.end_scout()
+            if not shared:
+                return f"no optimizer was seen in {step} steps: it is taken for an adaptive one, pass optimizer= if not"
+        elif not self._waited:
+            self._waited = True
+            return (
+                f"{_MEANWHILE} travels instead of 1 to 3 bits until an optimizer has stepped every parameter, for "
+                f"{_PATIENCE} steps at most: pass optimizer= to begin at once"
+            )
+        return ""
 
     @property
     def _warming_up(self) -> bool:
@@ -127,7 +155,7 @@ class Decisions:
         if isinstance(self._choice, policy.Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
             return True
         every = self._options.measure_every
-        return every > 0 and self.step % every == 0
+        return every > 0 and (self._fresh or self.step % every == 0)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
         """Give every layer its width anew, by the errors of all ranks."""

@@ -5,7 +5,7 @@ handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # 
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -29,11 +29,13 @@ from thinwire.integrations.fsdp_torch import (
     groups_of,
     watch_reductions,
 )
+from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
 from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.stats import Stats, Tally
+from thinwire.integrations.wrapped import describe
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
@@ -46,24 +48,25 @@ class ShardedNames(ParameterNames):
         super().__init__()
         self.from_model = True
         self._groups = groups
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             held = parameter.source.sharded_param
             if held.requires_grad:
                 self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
 
-    def _parameters(self) -> list[ShardedParameter]:
+    def parameters(self) -> list[ShardedParameter]:
         return [parameter for group in self._groups for parameter in group.parameters()]
 
     def get(self, parameter: Tensor) -> str | None:
-        found = (known.name for known in self._parameters() if known.source.sharded_param is parameter)
+        found = (known.name for known in self.parameters() if known.source.sharded_param is parameter)
         return next(found, None)
 
 
 class _Leg:
     """One sum of every gradient: over the shards of a group, or over replicas of them."""
 
-    def __init__(self, averager: Averager) -> None:
+    def __init__(self, averager: Averager, began: Callable[[int, int], None] = lambda step, rank: None) -> None:
         self.averager = averager
+        self._began = began  # is told the steps so far and this rank, at the beginning of each
         self.step = 0  # steps that it began
         self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._begun = False  # whether the averager knows of this step
@@ -87,6 +90,7 @@ class _Leg:
         news = self.averager.begin_step(group, self.step - 1, self._at - before, device)
         if news and group.rank() == 0:
             announce(news)
+        self._began(self.step - 1, group.rank())
 
     def go_on(self, step: int) -> None:
         """From a checkpoint."""
@@ -94,25 +98,27 @@ class _Leg:
         self._reduced.clear()
 
 
-class FSDPState:
+class FSDPState(Handle):
     """Compression of one FSDP2 model: what `compress_fsdp` returns."""
 
     def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec) -> None:
+        super().__init__()
         self.weights = weights
-        self.closed = False
         self._groups = list(groups)
-        self._decisions = Decisions(options, ShardedNames(groups))
+        names = ShardedNames(groups)
+        options.rules.check_names([parameter.name for parameter in names.parameters()])
+        self._decisions = Decisions(options, names)
         if any(group.is_replicated for group in groups):
             self._averager = Averager(options, self._decisions)  # over replicas
             self._averager.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._averager.elsewhere = self._decisions.sizes
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
-            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager)}
+            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager, self._write_logs)}
         else:
             shards = Scatterer(options, self._decisions)
             self._averager = shards
-            self._legs = {"shards": _Leg(shards)}
+            self._legs = {"shards": _Leg(shards, self._write_logs)}
         self._scatterer = shards
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gathered = Tally()  # bytes of weights
@@ -174,14 +180,6 @@ class FSDPState:
             if dist.get_rank() == 0:
                 announce(f"compress_fsdp: {text}")
 
-    def __repr__(self) -> str:
-        stats = self.stats()
-        closed = ", closed" if self.closed else ""
-        return (
-            f"{type(self).__name__}(gradients={stats.codec!r}, weights={str(self.weights)!r}, "
-            f"feedback={stats.feedback!r}, steps={stats.steps}, ratio={stats.ratio:.2f}{closed})"
-        )
-
     def stats(self) -> Stats:
         """What compression did so far on this rank, weights included; `print` shows it as a table."""
         own = self._averager.stats(self.step)
@@ -197,26 +195,28 @@ class FSDPState:
             replica_bytes=replicas,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own."""
-        return fsdp_checkpoint.export(self._layout, self._averager, self._gatherers, self._steps)
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own.
+
+        gather: every rank calls it, the first rank gets one state with what all remember, the others an empty one.
+            All load that one state.
+        """
+        layout = self._layout
+        own = fsdp_checkpoint.export(layout, self._averager, self._gatherers, self._steps)
+        return fsdp_checkpoint.gather(layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint, which fills one in place.
 
         It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
         """
-        if self._decisions.needs_family:
-            raise CollectiveError(
-                "which feedback there is to load depends on the optimiser, and none was seen yet: "
-                "pass optimizer= to compress_fsdp, or name the feedback"
-            )
+        self._decisions.check_family("compress_fsdp")
         layout = self._layout
         old = layout.world if world is None else world
         return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state: this rank's own, the states of all ranks, or what blank_state_dict was filled with.
+        """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
@@ -291,10 +291,7 @@ def compress_fsdp(
     """
     groups = groups_of(model) if isinstance(model, nn.Module) else []
     if not groups:
-        raise CollectiveError(
-            f"expected a model that fully_shard was called on, got {type(model).__name__}: call "
-            "torch.distributed.fsdp.fully_shard first; a DistributedDataParallel model goes to thinwire.compress_ddp"
-        )
+        raise CollectiveError(f"expected a model that fully_shard was called on, got {describe(model)}")
     replicated = any(group.is_replicated for group in groups)
     if feedback == "auto" and not replicated:
         feedback = "none"

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.errors import CollectiveError
+from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager
 from thinwire.integrations.columns import row_name
 from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
 from thinwire.integrations.sharded import Gatherer
 
 _VERSION = 1
+_ERRORS = "\0errors"  # stands for them among parameters
 Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
@@ -42,6 +44,7 @@ class Layout:
                 "the state of parameter groups on different meshes cannot be saved together: compress and save the "
                 "parts of the model one by one"
             )
+        self.groups = (groups[0].shards, groups[0].replicas)
         ranks = next(iter(found), (dist.get_rank(),))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
@@ -54,8 +57,7 @@ class Layout:
     def read(self, residuals: Parts) -> dict[str, Tensor]:
         """What this rank remembers, by parameter, as a checkpoint has it."""
         if self.replicated:
-            known = {name: self.parameters[name] for name in residuals if name in self.parameters}
-            return {name: p.shard_of_replica(residuals[name].float()) for name, p in known.items()}
+            return {n: self.parameters[n].shard_of_replica(values.float()) for n, values in residuals.items()}
         found = {}
         for name, parameter in self.parameters.items():
             rows = torch.zeros(self.world, parameter.numel)
@@ -67,10 +69,10 @@ class Layout:
                 found[name] = parameter.whole(rows)
         return found
 
-    def blank(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Zeros of the same shapes."""
+    def blank(self, averager: Averager) -> dict[str, Tensor]:
+        """Zeros of the same shapes, for every parameter that has feedback at some step."""
         found: dict[str, Tensor] = {}
-        for name in names:
+        for name in averager.decisions.remembered():
             parameter = self.parameters[name]
             zeros = torch.zeros(parameter.numel)
             found[name] = parameter.shard_of_replica(zeros) if self.replicated else torch.zeros(parameter.shape)
@@ -107,22 +109,65 @@ class Layout:
 def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps) -> dict[str, Any]:
     """What this rank saves."""
     memories = averager.memories
-    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
-    residuals = {**layout.blank(remembered), **layout.read(memories.residuals.read())}
+    residuals = {**layout.blank(averager), **layout.read(memories.residuals.read())}
     state = _head(layout, averager, gatherers, steps, layout.world)
     state["ranks"] = {layout.key(layout.rank): residuals}
     state["errors"] = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
     return state
 
 
+def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of all ranks as one, with whole parameters, on the first rank; an empty one on the others."""
+    if any(parameter.in_tensor_parallel for parameter in layout.parameters.values()):
+        raise CollectiveError(
+            "gather=True does not know tensor parallelism: save state_dict() with torch.distributed.checkpoint"
+        )
+    shards, replicas = layout.groups
+    key = layout.key(layout.rank)
+    sharded = {"mean": own["mean"], "replica": own["replica"]}
+    if layout.replicated:
+        sharded["ranks"] = own["ranks"][key]
+    whole = {kind: _whole(layout, parts, shards) for kind, parts in sharded.items()}
+    lost = dict(own["errors"][key])
+    noted = {_ERRORS: torch.tensor([lost.get(name, 0.0) for name in layout.parameters], dtype=torch.float64)}
+    if layout.replicated:
+        summed = _rows(noted, shards)
+        if not summed:
+            return {}
+        noted = {_ERRORS: torch.stack([row[_ERRORS] for row in summed]).sum(0)}
+    found = _rows({**(whole["ranks"] if layout.replicated else own["ranks"][key]), **noted}, replicas or shards)
+    if not found:
+        return {}
+    measured = [part.pop(_ERRORS).tolist() for part in found]
+    return {
+        **own,
+        "gathered": True,
+        "mean": whole["mean"],
+        "replica": whole["replica"],
+        "ranks": {layout.key(k): part for k, part in enumerate(found)},
+        "errors": {layout.key(k): list(zip(layout.parameters, row, strict=True)) for k, row in enumerate(measured)}
+        if lost
+        else {},
+    }
+
+
+def _rows(own: Parts, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
+    return [dict(own)] if group is None else checkpoint.gather(own, group)
+
+
+def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Sharded tensors as whole ones, on the first rank of the shards."""
+    rows = _rows({name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}, shards)
+    return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in parts if rows}
+
+
 def blank(
     layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
 ) -> dict[str, Any]:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
-    remembered = [name for name in averager.decisions.remembered() if name in layout.parameters]
     state = _head(layout, averager, gatherers, steps, world)
     wanted = range(layout.rank, world, layout.world)
-    state["ranks"] = {layout.key(k): layout.blank(remembered) for k in wanted}
+    state["ranks"] = {layout.key(k): layout.blank(averager) for k in wanted}
     state["errors"] = {layout.key(k): [] for k in wanted}
     return state
 
@@ -132,7 +177,7 @@ def _head(
 ) -> dict[str, Any]:
     memories = averager.memories
     meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
-    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant if name in layout.parameters}
+    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
     means |= memories.means.read()
     return {
         "version": _VERSION,
@@ -177,6 +222,8 @@ def load(
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
+    if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
+        own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
     averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
     averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])

@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
+from thinwire.integrations.names import plain_name
 
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_groups
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultAllocMixin,
+        DefaultReduceScatter,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 except ImportError as error:
@@ -43,8 +48,6 @@ _ARGUMENTS = (
     "all_reduce_hook",
     "force_sum_reduction_for_comms",
 )
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing put into names
-Reduce = Callable[..., Any]
 
 
 class ShardedParameter(NamedTuple):
@@ -94,9 +97,17 @@ class ShardedParameter(NamedTuple):
             local, own, [self.source.fsdp_placement], run_check=False, shape=self.shape, stride=stride
         )
 
+    @property
+    def in_tensor_parallel(self) -> bool:
+        """Whether it is itself a part of a parameter, which tensor parallelism cuts."""
+        return bool(self.source.is_dtensor)
+
     def part(self, shard: Tensor) -> Tensor:
-        """This rank's part, padded, of what `shard` or `shard_of_replica` gave."""
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        """This rank's part, padded, of what `shard` or `shard_of_replica` gave, or of all of it in a plain tensor."""
+        if not isinstance(shard, DTensor):
+            mesh = self.source.mesh_info
+            return self.rows(shard.view(self.shape), mesh.shard_mesh_size)[mesh.shard_mesh_rank]
+        local = shard.to_local()
         padded = local.new_zeros(self.numel)
         padded[: local.numel()] = local.reshape(-1)
         return padded
@@ -164,10 +175,6 @@ class ParameterGroup:
         """Whether parameters lie in larger shards, as a forward pass left them (reshard_after_forward=2)."""
         return any(source.sharded_state == ShardedState.SHARDED_POST_FORWARD for source in self._group.fsdp_params)
 
-    def gathered_numels(self) -> list[int]:
-        """Elements of every parameter in a row that is gathered."""
-        return [source._sharded_param_data.numel() for source in self._group.fsdp_params]
-
     def check(self, *, gathers: bool) -> None:
         """Raise unless torch's own reduces the gradients and, if weights are to be gathered too, gathers them."""
         for present, kind in (
@@ -196,16 +203,13 @@ class ParameterGroup:
             self._group._all_gather_comm = DefaultAllGather()
 
 
-class ScatterComm(ReduceScatter):
+class ScatterComm(DefaultAllocMixin, ReduceScatter):
     """Reduces the gradients of a group through `reduce`, whose parameters `expect` was told just before."""
 
     def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
         self.expect = expect
         self._reduce = reduce
         self._plain = DefaultReduceScatter()
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -215,15 +219,12 @@ class ScatterComm(ReduceScatter):
         return self._plain(output_tensor, input_tensor, group, op, async_op)
 
 
-class GatherComm(AllGather):
+class GatherComm(DefaultAllocMixin, AllGather):
     """Gathers the parameters of a group through `gather`, or as torch does."""
 
     def __init__(self, gather: Callable[..., bool]) -> None:
         self._gather = gather
         self._plain = DefaultAllGather()
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -318,7 +319,7 @@ def watch_reductions() -> None:
 
 def groups_of(model: nn.Module) -> list[ParameterGroup]:
     """Those of every module that fully_shard was called on, in the order of the modules."""
-    names = {id(module): _plain_name(name) for name, module in reversed(list(model.named_modules()))}
+    names = {id(module): plain_name(name) for name, module in reversed(list(model.named_modules()))}
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -329,13 +330,3 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
                 found.append(state._fsdp_param_group)
     unique = {id(group): group for group in found}  # several modules may share one
     return [ParameterGroup(group, names) for group in unique.values()]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = f"{name}.".replace(wrapper, "").removesuffix(".")
-    return name

@@ -17,6 +17,7 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations import policy as policies
 from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
+from thinwire.integrations.wrapped import bare_optimizer
 from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]
@@ -81,12 +82,9 @@ class DDPOptions:
             getattr(self, parsed)  # says what is wrong with it
 
     def _check_optimizers(self) -> None:
-        given: Any = self.optimizers
-        if self.optimizer is None:
-            return
-        listed = isinstance(given, Sequence) and len(given) > 0
-        if not listed or not all(isinstance(one, Optimizer) or one in policies.FAMILIES for one in given):
-            kinds = [type(one).__name__ for one in given] if listed else type(given).__name__
+        known = [isinstance(one, Optimizer) or one in policies.FAMILIES for one in self.optimizers]
+        if self.optimizer is not None and not (known and all(known)):
+            kinds = [type(one).__name__ for one in self.optimizers]
             raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
 
     @property
@@ -99,7 +97,9 @@ class DDPOptions:
 
     @property
     def optimizers(self) -> Sequence[Optimizer | str]:
-        return [self.optimizer] if isinstance(self.optimizer, str | Optimizer) else self.optimizer or []
+        given: Any = [] if self.optimizer is None else self.optimizer
+        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        return [bare_optimizer(one) for one in listed]
 
     @property
     def onebit(self) -> OneBitAdam | None:

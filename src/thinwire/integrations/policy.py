@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch.optim import Optimizer
 
 from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
 from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.feedback import KINDS
+from thinwire.integrations.wrapped import bare_optimizer
 
 FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; a tensor with fewer travels in 16 bits: its blocks would hardly fill a scale
@@ -92,7 +92,19 @@ class Rules:
         self._named = [] if policy is None else _named(policy)
         self.codecs = [chosen for _, chosen in self._named]
         patterns = [] if isinstance(exempt, str) or callable(exempt) else exempt
-        self.by_name = bool(patterns) or any(pattern != "*" for pattern, _ in self._named)
+        self._patterns = {"exempt": list(patterns), "policy": [p for p, _ in self._named if p != "*"]}
+        self.by_name = any(self._patterns.values())
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise if a pattern matches none of a model's parameters: it was meant for some."""
+        for option, patterns in self._patterns.items():
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                    raise CodecError(
+                        f"{option} has the pattern {pattern!r}, which matches none of the {len(names)} parameters "
+                        f"({some}): mend it, or leave it out"
+                    )
 
     def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
         if isinstance(base, Identity):
@@ -136,9 +148,7 @@ LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an e
 
 def family(optimizer: object) -> str:
     """ "linear" for SGD, Muon and their like; "adaptive" for Adam's kin and for what is not known."""
-    while isinstance(getattr(optimizer, "optim", None), Optimizer):  # ZeroRedundancyOptimizer and others wrap one
-        optimizer = optimizer.optim  # type: ignore[attr-defined]
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    names = [kind.__name__ for kind in type(bare_optimizer(optimizer)).__mro__]
     return "linear" if any(name in LINEAR for name in names) else "adaptive"
 
 

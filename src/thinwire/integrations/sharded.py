@@ -44,7 +44,6 @@ class _Rows:
     columns: Columns | None = None  # None if nothing of them is compressed
     message: ScatterMessage | None = None
     carries: Sequence[Any] = ()
-    note: Tensor | None = None  # on a GPU: which calls were not finite
 
 
 class Scatterer(Averager):
@@ -79,14 +78,20 @@ class Scatterer(Averager):
         inputs = rows.columns.split(input.view(group.size(), -1))
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
-        if rows.note is not None and not self.decisions.measuring:
-            self._calls = self._calls % (1 << 30) + 1
-            rows.message.run(outputs, inputs, self._step, note=Bad(rows.note, self._calls))
+        if rows.message.on_stream and not self.decisions.measuring:
+            rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
         rows.columns.join(outputs, result)
         self.tally.sent(rows.message.sent_bytes, rows.plain_bytes)
         return True
+
+    def _next_note(self, device: torch.device) -> Bad:
+        """Where the next program notes that it met numbers which are not finite."""
+        if self._note is None:
+            self._note = self.tally.new_note(device)
+        self._calls = self._calls % (1 << 30) + 1
+        return Bad(self._note, self._calls)
 
     def _watched(self, rows: _Rows, world: int, device: torch.device) -> list[LaneWatch]:
         found: list[LaneWatch] = []
@@ -104,10 +109,8 @@ class Scatterer(Averager):
         scale: float,
     ) -> _Rows:
         world = group.size()
-        specs = []
-        for parameter in parameters:
-            size = ParameterSize(parameter.shape, parameter.shape.numel(), like.dtype)
-            specs.append(self.decisions.spec(parameter.name, size)._replace(numel=parameter.numel))
+        sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]
+        specs = [self._spec(name, size, whole=False) for name, size in zip(names, sizes, strict=True)]
         found = lanes.lanes_of(names, specs, whole=True)
         width = sum(parameter.numel for parameter in parameters)
         plain_bytes = (world - 1) * width * like.itemsize
@@ -124,9 +127,7 @@ class Scatterer(Averager):
         message: ScatterMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         carries = [_carry(self.memories, columns, at, held, 1.0 / scale, like.device) for at in range(len(found))]
-        if message.on_stream and self._note is None:
-            self._note = self.tally.new_note(like.device)
-        return _Rows(found, width, plain_bytes, columns, message, carries, self._note if message.on_stream else None)
+        return _Rows(found, width, plain_bytes, columns, message, carries)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
@@ -163,6 +164,8 @@ class Gatherer:
 
     def __init__(self, group: ParameterGroup, codec: Codec, rules: Rules, tally: Tally, *, differences: bool) -> None:
         self._group = group
+        self._parameters = group.parameters()
+        self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
         self._codec = codec
         self._rules = rules
         self._tally = tally
@@ -176,18 +179,17 @@ class Gatherer:
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, of which `input` is the own; False if torch is to do it."""
-        numels = self._group.gathered_numels()
         plain_bytes = (group.size() - 1) * input.nbytes
-        if input.dtype not in DTYPES or sum(numels) != input.numel() or self._group.is_resharded:
+        if input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
             self._tally.sent(plain_bytes, plain_bytes)
             return False
         if not self.differences:
-            self._send(output, input, group, numels, 0)
-            return True
-        self._send_differences(output, input, group, numels)
+            self._send(output, input, group, 0)
+        else:
+            self._send_differences(output, input, group)
         return True
 
-    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int]) -> None:
+    def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         plain_bytes = (group.size() - 1) * input.nbytes
         self._rank = group.rank()
         if self._loaded is not None:
@@ -205,42 +207,39 @@ class Gatherer:
         else:
             input.sub_(self.copy.tensor.view(group.size(), -1)[group.rank()])
             if self._padding is None:
-                self._padding = _padding(self._group.parameters()).to(input.device)
+                self._padding = _padding(self._parameters).to(input.device)
             input.index_fill_(0, self._padding, 0)
-            self._send(output, input, group, numels, self.sent)
+            self._send(output, input, group, self.sent)
             self.copy.add_to(output)
         self.sent += 1
 
     @property
     def name(self) -> str:
         """Of its first parameter."""
-        return self._group.parameters()[0].name
+        return self._parameters[0].name
 
     def state(self) -> dict[str, Tensor]:
         """The shards of the copy that this rank owns, by parameter."""
         if not self.differences:
             return {}
-        parameters = self._group.parameters()
-        width = sum(parameter.numel for parameter in parameters)
-        row = torch.zeros(width) if self._loaded is None else self._loaded.float()
+        row = torch.zeros(self._width) if self._loaded is None else self._loaded.float()
         if self.copy.tensor is not None:
-            row = self.copy.tensor.view(-1, width)[self._rank].float()
-        parts = row.split([parameter.numel for parameter in parameters])
-        return {p.name: p.shard(part) for p, part in zip(parameters, parts, strict=True)}
+            row = self.copy.tensor.view(-1, self._width)[self._rank].float()
+        parts = row.split([parameter.numel for parameter in self._parameters])
+        return {p.name: p.shard(part) for p, part in zip(self._parameters, parts, strict=True)}
 
     def load(self, saved: Mapping[str, Tensor], sent: int) -> None:
         """Go on from shards of a copy, which the next gather brings together; from none if there are none."""
-        parameters = self._group.parameters()
-        found = [saved.get(parameter.name) for parameter in parameters]
-        parts = [p.part(shard) for p, shard in zip(parameters, found, strict=True) if shard is not None]
-        self._loaded = torch.cat(parts) if sent and len(parts) == len(parameters) else None
+        found = [saved.get(parameter.name) for parameter in self._parameters]
+        parts = [p.part(shard) for p, shard in zip(self._parameters, found, strict=True) if shard is not None]
+        self._loaded = torch.cat(parts) if sent and len(parts) == len(self._parameters) else None
         self.copy.tensor = None
         self.sent = sent
 
-    def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, numels: Sequence[int], step: int) -> None:
-        key = tuple(numels), input.dtype, input.device, group.group_name
+    def _send(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, step: int) -> None:
+        key = input.dtype, input.device, group.group_name
         if key not in self._messages:
-            self._messages[key] = self._new_message(input, group, numels)
+            self._messages[key] = self._new_message(input, group)
         columns, message = self._messages[key]
         rows = output.view(group.size(), -1)
         inputs = columns.split(input.view(1, -1))
@@ -249,15 +248,13 @@ class Gatherer:
         columns.join(outputs, rows)
         self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
 
-    def _new_message(
-        self, like: Tensor, group: dist.ProcessGroup, numels: Sequence[int]
-    ) -> tuple[Columns, GatherMessage]:
+    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, GatherMessage]:
         specs = []
-        for parameter, numel in zip(self._group.parameters(), numels, strict=True):
+        for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
-            specs.append(LaneSpec(numel, codec, codec))
-        found = lanes.lanes_of([p.name for p in self._group.parameters()], specs, whole=True)
-        columns = Columns(found, sum(numels), like.device)
+            specs.append(LaneSpec(parameter.numel, codec, codec))
+        found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
+        columns = Columns(found, self._width, like.device)
         return columns, GatherMessage([lane.spec for lane in found], like, group)
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class Stats:
     def bytes_saved(self) -> int:
         """Bytes that did not travel."""
         return self.bytes_plain - self.bytes_sent
+
+    def as_dict(self) -> dict[str, float | str]:
+        """Every figure that is known, by name, for logs and trackers."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)} | {"ratio": self.ratio}
+        return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}

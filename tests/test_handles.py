@@ -1,0 +1,429 @@
+"""What handles owe to frameworks: models inside wrappers, states in one file, logs, pickles, and silence closed."""
+
+import copy
+import io
+import json
+import logging
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import thinwire
+from cases import assert_same
+from ranks import RankPool
+from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
+from thinwire import CodecError, CollectiveError, DDPState, compress_ddp, compress_fsdp
+from thinwire.integrations.policy import Rules, family
+from thinwire.integrations.wrapped import bare_optimizer
+
+STEPS = 6
+SAVED_AT = 3
+
+
+class Around(nn.Module):
+    """A framework's wrapper: holds the model, and the one it wrapped."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = inner
+        self._original_module = getattr(inner, "module", inner)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self._forward_module(*args)
+
+
+def ways_in(group: Group) -> list[str]:
+    """Of a DDP model in every wrapper: the ones whose gradients are not those of the model itself."""
+    made = {
+        "itself": lambda: wrap(Given(), group),
+        "framework": lambda: Around(wrap(Given(), group)),
+        "twice": lambda: nn.ModuleDict({"model": Around(wrap(Around(Given()), group))})["model"],
+    }
+    found = {}
+    for name, make in made.items():
+        model = make()
+        handle = compress_ddp(model, "lloyd4", policy={"a": "int8"})
+        backward(model, draw(group.rank()))
+        found[name] = flat([p.grad for p in model.parameters()])
+        assert handle.stats().ratio > 3, name
+        assert not any("_forward_module" in parameter for row in handle.state_dict()["layout"] for parameter in row)
+    return [name for name, gradients in found.items() if not torch.equal(gradients, found["itself"])]
+
+
+def test_a_ddp_model_is_found_inside_what_wraps_it(ranks: RankPool) -> None:
+    assert ranks(2).run(ways_in) == [[]] * 2
+
+
+def strangers(group: Group) -> dict[str, str]:
+    sharded = nn.Linear(8, 8)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (group.size(),)))
+    found = {
+        "bare": message_of(lambda: compress_ddp(nn.Linear(2, 2))),
+        "no model": message_of(lambda: compress_ddp(3)),  # type: ignore[arg-type]
+        "fsdp2": message_of(lambda: compress_ddp(sharded)),
+        "several": message_of(lambda: compress_ddp(nn.ModuleList([wrap(Given()), wrap(Given())]))),
+        "ddp": message_of(lambda: compress_fsdp(torch.compile(wrap(Given()), backend="eager"))),
+        "bare for fsdp": message_of(lambda: compress_fsdp(nn.Linear(2, 2))),
+    }
+    hooked = wrap(Given())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    found["hook"] = message_of(lambda: compress_ddp(hooked))
+    return found
+
+
+def test_what_is_not_one_ddp_model_is_named(ranks: RankPool) -> None:
+    told = {
+        "bare": "trainer.model_wrapped",
+        "no model": "int: pass the model",
+        "fsdp2": "which FSDP2 shards: call thinwire.compress_fsdp",
+        "several": "ModuleList holds 2",
+        "ddp": "call thinwire.compress_ddp",
+        "bare for fsdp": "which nothing wraps or shards",
+        "hook": "fp16_compress_hook",
+    }
+    for found in ranks(2).run(strangers):
+        assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
+
+
+def test_fsdp1_and_replicate_are_named() -> None:
+    class Sharded(FullyShardedDataParallel):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def modules(self) -> Any:
+            return iter([self])
+
+    class Replicated(nn.Linear):
+        __module__ = "torch.distributed._composable.replicate"
+
+    with pytest.raises(CollectiveError, match=r"FSDP1 shards.*fully_shard"):
+        compress_ddp(Sharded())
+    with pytest.raises(CollectiveError, match=r"replicate\(\).*DistributedDataParallel"):
+        compress_ddp(Replicated(2, 2))
+
+
+class Wrapped:
+    """An optimizer as a framework hands it out."""
+
+    def __init__(self, inner: object) -> None:
+        self._optimizer = inner
+
+
+def test_an_optimizer_is_found_inside_what_wraps_it() -> None:
+    sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    assert bare_optimizer(Wrapped(Wrapped(sgd))) is sgd
+    assert bare_optimizer(sgd) is sgd
+    assert family(Wrapped(sgd)) == "linear"
+    assert DDPState(None, "lloyd2", optimizer=Wrapped(sgd)).options.optimizer == "linear"  # type: ignore[arg-type]
+    for wrong in (Wrapped(3), [Wrapped(sgd), 3], [], 3):
+        with pytest.raises(CodecError, match="optimizer must be"):
+            DDPState(None, "lloyd2", optimizer=wrong)  # type: ignore[arg-type]
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    names = ["layers.0.weight", "layers.0.bias", "embed.weight", "head.weight"]
+    Rules(["*.bias"], {"embed*": "int8", "*": "lloyd4"}).check_names(names)
+    with pytest.raises(CodecError, match=r"policy has the pattern 'nope\*'.*none of the 4 parameters"):
+        Rules("auto", {"embed*": "int8", "nope*": "int8"}).check_names(names)
+    with pytest.raises(CodecError, match=r"exempt has the pattern 'norm'"):
+        Rules(["*.bias", "norm"], None).check_names(names)
+    with pytest.raises(CodecError, match="nope"):
+        DDPState(None, "int8", model=nn.Linear(3, 3), policy={"nope": "none"})
+    frozen = nn.Linear(3, 3)
+    frozen.weight.requires_grad = False
+    DDPState(None, "int8", model=frozen, policy={"weight": "none"})  # it may be thawed
+
+
+def test_a_state_pickles_and_copies_before_there_is_a_group() -> None:
+    state = DDPState(None, "lloyd2", feedback="classic", measure_every=7)
+    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert isinstance(again, DDPState)
+        assert again.options == state.options
+        assert again.step == 0
+
+
+def pickled_early(group: Group, pickled: bytes) -> Tensor:
+    model = wrap(Given(), group)
+    model.register_comm_hook(pickle.loads(pickled), thinwire.ddp_hook)
+    backward(model, draw(group.rank()))
+    return flat([p.grad for p in model.parameters()])
+
+
+def made_late(group: Group) -> Tensor:
+    model = wrap(Given(), group)
+    model.register_comm_hook(DDPState(None, "lloyd2", feedback="classic"), thinwire.ddp_hook)
+    backward(model, draw(group.rank()))
+    return flat([p.grad for p in model.parameters()])
+
+
+def test_a_state_that_was_pickled_early_compresses(ranks: RankPool) -> None:
+    pickled = pickle.dumps(DDPState(None, "lloyd2", feedback="classic"))
+    assert_same(ranks(2).run(pickled_early, pickled)[0], ranks(2).run(made_late)[0])
+
+
+def on_a_part(group: Group) -> str:
+    pair = dist.new_group([0, 1])
+    if group.rank() > 1:
+        return ""
+    model = wrap(Given(), pair)
+    model.register_comm_hook(DDPState(None, "int8"), thinwire.ddp_hook)
+    return message_of(lambda: backward(model, draw(group.rank())))
+
+
+def test_a_state_of_the_world_is_refused_on_a_part_of_it(ranks: RankPool) -> None:
+    for found in ranks(3).run(on_a_part)[:2]:
+        assert "ranks [0, 1] of 3" in found
+        assert "DDPState(process_group" in found
+
+
+# States of all ranks in one.
+
+
+def trained(group: Group, options: Mapping[str, Any], saved: bytes | None) -> tuple[Tensor, bytes]:
+    """Parameters after all steps, from the beginning or from a state, and the gathered state half-way."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    handle = compress_ddp(model, **options)
+    begin = 0
+    file = io.BytesIO()
+    if saved is not None:
+        loaded = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        handle.load_state_dict(loaded["thinwire"])
+        begin = SAVED_AT
+    for step in range(begin, STEPS):
+        if step == SAVED_AT:
+            state = handle.state_dict(gather=True)
+            assert bool(state) == (group.rank() == 0)
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "thinwire": state}, file)
+        learn(model, optimizer, group.rank(), range(step, step + 1))
+    assert handle.step == STEPS
+    return flat(list(model.parameters())), file.getvalue()
+
+
+GATHERED: dict[str, Mapping[str, Any]] = {
+    "classic": {"codec": "lloyd2", "feedback": "classic"},
+    "ef21": {"codec": "lloyd2", "feedback": "ef21"},
+    "bf16": {"codec": "lloyd4", "feedback": "classic", "residual_dtype": torch.bfloat16},
+    "dealt": {"codec": "auto:2.5", "optimizer": "adaptive", "replan_every": 3},
+}
+
+
+@pytest.mark.parametrize("options", GATHERED.values(), ids=GATHERED)
+def test_one_file_of_all_ranks_resumes_bit_by_bit(ranks: RankPool, options: Mapping[str, Any]) -> None:
+    world = ranks(3)
+    straight = world.run(trained, options, None)
+    resumed = world.run(trained, options, straight[0][1])
+    for (expected, _), (got, _) in zip(straight, resumed, strict=True):
+        assert_same(got, expected)
+
+
+def sums(group: Group, saved: bytes) -> dict[str, Tensor]:
+    """What all ranks together remember, of a state that another world saved."""
+    handle = compress_ddp(wrap(network(), group), "lloyd2", feedback="classic")
+    handle.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True)["thinwire"])
+    found = dict(handle._averager.memories.residuals.read())
+    for value in found.values():
+        dist.all_reduce(value, group=group)
+    return found
+
+
+def test_one_file_of_all_ranks_loads_in_another_world(ranks: RankPool) -> None:
+    saved = ranks(3).run(trained, GATHERED["classic"], None)[0][1]
+    state = torch.load(io.BytesIO(saved), weights_only=True)["thinwire"]
+    summed = ranks(2).run(sums, saved)[1]
+    assert summed
+    for name, value in summed.items():
+        expected = torch.stack([part[name] for part in state["ranks"].values()]).double().sum(0)
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+class Sharded:
+    def __init__(self, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(24, 61), nn.GELU(), nn.Linear(61, 53))
+        fully_shard(self.model[0], mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.handle = compress_fsdp(self.model, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.rank = mesh.get_rank()
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + self.rank))
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def shards(self) -> list[Tensor]:
+        return [parameter.to_local().detach().clone() for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+
+
+SHARDED: list[Mapping[str, Any]] = [
+    {"gradients": "lloyd2", "feedback": "classic"},
+    {"gradients": "lloyd2", "feedback": "ef21"},
+    {"gradients": "lloyd4", "weights": "lloyd4", "replica": True},
+    {"gradients": "auto:3", "optimizer": "adaptive", "replan_every": 3},
+]
+
+
+def resumed_from_one(group: Group, folder: str, replicated: bool) -> list[str]:
+    """Options with which a run that was resumed from a gathered state differs from one that was not interrupted."""
+    shape = (2, group.size() // 2) if replicated else (group.size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    wrong = []
+    for at, options in enumerate(SHARDED):
+        first = Sharded(mesh, options)
+        first.train(0, SAVED_AT)
+        state = first.handle.state_dict(gather=True)
+        if group.rank() == 0:
+            torch.save(state, f"{folder}/{at}.pt")
+        dist.barrier()
+        weights = first.shards()
+        first.train(SAVED_AT, STEPS)
+        second = Sharded(mesh, options)
+        with torch.no_grad():
+            for parameter, value in zip(second.model.parameters(), weights, strict=True):
+                parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+        second.handle.load_state_dict(torch.load(f"{folder}/{at}.pt", weights_only=True))
+        second.train(SAVED_AT, STEPS)
+        if second.handle.step != STEPS or not all(map(torch.equal, first.shards(), second.shards())):
+            wrong.append(str(options))
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "replicated"), [(3, False), (4, True)])
+def test_one_file_of_all_shards_resumes_bit_by_bit(
+    ranks: RankPool, tmp_path: Path, world: int, replicated: bool
+) -> None:
+    assert ranks(world).run(resumed_from_one, str(tmp_path), replicated) == [[]] * world
+
+
+# What is told, and when.
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], list[Any], int]:
+    model = wrap(network(), group)
+    writer = Writer()
+    tracker = Tracker()
+    called: list[dict[str, Any]] = []
+    own = f"{path}.{group.rank()}"
+    handle = compress_ddp(model, "int8").log_to(own, every=2).log_to(writer, every=3)
+    handle.log_to(tracker, every=4).log_to(called.append, every=100)
+    learn(model, OPTIMIZERS["sgd"](model.parameters()), group.rank(), range(7))
+    assert called == []
+    lines = Path(own).read_text().splitlines() if Path(own).exists() else []
+    return [json.loads(line) for line in lines], writer.scalars, tracker.rows, handle.stats().bytes_sent
+
+
+def test_a_handle_logs_what_it_did(ranks: RankPool, tmp_path: Path) -> None:
+    (lines, scalars, rows, sent), other = ranks(2).run(logged, str(tmp_path / "log"))
+    assert other[:3] == ([], [], [])  # the first rank writes
+    assert [line["steps"] for line in lines] == [2, 4, 6]
+    assert lines[-1]["bytes_sent"] * 7 == sent * 6
+    assert lines[-1]["codec"] == "int8"
+    assert {step for _, _, step in scalars} == {3, 6}
+    assert {"thinwire/ratio", "thinwire/relative_error", "thinwire/bytes_sent"} <= {name for name, _, _ in scalars}
+    assert not any(isinstance(value, str) for _, value, _ in scalars)
+    assert [row["thinwire/steps"] for row in rows] == [4]
+
+
+def test_a_handle_does_not_log_to_anything() -> None:
+    for target, every in ((3, 1), ("log", 0)):
+        with pytest.raises(CollectiveError, match="log_to"):
+            DDPState(None).log_to(target, every=every)
+
+
+class Heard(logging.Handler):
+    """Keeps what thinwire says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told_of(group: Group, optimizer: str) -> tuple[list[float], list[str]]:
+    """The relative error after every step of 2 bits, and what was said; "" updates parameters by hand."""
+    model = wrap(network(), group)
+    stepped = OPTIMIZERS[optimizer](model.parameters()) if optimizer else None
+    handle = compress_ddp(model, "lloyd2")
+    logger = logging.getLogger("thinwire")
+    heard = Heard()
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
+    found = []
+    for step in range(3 if optimizer else 33):
+        if stepped is not None:
+            learn(model, stepped, group.rank(), range(step, step + 1))
+        else:
+            x, y = batch(group.rank(), step)
+            (model(x) - y).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.data -= 0.01 * parameter.grad  # type: ignore[operator]
+                parameter.grad = None
+        found.append(handle.stats().relative_error or 0.0)
+    logger.removeHandler(heard)
+    logger.setLevel(logging.NOTSET)
+    return found, heard.lines
+
+
+def test_errors_are_those_of_the_codec_that_was_asked_for(ranks: RankPool) -> None:
+    errors, lines = ranks(2).run(told_of, "adam")[0]
+    assert errors[0] < 0.02  # int8, while no optimizer was seen
+    assert errors[2] > 0.2  # lloyd2 loses 0.34 of a Gaussian
+    assert lines == []  # it was seen after the first step
+
+
+def test_bits_that_wait_for_an_optimizer_are_told_once(ranks: RankPool) -> None:
+    first, other = ranks(2).run(told_of, "")
+    errors, lines = first
+    assert len(lines) == 2
+    assert "int8 travels instead of 1 to 3 bits" in lines[0]
+    assert "no optimizer was seen in 30 steps" in lines[1]
+    assert errors[29] < 0.02
+    assert errors[32] > 0.2
+    assert other[1] == []
+
+
+def profiled(group: Group) -> set[str]:
+    """The ranges of a step's profile."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    compress_ddp(model, "int8", algorithm="two_phase")
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=threads) as found:
+        learn(model, optimizer, group.rank(), range(1))
+    return {event.key for event in found.key_averages() if event.key.startswith("thinwire")}
+
+
+def test_a_profile_has_ranges(ranks: RankPool) -> None:
+    assert {"thinwire::encode", "thinwire::wire", "thinwire::decode"} <= ranks(2).run(profiled)[0]
