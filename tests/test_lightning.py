@@ -28,11 +28,10 @@ Options = Mapping[str, Any]
 class Way(NamedTuple):
     """A way of using Lightning: what its Trainer, its strategy and the module (lightning_runs.Net) are told."""
 
-    trainer: Options = {}
-    strategy: Options = {}
-    module: Options = {}
+    trainer: Options = {}  # noqa: RUF012
+    strategy: Options = {}  # noqa: RUF012
+    module: Options = {}  # noqa: RUF012
     compiled: bool = False
-    per_node: int = 0  # ranks, if not all
 
 
 class Fitted(NamedTuple):
@@ -49,7 +48,7 @@ FSDP2 = Way(module={"sharded": True})
 
 def rank(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
     """A function of lightning_runs, which this process does not import."""
-    return getattr(importlib.import_module("lightning_runs"), name)(group, *args)
+    return importlib.import_module("lightning_runs").play(group, name, *args)
 
 
 def ready(group: dist.ProcessGroup) -> None:

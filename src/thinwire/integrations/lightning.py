@@ -34,7 +34,7 @@ else:
     def _package() -> str:
         """The package of Lightning that the program imported, or one that it can: it goes by two names."""
         names = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-        imported = [module for module in names.values() if module in sys.modules]
+        imported = [module for module in names.values() if sys.modules.get(module)]
         installed = [module for name, module in names.items() if find_spec(name) is not None]
         if not imported + installed:
             raise MissingPackageError(
