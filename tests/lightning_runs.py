@@ -17,12 +17,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy as FabricParallel
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
@@ -36,6 +39,7 @@ ITS_OWN = (
     r".*isinstance\(treespec, LeafSpec\).* is deprecated",
     "The '.*_dataloader' does not have many workers",
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
+    "You're resuming from a checkpoint that ended before the epoch ended",
     "mkldnn_matmul failed, switching to BLAS",
 )
 logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -43,7 +47,12 @@ Group = dist.ProcessGroup
 
 
 class _Net:
-    """A network that learns: in DDP, or `sharded` by FSDP2; stepped by Lightning, or by itself (`manual`)."""
+    """A network that learns.
+
+    sharded: by FSDP2, not in DDP; `split` by tensor parallelism, too. One that `forgets` is neither.
+    manual: it steps its optimiser itself.
+    fails_at: the batch at which it raises.
+    """
 
     def __init__(
         self,
@@ -52,6 +61,7 @@ class _Net:
         sharded: bool = False,
         manual: bool = False,
         forgets: bool = False,
+        split: bool = False,
         fails_at: int | None = None,
     ) -> None:
         super().__init__()
@@ -59,16 +69,19 @@ class _Net:
         self.automatic_optimization = not manual
         self._optimizer = optimizer
         self._sharded = sharded and not forgets
+        self._split = split
         self._fails_at = fails_at
         self.peaks = [0.0 for _ in self.net.parameters()]
 
     def configure_model(self) -> None:
-        if self._sharded and not hasattr(self, "unshard"):
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.net:
-                if isinstance(layer, nn.Linear):
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(self, mesh=mesh)
+        if not self._sharded or hasattr(self.net, "unshard"):
+            return
+        if self._split:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        else:
+            shard(self.net, self.device_mesh)
 
     def on_train_start(self) -> None:
         for i, parameter in enumerate(self.net.parameters()):
@@ -217,11 +230,12 @@ def forget_state(path: Path) -> None:
     torch.save(saved, _file(path))
 
 
-def save(group: Group, way: Way, compress: Options, path: Path) -> dict[str, Any] | None:
-    """Train, and save when `fit` is over. Gives what Compress saved."""
-    runner, _ = run(group, way, Compress(**compress))
-    runner.save_checkpoint(path)
-    return state_in(path)
+def save(group: Group, way: Way, compress: Options, path: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Train, and save when `fit` is over. Gives what Compress saved, and what it announced."""
+    with announced() as lines:
+        runner, _ = run(group, way, Compress(**compress))
+        runner.save_checkpoint(path)
+    return state_in(path), lines
 
 
 def owed(group: Group, way: Way, compress: Options, path: Path) -> dict[str, Any]:
@@ -232,17 +246,18 @@ def owed(group: Group, way: Way, compress: Options, path: Path) -> dict[str, Any
     return callback.handle.state_dict(gather=True)
 
 
-def fail(group: Group, compress: Options, folder: Path) -> tuple[str, dict[str, Any] | None, Tensor]:
+def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str], dict[str, Any] | None, Tensor]:
     """A run that fails saves a checkpoint without asking other ranks; another run goes on from it."""
     saving = ModelCheckpoint(folder, filename="failed", save_on_exception=True)
-    said = ""
-    try:
-        run(group, Way(module={"fails_at": 2}), Compress(**compress), saving, enable_checkpointing=True)
-    except RuntimeError as error:
-        said = str(error)
     path = folder / "failed.ckpt"
+    said = ""
+    with announced() as lines:
+        try:
+            run(group, Way(module={"fails_at": 2}), Compress(**compress), saving, enable_checkpointing=True)
+        except RuntimeError as error:
+            said = str(error)
     _, module = run(group, Way(), Compress(**compress), ckpt_path=path)
-    return said, state_in(path), whole(module)
+    return said, lines, state_in(path), whole(module)
 
 
 # --- one Trainer, several; loggers; nodes; errors ---------------------------------------------------------------------
@@ -304,18 +319,24 @@ def refusals(group: Group) -> list[str]:
     return [message_of(call) for call in calls]
 
 
-def alone(group: Group) -> tuple[list[str], Tensor, Tensor]:
-    """What two runs on one device announce, and what they and a run without Compress learn."""
+@contextlib.contextmanager
+def announced() -> Iterator[list[str]]:
+    """What thinwire says."""
     lines: list[str] = []
     logger = logging.getLogger("thinwire")
     handler = logging.Handler(logging.INFO)
-    found = []
     with (
-        patch.dict(os.environ),
         patch.object(handler, "emit", lambda record: lines.append(record.getMessage())),
         patch.object(logger, "handlers", [handler]),
         patch.object(logger, "level", logging.INFO),
     ):
+        yield lines
+
+
+def alone(group: Group) -> tuple[list[str], Tensor, Tensor]:
+    """What two runs on one device announce, and what they and a run without Compress learn."""
+    found = []
+    with patch.dict(os.environ), announced() as lines:
         del os.environ["TORCHELASTIC_RUN_ID"]
         for callbacks in ([Compress()], [Compress()], []):
             _, module = run(group, Way(), *callbacks, devices=1, strategy="auto")
@@ -323,18 +344,40 @@ def alone(group: Group) -> tuple[list[str], Tensor, Tensor]:
     return lines, found[0], found[2]
 
 
-def in_fabric(group: Group, codec: str | None) -> tuple[Tensor, Stats | None]:
-    """Lightning Fabric: a loop of one's own, with accumulation."""
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=group.size())
+def in_fabric(group: Group, codec: str | None, sharded: bool, path: Path) -> tuple[Tensor, Stats | None, list[Any]]:
+    """Fabric: a loop of one's own, DDP with accumulation or FSDP2; and the states that were saved and loaded."""
+    strategy = FabricParallel(shard, data_parallel_size=group.size(), tensor_parallel_size=1) if sharded else "ddp"
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=group.size())
     fabric.launch()
-    module = network()
-    model, optimizer = fabric.setup(module, OPTIMIZERS["adam"](module.parameters()))
-    handle = None if codec is None else thinwire.compress_ddp(model, codec, optimizer=optimizer)
+    model, optimizer, handle = _set_up(fabric, codec)
     for step in range(BATCHES):
         x, y = batch(group.rank(), step)
-        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+        with contextlib.nullcontext() if sharded else fabric.no_backward_sync(model, enabled=step % 2 == 0):
             fabric.backward((model(x) - y).square().mean())
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    return whole(module), None if handle is None else handle.stats()
+    if handle is None:
+        return whole(model), None, []
+    saved = handle.state_dict(gather=True)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "thinwire": saved})
+    other, others, another = _set_up(fabric, codec)
+    loaded: dict[str, Any] = {"model": other, "optimizer": others, "thinwire": {}}
+    fabric.load(path, loaded)
+    assert another is not None
+    another.load_state_dict(loaded["thinwire"])
+    return whole(model), handle.stats(), [saved, another.state_dict(gather=True)]
+
+
+def _set_up(fabric: Fabric, codec: str | None) -> tuple[Any, Any, thinwire.DDPState | thinwire.FSDPState | None]:
+    model = fabric.setup_module(network())
+    optimizer = fabric.setup_optimizers(OPTIMIZERS["adam"](model.parameters()))
+    compress = thinwire.compress_ddp if fabric.strategy.__class__ is DDPStrategy else thinwire.compress_fsdp
+    return model, optimizer, None if codec is None else compress(model, codec, optimizer=optimizer)
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in (*module.children(), module):
+        if isinstance(layer, nn.Linear | nn.Sequential):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+    return module

@@ -166,11 +166,14 @@ class Compress(Callback):
         """For Lightning's checkpoint, which asks all ranks and saves rank 0's answer: the states of all ranks."""
         if self.handle is None or self.handle.closed:
             return {}
-        if self._failed:
+        try:
+            if self._failed:
+                raise CollectiveError("the run failed, and other ranks may not answer")
+            return self.handle.state_dict(gather=True)
+        except CollectiveError as error:  # on all ranks alike; a checkpoint without it is better than none
             if dist.get_rank() == 0:
-                announce("Compress: the run failed, so its checkpoint holds no state of compression")
+                _announce_once(f"a checkpoint is saved without the state of compression: {error}")
             return {}
-        return self.handle.state_dict(gather=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """From Lightning's checkpoint; for DDP it comes before the model is wrapped, for FSDP2 after."""
