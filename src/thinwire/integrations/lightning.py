@@ -150,7 +150,8 @@ class Compress(Callback):
         """Gradients have travelled: tell the loggers, under the step that Lightning's own metrics of it have."""
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         every = trainer.log_every_n_steps
-        if self.handle is None or step == self._logged or not every or (step + 1) % every or not trainer.is_global_zero:
+        due = step != self._logged and every and (step + 1) % every == 0
+        if self.handle is None or not due or not trainer.loggers or not trainer.is_global_zero:
             return
         self._logged = step
         told = self.handle.stats().as_dict()
