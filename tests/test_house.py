@@ -210,7 +210,7 @@ PROBE = """if True:
         "modules": sorted(set(sys.modules) - modules_of_torch),
     }, open(sys.argv[1], "w"))
 """
-HEAVY = {"typer", "rich", "sklearn", "matplotlib"}
+HEAVY = {"typer", "rich", "sklearn", "matplotlib", "lightning", "pytorch_lightning"}
 
 
 @pytest.fixture(scope="module")
