@@ -51,13 +51,13 @@ def data(steps: int) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(TEXT[starts + torch.arange(CONTEXT + 1)].long()), batch_size=BATCH, shuffle=True)
 
 
-def fit(codec: str, steps: int, epochs: int, path: str | None = None) -> lightning.Trainer:
+def fit(compress: Compress, steps: int, epochs: int, path: str | None = None) -> lightning.Trainer:
     """Train a new network, or go on from the checkpoint at `path`."""
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.device_count() >= RANKS else "cpu",
         devices=RANKS,
         strategy="ddp",
-        callbacks=Compress(codec),  # the one line
+        callbacks=compress,  # the one line
         max_epochs=epochs,
         logger=False,
         enable_checkpointing=False,
@@ -70,15 +70,16 @@ def fit(codec: str, steps: int, epochs: int, path: str | None = None) -> lightni
 
 def run(codec: str, steps: int) -> None:
     """Two epochs without a break; then one that is saved, and another that goes on from there."""
-    straight = fit(codec, steps, epochs=2)
+    compress = Compress(codec)
+    straight = fit(compress, steps, epochs=2)
     with tempfile.TemporaryDirectory() as folder:
         path = straight.strategy.broadcast(f"{folder}/epoch1.ckpt")  # rank 0's
-        fit(codec, steps, epochs=1).save_checkpoint(path)  # all ranks call it, rank 0 writes
-        resumed = fit(codec, steps, epochs=2, path=path)
-    if straight.is_global_zero:
+        fit(Compress(codec), steps, epochs=1).save_checkpoint(path)  # all ranks call it, rank 0 writes
+        resumed = fit(Compress(codec), steps, epochs=2, path=path)
+    if straight.is_global_zero and compress.handle is not None:
         weights = (run.lightning_module.parameters() for run in (straight, resumed))
         apart = max((one - other).abs().max().item() for one, other in zip(*weights, strict=True))
-        stats = next(found.handle.stats() for found in straight.callbacks if isinstance(found, Compress))
+        stats = compress.handle.stats()
         print(stats)
         loss = straight.callback_metrics["loss"]
         print(f"{codec:8} loss {loss:.3f}, {stats.ratio:.2f} times fewer bytes; resumed weights differ by {apart:g}")
