@@ -183,6 +183,26 @@ def test_what_was_lost_is_remembered(ranks: RankPool) -> None:
     assert all(found > 0.1 for found in ranks(2).run(owed, 0.9))
 
 
+def steady(group: Group, feedback: str) -> list[float]:
+    """How far the model moves in every round, if all ranks always move by one and the outer rate is 1."""
+    model = nn.Linear(64, 64, bias=False)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(model, None, plain, every=1, codec="int8", feedback=feedback)  # type: ignore[arg-type]
+    found = []
+    for _ in range(8):
+        before = model.weight.detach().clone()
+        model.weight.data.sub_(1.0)
+        diloco.step()
+        found.append(float((before - model.weight.detach()).mean()))
+    return found
+
+
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+def test_feedback_that_forgets_keeps_the_size_of_a_step(ranks: RankPool, feedback: str) -> None:
+    for found in ranks(2).run(steady, feedback):
+        assert found == pytest.approx([1.0] * 8, abs=1 / 127)  # a step of int8
+
+
 # Checkpoints.
 
 

@@ -204,7 +204,9 @@ class DiLoCo(Handle):
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            self._averager.memories.residuals.decay(fragment.names, self.beta)
+            memories = self._averager.memories  # what EF21 has sent is no loss: its means would no longer be the sum of it
+            lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
+            memories.residuals.decay(lost, self.beta)
         news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
         if news and self._group.rank() == 0:
             announce(news)
