@@ -1,6 +1,7 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
 import io
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -245,6 +246,27 @@ def test_a_resumed_run_has_the_same_bits(ranks: RankPool, name: str) -> None:
     again = ranks(2).run(resumed_own, name, [file for _, file in straight])
     for (expected, _), got in zip(straight, again, strict=True):
         assert_same(got, expected)
+
+
+def saved_under_way(group: Group) -> bool:
+    """Whether a state that is saved while another rank is late has what a later one of the same step has."""
+    model = network()
+    diloco = DiLoCo(model, None, every=2, codec="lloyd2", overlap=1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(group.rank())))
+    diloco.synchronize()  # ranks have met in messages of this kind
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(group.rank())))
+    time.sleep(0.5 * group.rank())
+    diloco.step()
+    diloco.step()
+    (early,) = diloco.state_dict()["compression"]["ranks"].values()
+    (late,) = diloco.state_dict()["compression"]["ranks"].values()
+    return all(torch.equal(early[name], late[name]) for name in late)
+
+
+def test_a_state_waits_for_rounds_under_way(ranks: RankPool) -> None:
+    assert ranks(2).run(saved_under_way) == [True, True]
 
 
 def joined(group: Group, saved: bytes) -> tuple[int, float, Tensor]:

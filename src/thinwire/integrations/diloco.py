@@ -287,6 +287,8 @@ class DiLoCo(Handle):
         Every rank saves its own. gather: every rank calls it, the first rank gets one state with what all remember, the
             others an empty one; all load that one. It has no rounds under way: save where there are none.
         """
+        for one in self._under_way:
+            one.wait()  # it changes residuals until it is done
         memories = self._averager.memories
         rank = self._group.rank()
         ranks = {rank: memories.residuals.read()}
@@ -306,7 +308,7 @@ class DiLoCo(Handle):
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
-                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.wait().cpu()}
+                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.average.cpu()}
                 for one in self._under_way
             ],
         }
@@ -321,6 +323,8 @@ class DiLoCo(Handle):
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
         if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
             raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+        for one in self._under_way:
+            one.wait()  # it must not write into what is loaded
         rank = self._group.rank()
         self.rounds = checkpoint.load(
             [state["compression"]], rank, self._group.size(), self._names, self._averager, self._restorer
