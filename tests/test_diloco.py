@@ -351,6 +351,36 @@ def test_a_round_that_is_not_finite_is_dropped_on_all(ranks: RankPool) -> None:
         assert_same(after, before)
 
 
+FALLEN: dict[str, dict[str, Any]] = {
+    "fragments": {"every": 4, "fragments": 2},
+    "overlap": {"every": 4, "fragments": 2, "overlap": 3},
+    "whole": {"every": 4},
+}
+
+
+def fallen(group: Group, name: str) -> tuple[int, bool, bool]:
+    """Rounds that were skipped after one loss was NaN on one rank, and whether all is finite and the same at the end."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with DiLoCo(model, optimizer, **FALLEN[name]) as diloco:
+        for step in range(24):
+            x, y = batch(group.rank(), step)
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            (loss * float("nan") if (step, group.rank()) == (5, 1) else loss).backward()
+            optimizer.step()
+    values = flat(list(model.parameters()))
+    return diloco.skipped, bool(values.isfinite().all()), same_everywhere(group, values)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fragments", 1), ("overlap", 2), ("whole", 1)])
+def test_one_nan_does_not_come_back(ranks: RankPool, name: str, most: int) -> None:
+    for skipped, finite, same in ranks(2).run(fallen, name):
+        assert 1 <= skipped <= most
+        assert finite
+        assert same
+
+
 def moved(group: Group) -> Tensor:
     """An optimizer over the model's parameters, as other libraries take it."""
     model = network()

@@ -149,9 +149,10 @@ class DiLoCo(Handle):
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
         self._share()
+        self._inner = None if inner_optimizer is None else bare_optimizer(inner_optimizer)
         self._hook: Any = None
-        if inner_optimizer is not None:
-            self._hook = bare_optimizer(inner_optimizer).register_step_post_hook(lambda *_: self.step())
+        if self._inner is not None:
+            self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
 
     def _outer_optimizer(self, given: OuterOptimizer) -> Optimizer:
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
@@ -224,17 +225,11 @@ class DiLoCo(Handle):
 
     @torch.no_grad()
     def _apply(self, done: _Round) -> None:
-        """Step with the average, and move this rank's parameters by as much as the outer ones differ from what it sent.
-
-        An average that is not finite, which every rank sees alike, is dropped: all go on from the outer parameters.
-        """
+        """Step with the average, and move this rank's parameters by as much as the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
-        if not bool(torch.isfinite(average).all()):
-            self.skipped += 1
-            if self._group.rank() == 0:
-                announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
-            self._put(fragment, fragment.flat(fragment.outer))
+        if not _is_finite(average):
+            self._drop(done.fragment)
             return
         for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
             copy.grad = gradient
@@ -245,6 +240,25 @@ class DiLoCo(Handle):
         outer = fragment.flat(fragment.outer).add_(trained)
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
+
+    def _drop(self, index: int) -> None:
+        """Leave out a round whose average is not finite, which every rank sees alike: all go on from the outer parameters.
+
+        The rank that it comes from does so with all fragments, and forgets what its optimizer remembers of it: numbers
+        that are not finite would come back from there at the next step.
+        """
+        self.skipped += 1
+        if self._group.rank() == 0:
+            announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
+        for at, fragment in enumerate(self._fragments):
+            if at == index or not _is_finite(fragment.flat(fragment.own())):
+                self._put(fragment, fragment.flat(fragment.outer))
+                for one in (one for one in self._under_way if one.fragment == at):
+                    one.sent = fragment.flat(fragment.own())  # it has learnt nothing since
+        remembered = [] if self._inner is None else list(self._inner.state.values())
+        for state in remembered:
+            if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
+                state.clear()
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters."""
@@ -340,6 +354,10 @@ class DiLoCo(Handle):
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
         return _Round(saved["fragment"], saved["due"], saved["sent"].to(device), saved["average"].to(device), None)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
