@@ -396,6 +396,25 @@ def test_an_outer_optimizer_over_the_model_is_moved_to_the_copies(ranks: RankPoo
         assert_same(got, want)
 
 
+def with_frozen(group: Group) -> tuple[int, bool]:
+    """An optimizer over all parameters, named, of a model that has one without gradient; copies that it steps."""
+    model = network()
+    next(model.parameters()).requires_grad = False
+    outer = torch.optim.SGD(model.named_parameters(), lr=0.7)  # type: ignore[arg-type]
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, outer, every=2) as diloco:
+        train(model, optimizer, group.rank(), range(4))
+        state = diloco.state_dict()
+        diloco.load_state_dict(state)
+    (settings,) = outer.param_groups
+    assert len(settings["param_names"]) == len(settings["params"])
+    return len(settings["params"]), same_everywhere(group, flat(list(model.parameters())))
+
+
+def test_an_outer_optimizer_may_hold_parameters_that_do_not_learn(ranks: RankPool) -> None:
+    assert ranks(2).run(with_frozen) == [(5, True)] * 2
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "every": ({"every": 0}, "every must be"),
     "fragments": ({"every": 4, "fragments": 5}, "fragments must be from 1 to 4"),
@@ -412,6 +431,9 @@ def refused(group: Group) -> dict[str, str]:
     found = {n: message_of(lambda o=o: DiLoCo(model, None, **o)) for n, (o, _) in REFUSED.items()}
     foreign = torch.optim.SGD(network().parameters(), 0.1)
     found["foreign"] = message_of(lambda: DiLoCo(model, None, foreign, every=2))
+    part = torch.optim.SGD(list(model.parameters())[:2], 0.7)
+    found["part"] = message_of(lambda: DiLoCo(model, None, part, every=2))
+    found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
     found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
     return found
@@ -419,6 +441,7 @@ def refused(group: Group) -> dict[str, str]:
 
 def test_misuse_is_refused(ranks: RankPool) -> None:
     told = {name: words for name, (_, words) in REFUSED.items()}
+    told |= {"part": "without 2.weight", "part made": "without 0.weight"}
     told |= {"foreign": "with others", "no model": "pass the nn.Module", "state": "expected what state_dict()"}
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}

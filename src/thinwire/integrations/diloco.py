@@ -128,7 +128,7 @@ class DiLoCo(Handle):
         self.skipped = 0  # averages that were not finite
         self._group = transport.resolve(group)
         self._fragments = [_Fragment(part) for part in _cut(named, fragments)]
-        self.outer_optimizer = self._outer_optimizer(outer_optimizer)
+        self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
             feedback=feedback,
@@ -154,23 +154,38 @@ class DiLoCo(Handle):
         if self._inner is not None:
             self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
 
-    def _outer_optimizer(self, given: OuterOptimizer) -> Optimizer:
+    def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
+        """What steps the outer copies; `known` are the model's parameters, those included that have none."""
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
+        names = [name for fragment in self._fragments for name in fragment.names]
         if given is None:
             return torch.optim.SGD(copies, lr=_LR, momentum=_MOMENTUM, nesterov=True)
-        if not isinstance(given, Optimizer):
-            return given(copies)
-        own = [parameter for fragment in self._fragments for parameter in fragment.parameters]
-        outer = {id(parameter): copy for parameter, copy in zip(own, copies, strict=True)}
+        if isinstance(given, Optimizer):
+            self._move(given, known)
+        found = given if isinstance(given, Optimizer) else given(copies)
+        stepped = {id(copy) for settings in found.param_groups for copy in settings["params"]}
+        left = [name for name, copy in zip(names, copies, strict=True) if id(copy) not in stepped]
+        if left:
+            raise CollectiveError(
+                f"outer_optimizer: expected all of the model's parameters that learn, got one without {left[0]}, which "
+                "every round would set back: add it, or let it require no gradient"
+            )
+        return found
+
+    def _move(self, given: Optimizer, known: set[int]) -> None:
+        """Let an optimizer over the model's parameters step their outer copies."""
+        outer = {id(p): copy for part in self._fragments for p, copy in zip(part.parameters, part.outer, strict=True)}
         for settings in given.param_groups:
-            unknown = [p for p in settings["params"] if id(p) not in outer]
+            unknown = [p for p in settings["params"] if id(p) not in known]
             if unknown or given.state:
                 raise CollectiveError(
                     "outer_optimizer: expected a new optimizer over the model's parameters, got one "
                     + ("with others" if unknown else "that has stepped")
                 )
-            settings["params"] = [outer[id(p)] for p in settings["params"]]
-        return given
+            kept = [at for at, p in enumerate(settings["params"]) if id(p) in outer]
+            settings["params"] = [outer[id(settings["params"][at])] for at in kept]
+            if "param_names" in settings:
+                settings["param_names"] = [settings["param_names"][at] for at in kept]
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""
