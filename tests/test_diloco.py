@@ -318,6 +318,23 @@ def test_sites_of_several_ranks(ranks: RankPool, sharded: bool) -> None:
     assert not torch.equal(flat(found[0][0]), flat(list(network().parameters())))
 
 
+def in_few_rows(group: Group) -> tuple[str, str]:
+    """The last layer has one row, which one rank of a site holds: what all ranks are told of rules by its name."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
+    model = network()
+    fully_shard(model, mesh=mesh["inside"])
+    options: dict[str, Any] = {"every": 2, "group": mesh.get_group("site")}
+    outer = torch.optim.SGD(model.parameters(), 0.7)
+    return (
+        message_of(lambda: DiLoCo(model, None, policy={"4.*": "int8"}, exempt=["4.bias"], **options)),
+        message_of(lambda: DiLoCo(model, None, outer, **options)),
+    )
+
+
+def test_a_rank_without_elements_of_a_parameter_knows_its_name(ranks: RankPool) -> None:
+    assert ranks(4).run(in_few_rows) == [("accepted!", "accepted!")] * 4
+
+
 def differing(group: Group) -> bool:
     model = network()
     for parameter in model.parameters():

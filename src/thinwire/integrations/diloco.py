@@ -144,7 +144,7 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        options.rules.check_names([name for name, _ in named])
+        options.rules.check_names([plain_name(name) for name, _ in _bare(model).named_parameters()])  # as on other ranks
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
@@ -379,14 +379,17 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
     if not isinstance(model, nn.Module):
         raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    inner = getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    named = [(plain_name(name), p) for name, p in inner.named_parameters() if p.requires_grad]
+    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
     found = [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
         what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
         raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
     return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
