@@ -347,6 +347,26 @@ def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None
     assert ranks(3).run(differing) == [True] * 3
 
 
+def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
+    """Ranks whose models differ in frozen parameters and buffers: whether all have the same, at first and at the end."""
+    model = network(norm=True)
+    model.register_buffer("phase", torch.full((2, 3), 1j * group.rank()).T)
+    model.register_buffer("mask", torch.tensor([group.rank() == 0, False]))
+    frozen = next(model.parameters())
+    frozen.requires_grad = False
+    frozen.add_(group.rank())
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, every=2):
+        at_first = same_everywhere(group, *model.state_dict().values())
+        train(model, optimizer, group.rank(), range(3))
+        between = same_everywhere(group, *model.buffers())
+    return at_first, between, same_everywhere(group, *model.state_dict().values())
+
+
+def test_ranks_share_buffers_and_what_is_frozen(ranks: RankPool) -> None:
+    assert ranks(2).run(with_the_rest) == [(True, False, True)] * 2
+
+
 def poisoned(group: Group) -> tuple[int, bool, Tensor, Tensor]:
     model = network()
     diloco = DiLoCo(model, None, every=1, codec="lloyd4")

@@ -149,6 +149,8 @@ class DiLoCo(Handle):
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
         self._share()
+        self._buffers = list(model.buffers())
+        self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
         self._inner = None if inner_optimizer is None else bare_optimizer(inner_optimizer)
         self._hook: Any = None
         if self._inner is not None:
@@ -193,6 +195,15 @@ class DiLoCo(Handle):
             buffer = fragment.flat(fragment.outer)
             dist.broadcast(buffer, group=self._group, group_src=0)
             self._put(fragment, buffer)
+
+    def _spread(self, tensors: Sequence[Tensor]) -> None:
+        """All ranks have the first one's, of any dtype."""
+        for tensor in tensors:
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            if own.numel():
+                buffer = own.detach().contiguous().view(-1).view(torch.uint8)
+                dist.broadcast(buffer, group=self._group, group_src=0)
+                own.copy_(buffer.view(own.dtype).view(own.shape))
 
     def _put(self, fragment: _Fragment, buffer: Tensor) -> None:
         """Outer copies and own parameters = these."""
@@ -276,11 +287,12 @@ class DiLoCo(Handle):
                 state.clear()
 
     def synchronize(self) -> None:
-        """Average everything now, on all ranks; they then have the same parameters."""
+        """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
         self._finish()
         for index in range(len(self._fragments)):
             self._begin(index, self.steps)
             self._finish()
+        self._spread(self._buffers)
 
     def _finish(self) -> None:
         """Apply every round that is under way."""
