@@ -347,6 +347,26 @@ def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None
     assert ranks(3).run(differing) == [True] * 3
 
 
+def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
+    """Whether the end of a run changes a model that learnt nothing since the last round, and the rounds that there were."""
+    model = network().to(dtype)
+    optimizer = inner(model)
+    diloco = DiLoCo(model, optimizer, every=4)
+    for _ in range(8):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + group.rank())
+        optimizer.step()
+    before = flat(list(model.parameters())).clone()
+    diloco.synchronize()
+    diloco.close()
+    return torch.equal(flat(list(model.parameters())), before), diloco.rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_end_right_after_a_round_changes_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
+    assert ranks(2).run(closed_after_a_round, dtype) == [(True, 2)] * 2
+
+
 def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
     """Ranks whose models differ in frozen parameters and buffers: whether all have the same, at first and at the end."""
     model = network(norm=True)

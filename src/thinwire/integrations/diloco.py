@@ -52,6 +52,10 @@ class _Fragment:
         """This rank's parameters; of a sharded one, its shard."""
         return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
 
+    def has_learnt(self) -> bool:
+        """Whether this rank's parameters differ from the outer ones."""
+        return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
+
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
 
@@ -289,10 +293,18 @@ class DiLoCo(Handle):
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
         self._finish()
-        for index in range(len(self._fragments)):
-            self._begin(index, self.steps)
-            self._finish()
+        for index, learnt in enumerate(self._learnt()):
+            if learnt:  # an outer step without it would follow the momentum alone
+                self._begin(index, self.steps)
+                self._finish()
         self._spread(self._buffers)
+
+    def _learnt(self) -> list[bool]:
+        """Whether any rank's parameters differ from the outer ones, by fragment."""
+        found = [float(fragment.has_learnt()) for fragment in self._fragments]
+        told = torch.tensor(found, device=self._fragments[0].outer[0].device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in told.tolist()]
 
     def _finish(self) -> None:
         """Apply every round that is under way."""
