@@ -335,6 +335,29 @@ def test_a_rank_without_elements_of_a_parameter_knows_its_name(ranks: RankPool) 
     assert ranks(4).run(in_few_rows) == [("accepted!", "accepted!")] * 4
 
 
+def at_odds(group: Group) -> list[str]:
+    """What ranks are told that do not mean the same."""
+    first = group.rank() == 0
+    model = network()
+    models = [network(), nn.Linear(20, 3)]
+    return [
+        message_of(lambda: DiLoCo(model, None, every=2 if first else 3)),
+        message_of(lambda: DiLoCo(model, None, every=4, fragments=1 if first else 2)),
+        message_of(lambda: DiLoCo(model, None, every=4, overlap=0 if first else 2)),
+        message_of(lambda: DiLoCo(models[group.rank()], None, every=4)),
+        message_of(lambda: DiLoCo(model, None, every=4)),
+    ]
+
+
+def test_ranks_that_differ_are_told_so(ranks: RankPool) -> None:
+    for found in ranks(2).run(at_odds):
+        *told, fine = found
+        assert all("the ranks disagree" in message for message in told), told
+        assert "every=2" in told[0]
+        assert "every=3" in told[0]
+        assert fine == "accepted!"
+
+
 def differing(group: Group) -> bool:
     model = network()
     for parameter in model.parameters():

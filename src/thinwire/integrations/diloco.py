@@ -8,6 +8,7 @@ on every rank alike, and the rank goes on from the result. The average takes the
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import transport
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies
 from thinwire.integrations.averager import Averager, Future, GradientSet
@@ -152,6 +155,7 @@ class DiLoCo(Handle):
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
+        self._check_alike()
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
@@ -192,6 +196,16 @@ class DiLoCo(Handle):
             settings["params"] = [outer[id(settings["params"][at])] for at in kept]
             if "param_names" in settings:
                 settings["param_names"] = [settings["param_names"][at] for at in kept]
+
+    def _check_alike(self) -> None:
+        """Raise on all ranks unless they are to average the same parameters at the same steps."""
+        shapes = [(name, *shape) for part in self._fragments for name, shape in zip(part.names, part.shapes, strict=True)]
+        numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
+        model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
+        timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
+        if self._group.size() > 1:
+            device = self._fragments[0].outer[0].device
+            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", known=False)
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""
