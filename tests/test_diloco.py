@@ -291,6 +291,36 @@ def test_a_gathered_state_serves_another_world(ranks: RankPool) -> None:
         assert_same(outer, flat(list(state["outer"].values())))
 
 
+def misloaded(group: Group) -> dict[str, str]:
+    """What is said of states that do not fit, and of one that cannot be gathered."""
+    first = DiLoCo(network(), None, every=4, fragments=2, overlap=3, codec="lloyd2")
+    for _ in range(3):
+        first.step()
+    state = first.state_dict()
+    sharded = network()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
+    fully_shard(sharded, mesh=mesh["inside"])
+    parts = DiLoCo(sharded, None, every=2, group=mesh.get_group("site"))
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, state, group=group)
+    return {
+        "fragments": message_of(lambda: DiLoCo(network(), None, every=4).load_state_dict(state)),
+        "rank": message_of(lambda: first.load_state_dict(states[group.rank() - 1])),
+        "sharded": message_of(lambda: parts.state_dict(gather=True)),
+        "own": message_of(lambda: first.load_state_dict(state)),
+    }
+
+
+def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks(4).run(misloaded)):
+        assert "rounds under way of 2 fragments, got 1" in found["fragments"]
+        assert f"rank {rank} of 4 goes on from what ranks {rank} of 4 remember, got that of {(rank - 1) % 4}" in (
+            found["rank"]
+        )
+        assert "gather=True: parameters are sharded" in found["sharded"]
+        assert found["own"] == "accepted!"
+
+
 # Sites of several ranks, ranks that differ, and faults.
 
 

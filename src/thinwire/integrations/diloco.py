@@ -363,6 +363,8 @@ class DiLoCo(Handle):
         own = checkpoint.export(self._averager, self._restorer, self.rounds, self._group.size(), ranks, means)
         if gather and self._under_way:
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
+        if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
+            raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
         compression = checkpoint.gather_state(own, rank, self._group) if gather else own
         if not compression:
             return {}
@@ -371,6 +373,7 @@ class DiLoCo(Handle):
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
+            "fragments": len(self._fragments),
             "outer": {name: copy.detach().cpu().clone() for name, copy in copies.items()},
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
@@ -390,6 +393,12 @@ class DiLoCo(Handle):
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
         if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
             raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+        if state["under_way"] and state["fragments"] != len(self._fragments):
+            raise CollectiveError(
+                f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
+                f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
+            )
+        self._check_ranks(state["compression"])
         for one in self._under_way:
             one.wait()  # it must not write into what is loaded
         rank = self._group.rank()
@@ -403,6 +412,16 @@ class DiLoCo(Handle):
             for name, copy in copies.items():
                 copy.copy_(state["outer"][name])
         self._under_way = [self._resumed(one) for one in state["under_way"]]
+
+    def _check_ranks(self, compression: Mapping[str, Any]) -> None:
+        """Raise unless a state has what this rank goes on from."""
+        wanted = [str(k) for k in range(self._group.rank(), compression["world"], self._group.size())]
+        if not compression["ranks"].keys() >= set(wanted):
+            raise CollectiveError(
+                f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
+                f"{', '.join(wanted)} of {compression['world']} remember, got that of {', '.join(compression['ranks'])}: "
+                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+            )
 
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
