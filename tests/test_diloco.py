@@ -113,6 +113,25 @@ def test_a_round_per_step_is_data_parallelism(ranks: RankPool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def in_fp64(group: Group) -> tuple[float, float]:
+    """How far a model in fp64 is from where it began, and after a round from where the ranks' mean is."""
+    model = nn.Linear(40, 40).double()
+    torch.manual_seed(3)
+    begun = torch.randn(40, 40, dtype=torch.float64)
+    model.weight.data.copy_(begun)
+    diloco = DiLoCo(model, None, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
+    first = float((model.weight.detach() - begun).abs().max())
+    model.weight.data.add_(group.rank() / 3)
+    diloco.step()
+    return first, float((model.weight.detach() - begun - 1 / 6).abs().max())
+
+
+def test_a_model_in_fp64_stays_exact(ranks: RankPool) -> None:
+    for first, after in ranks(2).run(in_fp64):
+        assert first == 0
+        assert after < 1e-14  # a few roundings of numbers below 5
+
+
 # Codecs and feedback.
 
 

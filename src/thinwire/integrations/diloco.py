@@ -43,13 +43,17 @@ _MOMENTUM = 0.9
 
 
 class _Fragment:
-    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer."""
+    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer.
+
+    Where one of the parameters is in fp64, all of that is too.
+    """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = tuple(name for name, _ in named)
         self.parameters = [parameter for _, parameter in named]
         self.shapes = [tensor.shape for tensor in self.own()]
-        self.outer = [nn.Parameter(tensor.detach().float().clone()) for tensor in self.own()]
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
 
     def own(self) -> list[Tensor]:
         """This rank's parameters; of a sharded one, its shard."""
@@ -60,7 +64,7 @@ class _Fragment:
         return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
+        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([shape.numel() for shape in self.shapes])
