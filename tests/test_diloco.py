@@ -563,6 +563,7 @@ def refused(group: Group) -> dict[str, str]:
     part = torch.optim.SGD(list(model.parameters())[:2], 0.7)
     found["part"] = message_of(lambda: DiLoCo(model, None, part, every=2))
     found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
+    found["several"] = message_of(lambda: DiLoCo(model, [inner(model)], every=2))  # type: ignore[arg-type]
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
     found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
     return found
@@ -570,6 +571,7 @@ def refused(group: Group) -> dict[str, str]:
 
 def test_misuse_is_refused(ranks: RankPool) -> None:
     told = {name: words for name, (_, words) in REFUSED.items()}
+    told |= {"several": "got list: of several pass the one that steps last"}
     told |= {"part": "without 2.weight", "part made": "without 0.weight"}
     told |= {"foreign": "with others", "no model": "pass the nn.Module", "state": "expected what state_dict()"}
     found = ranks(2).run(refused)[0]

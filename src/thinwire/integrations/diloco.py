@@ -129,6 +129,12 @@ class DiLoCo(Handle):
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self._inner = bare_optimizer(inner_optimizer)
+        if self._inner is not None and not isinstance(self._inner, Optimizer):
+            raise CollectiveError(
+                f"inner_optimizer: expected a torch optimizer, got {type(inner_optimizer).__name__}: of several pass the one "
+                "that steps last, or pass None and call step() yourself"
+            )
         named = _trained(model)
         _check(every, fragments, overlap, beta, len(named))
         self.every = every
@@ -163,7 +169,6 @@ class DiLoCo(Handle):
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
-        self._inner = None if inner_optimizer is None else bare_optimizer(inner_optimizer)
         self._hook: Any = None
         if self._inner is not None:
             self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
