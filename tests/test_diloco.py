@@ -551,6 +551,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "overlap": ({"every": 4, "overlap": 4}, "overlap must be"),
     "beta": ({"every": 4, "beta": 1.5}, "beta must be"),
     "auto": ({"every": 4, "codec": "auto"}, "times steps of DDP"),
+    "budget": ({"every": 4, "codec": "auto:3", "fragments": 3}, "needs fragments=1, got 3"),
+    "budget later": ({"every": 4, "codec": {0: "int8", 2: "auto:3"}, "fragments": 2}, "needs fragments=1, got 2"),
     "pattern": ({"every": 4, "policy": {"nope": "int8"}}, "matches none"),
 }
 

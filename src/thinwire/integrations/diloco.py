@@ -102,7 +102,7 @@ class DiLoCo(Handle):
         to their outer copies, or a function of a list of tensors that makes one. None is SGD with Nesterov momentum 0.9
         and a rate of 0.7.
     every: steps between two averages of a parameter.
-    codec: as for compress_ddp, without "auto".
+    codec: as for compress_ddp, without "auto"; "auto:2.5" without fragments.
     feedback: "auto" (none from 4 bits up, classic below, EF21 before an outer Adam), "none", "classic" or "ef21".
     beta: what is left of a residual after a round; 1 forgets nothing.
     fragments: parameters in so many groups, which are averaged by turns, so that traffic comes evenly.
@@ -153,10 +153,12 @@ class DiLoCo(Handle):
             policy=policy,
             optimizer=policies.family(self.outer_optimizer),
             residual_dtype=residual_dtype,
-            measure_every=len(self._fragments) * 10,
+            measure_every=len(self._fragments) * 10 + 1,  # another fragment each time
         )
         if any(isinstance(choice, policies.Trial) for choice in options.schedule.choices):
             raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
+        if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in options.schedule.choices):
+            raise CodecError(f"codec={codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}")
         self._names = ParameterNames()
         self._names.from_model = True
         for name, parameter in named:
