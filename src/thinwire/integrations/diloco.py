@@ -129,12 +129,7 @@ class DiLoCo(Handle):
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._inner = bare_optimizer(inner_optimizer)
-        if self._inner is not None and not isinstance(self._inner, Optimizer):
-            raise CollectiveError(
-                f"inner_optimizer: expected a torch optimizer, got {type(inner_optimizer).__name__}: of several pass the one "
-                "that steps last, or pass None and call step() yourself"
-            )
+        self._inner = _stepping(inner_optimizer)
         named = _trained(model)
         _check(every, fragments, overlap, beta, len(named))
         self.every = every
@@ -155,15 +150,13 @@ class DiLoCo(Handle):
             residual_dtype=residual_dtype,
             measure_every=len(self._fragments) * 10 + 1,  # another fragment each time
         )
-        if any(isinstance(choice, policies.Trial) for choice in options.schedule.choices):
-            raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
-        if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in options.schedule.choices):
-            raise CodecError(f"codec={codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}")
+        _check_codec(options, fragments)
         self._names = ParameterNames()
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        options.rules.check_names([plain_name(name) for name, _ in _bare(model).named_parameters()])  # as on other ranks
+        # Other ranks may have elements of parameters of which this one has none.
+        options.rules.check_names([plain_name(name) for name, _ in _bare(model).named_parameters()])
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
@@ -210,7 +203,8 @@ class DiLoCo(Handle):
 
     def _check_alike(self) -> None:
         """Raise on all ranks unless they are to average the same parameters at the same steps."""
-        shapes = [(name, *shape) for part in self._fragments for name, shape in zip(part.names, part.shapes, strict=True)]
+        pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
+        shapes = [(name, *shape) for name, shape in pairs]
         numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
@@ -260,7 +254,7 @@ class DiLoCo(Handle):
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            memories = self._averager.memories  # what EF21 has sent is no loss: its means would no longer be the sum of it
+            memories = self._averager.memories  # not of EF21, whose means are the sum of what it has sent
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
         news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
@@ -280,7 +274,7 @@ class DiLoCo(Handle):
 
     @torch.no_grad()
     def _apply(self, done: _Round) -> None:
-        """Step with the average, and move this rank's parameters by as much as the outer ones differ from what it sent."""
+        """Step with the average; move this rank's parameters by as much as the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
         if not _is_finite(average):
@@ -297,7 +291,7 @@ class DiLoCo(Handle):
             own.copy_(values)
 
     def _drop(self, index: int) -> None:
-        """Leave out a round whose average is not finite, which every rank sees alike: all go on from the outer parameters.
+        """Leave out a round that is not finite, which all ranks see alike: they go on from the outer parameters.
 
         The rank that it comes from does so with all fragments, and forgets what its optimizer remembers of it: numbers
         that are not finite would come back from there at the next step.
@@ -430,13 +424,34 @@ class DiLoCo(Handle):
         if not compression["ranks"].keys() >= set(wanted):
             raise CollectiveError(
                 f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
-                f"{', '.join(wanted)} of {compression['world']} remember, got that of {', '.join(compression['ranks'])}: "
-                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+                f"{', '.join(wanted)} of {compression['world']} remember, got that of {', '.join(compression['ranks'])}"
+                ": load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
             )
 
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
         return _Round(saved["fragment"], saved["due"], saved["sent"].to(device), saved["average"].to(device), None)
+
+
+def _stepping(given: Optimizer | None) -> Optimizer | None:
+    """The optimizer whose steps are counted, if any."""
+    found = bare_optimizer(given)
+    if found is not None and not isinstance(found, Optimizer):
+        raise CollectiveError(
+            f"inner_optimizer: expected a torch optimizer, got {type(given).__name__}: of several pass the one that "
+            "steps last, or pass None and call step() yourself"
+        )
+    return found
+
+
+def _check_codec(options: DDPOptions, fragments: int) -> None:
+    choices = options.schedule.choices
+    if any(isinstance(choice, policies.Trial) for choice in choices):
+        raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
+    if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in choices):
+        raise CodecError(
+            f"codec={options.codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}"
+        )
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -447,7 +462,9 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
     if not isinstance(model, nn.Module):
         raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
+    named: list[tuple[str, Tensor]] = [
+        (plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad
+    ]
     found = [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
