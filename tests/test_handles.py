@@ -22,7 +22,7 @@ import thinwire
 from cases import assert_same
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
-from thinwire import CodecError, CollectiveError, DDPState, compress_ddp, compress_fsdp
+from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
 from thinwire.integrations.policy import Rules, family
 from thinwire.integrations.wrapped import bare_optimizer
 
@@ -443,3 +443,55 @@ def profiled(group: Group) -> set[str]:
 
 def test_a_profile_has_ranges(ranks: RankPool) -> None:
     assert {"thinwire::encode", "thinwire::wire", "thinwire::decode"} <= ranks(2).run(profiled)[0]
+
+
+# States that are damaged.
+
+
+def damages(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies of a state with something wrong in each."""
+    found: dict[str, Any] = {f"without {key}": {k: v for k, v in state.items() if k != key} for key in state}
+    ((rank, own),) = state["ranks"].items()
+    name = next(iter(own))
+    worse = {
+        "a negative step": {"step": -1},
+        "no ranks": {"world": 0},
+        "a step in words": {"step": "three"},
+        "NaN": {"ranks": {rank: {**own, name: torch.full_like(own[name], float("nan"))}}},
+        "integers": {"ranks": {rank: {**own, name: torch.zeros(own[name].shape, dtype=torch.int64)}}},
+        "a list": {"ranks": [own]},
+        "a wrong length": {"ranks": {rank: {**own, name: own[name][:-1]}}},
+        "an unknown codec": {"decisions": {**state["decisions"], "chosen": "nope"}},
+        "no widths": {"decisions": {"optimizer": "", "chosen": "", "why": ""}},
+        "feedback that is no list": {"feedback": 3},
+    }
+    return found | {what: {**state, **wrong} for what, wrong in worse.items()} | {"nothing": None, "a number": 3}
+
+
+def damaged(group: Group) -> tuple[list[str], bool]:
+    """Damaged states that were loaded, or refused in other words; whether the run went on as if nothing happened."""
+    runs = []
+    accepted: list[str] = []
+    for spoilt in (False, True):
+        model = wrap(network(), group)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        handle = compress_ddp(model, "lloyd2", feedback="classic")
+        learn(model, optimizer, group.rank(), range(3))
+        if spoilt:
+            for what, state in damages(handle.state_dict()).items():
+                try:
+                    handle.load_state_dict(state)
+                    accepted.append(what)
+                except ThinwireError:
+                    pass
+                except Exception as error:
+                    accepted.append(f"{what}: {error!r}")
+        learn(model, optimizer, group.rank(), range(3, 5))
+        runs.append(flat(list(model.parameters())))
+    return accepted, torch.equal(*runs)
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool) -> None:
+    for accepted, same in ranks(2).run(damaged):
+        assert accepted == []
+        assert same

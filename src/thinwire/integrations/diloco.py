@@ -317,19 +317,23 @@ class DiLoCo(Handle):
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
-        if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
-            raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
-        rank = self._group.rank()
-        self.rounds = checkpoint.load(
-            [state["compression"]], rank, self._group.size(), self._names, self._averager, self._restorer
-        )
+        group = self._group
+        with checkpoint.reading():
+            if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
+                raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+            checkpoint.check_numbers(state["steps"], group.size(), state["outer"])
+            skipped = int(state["skipped"])
+            under_way = [self._resumed(one) for one in state["under_way"]]
+            self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+            self.rounds = checkpoint.load(
+                [state["compression"]], group.rank(), group.size(), self._names, self._averager, self._restorer
+            )
         self.steps = int(state["steps"])
-        self.skipped = int(state["skipped"])
-        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        self.skipped = skipped
+        self._under_way = under_way
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(state["outer"][name])
-        self._under_way = [self._resumed(one) for one in state["under_way"]]
 
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
