@@ -19,6 +19,7 @@ from thinwire import kernels, wire
 from thinwire.errors import CodecError, WireError
 from thinwire.kernels import hashing, reference
 from thinwire.kernels.schema import Encoding
+from thinwire.ranges import ranged
 from thinwire.wire import Kind
 
 _MOST_RECIPES = 4096  # lengths a codec remembers
@@ -50,6 +51,7 @@ class Codec(ABC):
         """Length of the wire of `numel` elements. `dtype` matters to the identity alone."""
         return _recipe(self, numel, dtype).layout.nbytes
 
+    @ranged("thinwire::encode")
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
         """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
 
@@ -73,6 +75,7 @@ class Codec(ABC):
         """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
         self.decode_sum(wire.unsqueeze(0), out, scale=scale, step=step)
 
+    @ranged("thinwire::decode")
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
@@ -93,6 +96,7 @@ class Codec(ABC):
             out.detach().copy_(flat.view(out.shape))
         _mark_written(out)
 
+    @ranged("thinwire::recode")
     def recode(
         self,
         wires_WN: Tensor,

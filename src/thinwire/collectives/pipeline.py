@@ -28,6 +28,7 @@ from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
 from thinwire.collectives.transport import Stages, Waitable
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
+from thinwire.ranges import ranged
 
 
 class Operation:
@@ -131,6 +132,12 @@ class _Running:
     waited: int = 0  # how often
 
 
+@ranged("thinwire::wire")
+def _wait(awaited: Sequence[Waitable]) -> None:
+    for waitable in awaited:
+        waitable.wait()
+
+
 class Line:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
@@ -160,8 +167,7 @@ class Line:
                 if not self._under_way:
                     return
                 self._current = running = self._under_way.popleft()
-                for waitable in running.awaited:
-                    waitable.wait()
+                _wait(running.awaited)
             self._resume(running)
         except BaseException as error:
             self._fail(error)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
+from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
@@ -159,18 +160,21 @@ class StreamTransport(Transport):
         super().__init__(group, tags)
         self.device = device
 
+    @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         if is_ahead():
             return
         self._moved(sent.numel() - sent.numel() // self.world)
         _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
+    @ranged("thinwire::wire")
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         if is_ahead():
             return
         self._moved(whole.numel() - own.numel())
         _finish(_all_gather(self.group, whole, own, _GATHER))
 
+    @ranged("thinwire::wire")
     def broadcast(self, whole: Tensor, source: int) -> None:
         if is_ahead():
             return

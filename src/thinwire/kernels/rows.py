@@ -24,6 +24,7 @@ from thinwire import wire as wire_format
 from thinwire.kernels import dispatch, hashing
 from thinwire.kernels.schema import RowJob
 from thinwire.kernels.triton.compiling import is_ahead
+from thinwire.ranges import ranged
 
 
 class Feedback(NamedTuple):
@@ -68,7 +69,7 @@ def encoder(
     fused = _fused(job)
     if fused is not None:
         made: Encode = fused.encoder(job, skip, by_row, first_row, feedback)
-        return made
+        return ranged("thinwire::encode")(made)
     backend = dispatch.select(job.device)
 
     def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
@@ -101,7 +102,7 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     fused = _fused(job)
     if fused is not None and (own < 0 or fused.adds_own(job)):
         made: Recode = fused.recoder(job, row, world, scale, own, feedback)
-        return made
+        return ranged("thinwire::recode")(made)
     backend = dispatch.select(job.device)
     begin, end = job.rows.span(row)
     numel = end - begin
@@ -153,7 +154,7 @@ def decoder(
     fused = _fused(job)
     if fused is not None:
         made: Decode = fused.decoder(job, world, scale, skip, own, share, feedback)
-        return made
+        return ranged("thinwire::decode")(made)
     backend = dispatch.select(job.device)
 
     def decode(

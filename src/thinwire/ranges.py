@@ -1,0 +1,29 @@
+"""Ranges for torch.profiler: thinwire::encode, thinwire::wire (messages and waits for them), thinwire::decode.
+
+On gloo they are in a thread of thinwire's own, which torch.profiler leaves out unless it is told
+`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.autograd import profiler
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def ranged(name: str) -> Callable[[Function], Function]:
+    """A decorator: the function's calls are a range of that name, while a profiler looks on."""
+
+    def around(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not profiler._is_profiler_enabled:  # entering a range costs a microsecond even where nobody looks
+                return function(*args, **kwargs)
+            with profiler.record_function(name):
+                return function(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return around

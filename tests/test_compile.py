@@ -1,0 +1,77 @@
+"""torch.compile and compress_ddp: graphs are captured, gradients are those of the uncompiled model, both orders."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import RankPool
+from replicas import Group, same_everywhere
+from thinwire import compress_ddp
+
+STEPS = 4
+ORDERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
+    "DDP of a compiled model": lambda backend, model: DistributedDataParallel(torch.compile(model, backend=backend)),
+    "a compiled DDP model": lambda backend, model: torch.compile(DistributedDataParallel(model), backend=backend),
+}
+
+
+class Block(nn.Module):
+    """A module with a forward of its own: torch.compile captures nothing of a DDP model around an nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 72)
+        self.down = nn.Linear(72, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.relu(self.up(x)))
+        return (x + hidden).square().mean()
+
+
+def trained(group: Group, make: Callable[[nn.Module], nn.Module]) -> tuple[Tensor, float]:
+    torch.manual_seed(2)
+    model = make(Block())
+    handle = compress_ddp(model, "lloyd4", policy={"up.weight": "int8"})  # named as without torch.compile
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert same_everywhere(group, found)
+    return found, handle.stats().ratio
+
+
+def compiled(group: Group, backend: str) -> dict[str, tuple[int, float, float]]:
+    """By order: graphs, times fewer bytes, and how far parameters are from those of the uncompiled model."""
+    expected, _ = trained(group, DistributedDataParallel)
+    found = {}
+    for name, order in ORDERS.items():
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            got, ratio = trained(group, functools.partial(order, counter))
+        found[name] = counter.frame_count, ratio, float((got - expected).abs().max())
+    return found
+
+
+@pytest.mark.timeout(160)  # inductor compiles C++
+@pytest.mark.parametrize(
+    ("backend", "bound"),
+    [("eager", 0.0), ("inductor", 1e-2)],  # another rounding of a gradient may move a code, by a level at most
+)
+def test_a_compiled_model_is_compressed(ranks: RankPool, backend: str, bound: float) -> None:
+    for found in ranks(2).run(compiled, backend, timeout=150):
+        for name, (graphs, ratio, distance) in found.items():
+            assert graphs > 0, name
+            assert ratio > 3.5, name
+            assert distance <= bound, name
