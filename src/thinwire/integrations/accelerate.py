@@ -83,7 +83,7 @@ def compress_prepared(
             f"(distributed_type={accelerator.distributed_type})"
         )
     announce("one process trains, and sends nothing: there is nothing to compress")
-    return _Alone(None, codec, model=model, **_without(options, (*_OF_FSDP, *_OF_DDP, "inside")))
+    return Alone(None, codec, model=model, **_without(options, (*_OF_FSDP, *_OF_DDP, "inside")))
 
 
 def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def _check_hook(accelerator: Accelerator) -> None:
         )
 
 
-class _Alone(DDPState):
+class Alone(DDPState):
     """The handle where one process trains: nothing travels, nothing is remembered."""
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
     Where each node saves its own checkpoint (`save_on_each_node`), those of other nodes hold nothing. A run of one
     process has nothing to save either: feedback then begins anew.
     """
-    if not isinstance(handle, _Alone) and dist.get_world_size() > 1:
+    if not isinstance(handle, Alone) and dist.get_world_size() > 1:
         found: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(found, bool(state))
         if not all(found):

@@ -7,6 +7,8 @@ import gc
 import os
 import uuid
 import warnings
+import weakref
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,7 +25,7 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     )
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire.integrations.accelerate import Handle, Keywords, check_options, compress_prepared, load_shared
+from thinwire.integrations.accelerate import Alone, Handle, Keywords, check_options, compress_prepared, load_shared
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json
@@ -44,7 +46,7 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         self.handle: Handle | None = None
         self._codec = codec
         self._options = options
-        self._model: Any = None  # what is compressed
+        self._model: Callable[[], Any] = lambda: None  # what is compressed, as long as it lives
         self._run = ""  # the name of this run, in the checkpoints that it writes
 
     def on_train_begin(
@@ -54,10 +56,12 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         trainer = _trainer_of(state)
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log before others
-        if self.handle is None or trainer.model_wrapped is not self._model:
+        if self.handle is None or trainer.model_wrapped is not self._model():
             options: Any = {"optimizer": trainer.optimizer, **self._options}
             self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, **options)
-            self._model = trainer.model_wrapped
+            self._model = weakref.ref(trainer.model_wrapped)
+        if isinstance(self.handle, Alone):
+            return
         if state.global_step:
             load_shared(self.handle, self._read(args, state))
         self._run = uuid.uuid4().hex
