@@ -29,7 +29,7 @@ from thinwire.integrations.accelerate import Alone, Handle, Keywords, check_opti
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json
-_LOGGED = ("bytes_sent", "bytes_plain", "ratio", "bits_per_element", "relative_error", "clipped", "nonfinite")
+_LOGGED = ("bytes_sent", "ratio", "bits_per_element", "relative_error", "nonfinite")
 
 
 class Compress(TrainerCallback):  # type: ignore[misc]
