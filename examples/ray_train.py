@@ -1,4 +1,4 @@
-"""Ray Train: gradients of two workers travel in two bits; a second run goes on from the first one's checkpoint.
+"""Ray Train: gradients of two workers travel in two bits. They fail once, and go on from Ray's checkpoint bit by bit.
 
 python examples/ray_train.py          # two workers on CPUs
 python examples/ray_train.py --gpu    # a GPU for each
@@ -7,20 +7,21 @@ python examples/ray_train.py --gpu    # a GPU for each
 import argparse
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.train
 import torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import Tensor, nn
 
 import thinwire
 
-WORKERS = 2
-CODEC = "lloyd2"
+STEPS = 40
+SAVE_EVERY = 20
+FAIL_AT = 30
 RATE = 3e-3
+CODEC = "lloyd2"
 FILE = "state.pt"
 
 
@@ -40,7 +41,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: i
     return loss.detach()
 
 
-def worker(config: dict[str, Any]) -> None:
+def worker() -> None:
     """What every worker runs."""
     rank = ray.train.get_context().get_world_rank()
     bare = network()
@@ -56,30 +57,18 @@ def worker(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         handle.load_state_dict(saved["thinwire"])
         begin = saved["step"]
-    for step in range(begin, config["steps"]):
+    for step in range(begin, STEPS):
+        if step == FAIL_AT and begin == 0:
+            raise RuntimeError("a machine fails")
         loss = learn(model, optimizer, rank, step, get_device())
-    compression = handle.state_dict(gather=True)  # every worker calls it; rank 0 gets what all of them remember
-    weights = torch.cat([p.detach().flatten() for p in bare.parameters()]).double()
-    found = {"begin": begin, "loss": loss.item(), "weights": weights.norm().item(), "ratio": handle.stats().ratio}
-    with tempfile.TemporaryDirectory() as folder:
-        state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "thinwire": compression}
-        torch.save({**state, "step": config["steps"]}, Path(folder) / FILE)
-        ray.train.report(found, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
-
-
-def train(steps: int, storage: str, gpu: bool) -> None:
-    """A run of `steps` steps. One that has a checkpoint in `storage` already goes on from there."""
-    trainer = TorchTrainer(
-        worker,
-        train_loop_config={"steps": steps},
-        scaling_config=ScalingConfig(num_workers=WORKERS, use_gpu=gpu),
-        run_config=RunConfig(name="thinwire", storage_path=storage),
-    )
-    found = trainer.fit().metrics or {}
-    print(
-        f"steps {found['begin']} to {steps}: loss {found['loss']:.4f}, weights {found['weights']!r}, "
-        f"{found['ratio']:.1f} times fewer bytes"
-    )
+        if (step + 1) % SAVE_EVERY == 0:
+            state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            state["thinwire"] = handle.state_dict(gather=True)  # every worker calls it; rank 0 gets that of all
+            weights = torch.cat([p.detach().flatten() for p in bare.parameters()]).double().norm()
+            found = {"begin": begin, "loss": loss.item(), "weights": weights.item(), "ratio": handle.stats().ratio}
+            with tempfile.TemporaryDirectory() as folder:
+                torch.save(state, Path(folder) / FILE)
+                ray.train.report(found, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
 if __name__ == "__main__":
@@ -88,6 +77,14 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     ray.init(include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as storage:
-        train(20, storage, arguments.gpu)
-        train(40, storage, arguments.gpu)
+        trainer = TorchTrainer(
+            worker,
+            scaling_config=ScalingConfig(num_workers=2, use_gpu=arguments.gpu),
+            run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=1)),
+        )
+        found = trainer.fit().metrics or {}
+    print(
+        f"steps {found['begin']} to {STEPS}: loss {found['loss']:.4f}, weights {found['weights']!r}, "
+        f"{found['ratio']:.1f} times fewer bytes"
+    )
     ray.shutdown()

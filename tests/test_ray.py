@@ -1,4 +1,4 @@
-"""Ray Train, with the real package: examples/ray_train.py, whose second run goes on from Ray's own checkpoint."""
+"""Ray Train, with the real package: examples/ray_train.py, whose workers fail and go on from Ray's own checkpoint."""
 
 import os
 import re
@@ -56,18 +56,16 @@ def uninterrupted(group: Group) -> float:
     model = DistributedDataParallel(bare, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=example["RATE"])
     compress_ddp(model, example["CODEC"], optimizer=optimizer)
-    for step in range(40):
+    for step in range(example["STEPS"]):
         example["learn"](model, optimizer, group.rank(), step, torch.device("cpu"))
     return torch.cat([p.detach().flatten() for p in bare.parameters()]).double().norm().item()
 
 
 @pytest.mark.program("-c", "import test_ray; test_ray.run_example()")
-def test_a_run_goes_on_from_ray_s_checkpoint_with_the_same_bits(program: Ended, ranks: RankPool) -> None:
+def test_workers_go_on_from_ray_s_checkpoint_with_the_same_bits(program: Ended, ranks: RankPool) -> None:
     assert program.status == 0, program.told
     assert program.alone
-    first, second = re.findall(TOLD, program.out)
-    assert first[:2] == ("0", "20")
-    assert second[:2] == ("20", "40")
-    assert float(second[2]) < float(first[2])
-    assert min(float(first[4]), float(second[4])) > 12
-    assert ranks(2).run(uninterrupted) == [float(second[3])] * 2
+    ((begin, end, _, weights, ratio),) = re.findall(TOLD, program.out)
+    assert (begin, end) == ("20", "40")
+    assert float(ratio) > 12
+    assert ranks(2).run(uninterrupted) == [float(weights)] * 2
