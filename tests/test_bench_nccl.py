@@ -4,14 +4,14 @@ The ranks' side runs on gloo here, with a card that is the CPU; what only a GPU 
 """
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from thinwire.tools.bench import collectives as bench, ddp_steps, gpu_counts, launch, nccl, record
+from thinwire.tools.bench import collectives as bench, ddp_steps, gpu_counts, launch, nccl, record, tasks
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.bench.ddp_steps import StepCase, StepSample
 from thinwire.tools.bench.gpu_counts import GpuCount
@@ -208,7 +208,8 @@ def test_counts_of_ranks_in_one_row() -> None:
 
 def timed(kind: Any, ms: float, **more: Any) -> Any:
     counted = [GpuCount(5, 40, 0.1 * ms)]
-    return kind([ms] * 3, [1.0] * 3, [0] * 3, [64] * 3, host_ms=[ms / 2] * 3, gpu=counted, **more)
+    host = {"host_ms": [ms / 2] * 3, "steady_ms": [ms / 4] * 3}
+    return kind([ms] * 3, [1.0] * 3, [0] * 3, [64] * 3, gpu=counted, **host, **more)
 
 
 def a_record(monkeypatch: pytest.MonkeyPatch) -> record.Record:
@@ -216,7 +217,7 @@ def a_record(monkeypatch: pytest.MonkeyPatch) -> record.Record:
     monkeypatch.setattr(nccl, "version", lambda: (2, 31, 2))
     rows: list[record.Row] = []
     for ranks in (NcclRanks(2, 1), NcclRanks(4, 1, 2), NcclRanks(4, 1, 4)):
-        for case in bench.nccl_cases(ranks, [1000, 4000], bench.NCCL_VERBS, bench.NCCL_CODECS):
+        for case in bench.nccl_cases(ranks, [1000, 4000], ("all_reduce", *bench.STEPS), bench.NCCL_CODECS):
             if isinstance(case, StepCase):
                 part = {str(scheme): timed(StepSample, 4.0, params=99, digest="a") for scheme in case.schemes}
                 rows += ddp_steps.rows_of(case, [{**part, "nothing": timed(StepSample, 0.1)}] * ranks.world)
@@ -233,7 +234,7 @@ def test_rows_have_the_columns_of_the_schema(monkeypatch: pytest.MonkeyPatch) ->
         assert set(row) >= GPU_COLUMNS | {"nccl", "cards", "mps", "plain_host_ms", "plain_launches"}
         assert (row["backend"], row["host_ms"], row["launches"], row["aten_ops"]) == (
             "nccl",
-            2.0 if row["verb"] == "ddp_step" else 1.0,
+            1.0 if row["verb"] == "all_reduce" else 2.0,
             5,
             40,
         )
@@ -241,12 +242,15 @@ def test_rows_have_the_columns_of_the_schema(monkeypatch: pytest.MonkeyPatch) ->
     assert {row["link"] for row in sums} == {"memory", "tcp"}
     assert {(row["ms_p50"], row["plain_ms"], row["bf16_ms"], row["plain_host_ms"]) for row in sums} == {(2, 1, 3, 0.5)}
     assert {row["gpu_busy_ms"] for row in sums} == {0.2}
+    assert {(row["host_steady_ms"], row["plain_host_steady_ms"]) for row in sums} == {(0.5, 0.25)}
+    sharded = [row["codec"] for row in found.rows if row["verb"] == "fsdp_step" and row["world"] == 2]
+    assert sharded == ["none", "mixed", "int8/int8", "lloyd4/int8", "lloyd2/int8"]
 
 
 def test_a_report_tells_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     found = a_record(monkeypatch)
     (table,) = kinds.grids(found)
-    assert table.header[6:10] == ["ms", "host ms", "GPU ms", "launches"]
+    assert table.header[6:10] == ["ms", "host ms", "steady ms", "GPU ms"]
     labels = [tuple(row.get(name) for name in compare.LABELS["collectives"]) for row in found.rows]
     assert len(set(labels)) == len(labels)
     titles = [chart.title for chart in charts.of(found)]
@@ -276,10 +280,17 @@ class CpuRanks(NcclRanks):
 def test_averages_and_steps_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "version", lambda: (2, 31, 2))
     ranks = CpuRanks(2, 2)
-    sums, steps = bench.nccl_cases(ranks, [4000], bench.NCCL_VERBS, ["plain", "int8", "lloyd2"])
+    verbs = ("all_reduce", *bench.STEPS)
+    sums, steps, sharded = bench.nccl_cases(ranks, [4000], verbs, ["plain", "int8", "lloyd2"])
+    small = replace(cast(StepCase, sharded), task=tasks.QUICK_TASKS["mlp"])
     with launch.ranks(2) as world:
         rows = [*sums.rows(world, Effort(2)), *steps.rows(world, Effort(2))]
-    assert all(row["identical"] for row in rows)
+        cut = list(small.rows(world, Effort(2)))
+    assert all(row["identical"] for row in [*rows, *cut])
+    assert [row["codec"] for row in cut] == ["none", "mixed", "int8/int8", "lloyd2/int8"]
+    plain = 3 * 4 * float(str(cut[0]["numel"])) / 2  # fp32 gathered twice and reduced once, half of each sent
+    shares = [float(str(row["bytes_per_rank"])) / plain for row in cut[2:]]
+    assert shares == pytest.approx([8.25 / 32, (2 * 8.25 + 2.25) / 3 / 32], rel=0.1)
     assert [(row["codec"], row["algorithm"]) for row in rows] == [
         ("plain", "plain"),
         *((name, way) for name in ("int8", "lloyd2") for way in ("one_shot", "two_phase")),

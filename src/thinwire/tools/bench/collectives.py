@@ -53,6 +53,7 @@ SLOW = 1e9  # bits per second; below, SLOW_NUMEL
 FULL = Effort(rounds=5, most=300, seconds=2.0)
 QUICK = Effort(rounds=3, most=20, seconds=0.2)
 NCCL_VERBS = ("all_reduce", ddp_steps.VERB)
+STEPS = (ddp_steps.VERB, ddp_steps.SHARDED)
 NCCL_CODECS = (PLAIN, "bf16", "int8", "lloyd4", "lloyd2")
 NCCL_NUMELS = (1_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000)
 NCCL_QUICK_NUMELS = (1_000, 1_000_000)
@@ -161,12 +162,16 @@ def nccl_cases(
 ) -> Iterator[CollectiveCase | StepCase]:
     """Those of one world; pairs of codecs only where hosts have several ranks."""
     names = [name for name in codecs if cards.nodes or PAIR not in name]
-    for verb, numel in product([verb for verb in verbs if verb != ddp_steps.VERB], numels):
+    for verb, numel in product([verb for verb in verbs if verb not in STEPS], numels):
         size = divisible(verb, cards.world, numel)
         found = entries(names, verb, cards.world, every=True)
         yield CollectiveCase(verb, cards.world, None, size, found, cards.nodes, cards)
+    some = [name for name in names if name not in (AUTO, PLAIN)]
     if ddp_steps.VERB in verbs:
-        yield StepCase(cards.world, ddp_steps.lineup([name for name in names if name not in (AUTO, PLAIN)]), cards)
+        yield StepCase(cards.world, ddp_steps.lineup(some), cards)
+    if ddp_steps.SHARDED in verbs:
+        lineup = ddp_steps.sharded_lineup(some)
+        yield StepCase(cards.world, lineup, cards, ddp_steps.SHARDED, ddp_steps.SHARDED_TASK)
 
 
 def check_pairs(has_nodes: bool, codecs: Sequence[str], verbs: Sequence[str]) -> None:

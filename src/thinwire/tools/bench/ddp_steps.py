@@ -1,7 +1,8 @@
-"""Steps of DDP on a small network, beside torch's own: what compression costs where messages are short.
+"""Steps of DDP on a small network and of FSDP2 on a large one, beside torch's own.
 
-Forward pass, backward pass and SGD, at a rate of zero, all schemes by turns. The network has 1.1 million parameters in
-two buckets. Codecs below four bits run with classic feedback and with EF21.
+Forward pass, backward pass and SGD, at a rate of zero, all schemes by turns. DDP's network has 1.1 million parameters
+in two buckets: it shows what compression costs where messages are short. Codecs below four bits run with classic
+feedback and with EF21. FSDP2's is that of `bench train --task mlp`, one parameter group per layer.
 """
 
 import gc
@@ -9,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,18 @@ from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import Row
-from thinwire.tools.bench.schemes import BF16, NONE, Replica, TrainScheme
-from thinwire.tools.bench.tasks import Digits
+from thinwire.tools.bench.schemes import BF16, MIXED, NONE, Replica, TrainScheme
+from thinwire.tools.bench.tasks import TASKS, Digits
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import CPU, NOTHING, Sample
 
 VERB = "ddp_step"
+SHARDED = "fsdp_step"
 TASK = Digits(VERB, 1, 1, (("sgd", 0.0),), sizes=(64, 512, 1024, 512, 10))
+SHARDED_TASK = cast(Digits, TASKS["mlp"])
+WEIGHTS = "int8"  # in which weights travel in steps of FSDP2
 NARROW = 4  # bits; below, codecs need feedback
+_PLAIN = 16  # bits of codecs that steps of FSDP2 leave to torch's own
 
 
 @dataclass
@@ -43,6 +49,8 @@ class StepCase:
     world: int
     schemes: tuple[TrainScheme, ...]  # torch's own two first
     cards: NcclRanks | None = None  # None => gloo, on the CPU
+    verb: str = VERB
+    task: Digits = TASK
     link: ShapedLink | None = field(default=None, init=False)
     nodes: int | None = field(default=None, init=False)
 
@@ -50,7 +58,7 @@ class StepCase:
         return rows_of(self, world.run(measure, self, effort))
 
     def __str__(self) -> str:
-        return f"{VERB}, world {self.world}, {self.cards.link if self.cards else 'loopback'}"
+        return f"{self.verb}, world {self.world}, {self.cards.link if self.cards else 'loopback'}"
 
 
 def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
@@ -62,19 +70,27 @@ def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def sharded_lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
+    """The same of FSDP2, after torch's own in fp32 and with parameters and reduction in bf16; no feedback."""
+    found = [schemes.parse_sharded(name) for name in (NONE, MIXED)]
+    found += [schemes.parse_sharded(f"{name}/{WEIGHTS}") for name in codecs if policy.bits_of(codec(name)) < _PLAIN]
+    return tuple(dict.fromkeys(found))
+
+
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
+    bf16 = BF16 if case.verb == VERB else MIXED
     for scheme in case.schemes:
         samples = [part[scheme.name] for part in parts]
         yield {
-            "verb": VERB,
+            "verb": case.verb,
             "codec": scheme.name,
-            "algorithm": "plain" if scheme.codec is None else fewest_roundings(case.world),
+            "algorithm": "plain" if scheme.codec is None else _algorithm(case),
             "feedback": samples[0].feedback,
             "world": case.world,
             "nodes": case.cards.nodes if case.cards else None,
             "link": case.cards.link if case.cards else "loopback",
             "numel": samples[0].params,
-            **turns.beside(parts, scheme.name, NONE, BF16),
+            **turns.beside(parts, scheme.name, NONE, bf16),
             "bytes_per_rank": turns.sent(parts, scheme.name, "transport_bytes"),
             **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
             "cpu_ms_per_rank": turns.cpu_ms(samples),
@@ -88,6 +104,10 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
         }
 
 
+def _algorithm(case: StepCase) -> str:
+    return fewest_roundings(case.world) if case.verb == VERB else "compressed"
+
+
 # The ranks' side.
 
 
@@ -96,17 +116,21 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     rank = dist.get_rank()
     device = CPU if case.cards is None else case.cards.card(rank)
     generator = torch.Generator().manual_seed(rank)
-    images = torch.randn(TASK.rows, TASK.sizes[0], generator=generator)
-    batch = (images.to(device), torch.randint(TASK.sizes[-1], (TASK.rows,), generator=generator).to(device))
-    replicas = {scheme.name: _replica(scheme, device) for scheme in case.schemes}
-    calls: dict[str, Call] = {name: partial(replica.step, TASK, batch, 0.0) for name, replica in replicas.items()}
+    task = case.task
+    images = torch.randn(task.rows, task.sizes[0], generator=generator)
+    batch = (images.to(device), torch.randint(task.sizes[-1], (task.rows,), generator=generator).to(device))
+    replicas = {scheme.name: _replica(task, scheme, device) for scheme in case.schemes}
+    calls: dict[str, Call] = {name: partial(replica.step, task, batch, 0.0) for name, replica in replicas.items()}
     samples = {NOTHING: StepSample()}
     for name, replica in replicas.items():
         for _ in range(replica.scheme.settled):
             calls[name]()
-        gradients = [parameter.grad for parameter in replica.model.parameters() if parameter.grad is not None]
-        params = sum(gradient.numel() for gradient in gradients)
-        samples[name] = StepSample(params=params, digest=turns.digest(gradients), feedback=replica.feedback)
+        parameters = list(replica.model.parameters())
+        params = sum(parameter.numel() for parameter in parameters)
+        shared = [p.grad for p in parameters if p.grad is not None]  # what has to be the same on all ranks
+        if case.verb == SHARDED:
+            shared = list(replica.weights().values())
+        samples[name] = StepSample(params=params, digest=turns.digest(shared), feedback=replica.feedback)
 
     def transport(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None
@@ -120,7 +144,13 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     return samples
 
 
-def _replica(scheme: TrainScheme, device: torch.device) -> Replica:
+def _replica(task: Digits, scheme: TrainScheme, device: torch.device) -> Replica:
     """With a network of its own: where several wrap one, each is called for the gradients of all."""
-    network = TASK.model(0).to(device)
+    network = task.model(0).to(device)
+    if scheme.weights is not None:
+        from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
+
+        sharded.shard(scheme, network, task.blocks(network), device.type)
+        own = schemes.optimizer_for(scheme, "sgd", network.parameters(), 1)
+        return sharded.ShardedReplica(scheme, network, own)
     return Replica(scheme, network, schemes.optimizer_for(scheme, "sgd", network.parameters(), 1))

@@ -23,9 +23,9 @@ _DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, an
 }
 
 
-def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module], device: str = "cpu") -> None:
     """Replace the network's parameters by this rank's shards: each block is a group, and what is left is one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = _DTYPES.get(scheme.name, MixedPrecisionPolicy())
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

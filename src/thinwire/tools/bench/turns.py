@@ -17,6 +17,8 @@ from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.timing import Call, Effort
 
 CPU = torch.device("cpu")
+STEADY_S = 0.3  # of calls in a row, at most
+STEADY = (6, 24)  # calls in a row, at least and at most; the first third only warms up
 NOTHING = "nothing"  # a call beside the others: it shows what the barriers around a call send
 
 
@@ -29,6 +31,7 @@ class Sample:
     interface_bytes: list[int] = field(default_factory=list)
     transport_bytes: list[int] = field(default_factory=list)  # empty where torch sends by itself
     host_ms: list[float] = field(default_factory=list, kw_only=True)  # until the call returns
+    steady_ms: list[float] = field(default_factory=list, kw_only=True)  # the same, of calls that follow each other
     gpu: list[GpuCount] = field(default_factory=list, kw_only=True)  # of a few calls after the timed ones
 
 
@@ -60,6 +63,8 @@ def take(
             _time(calls.get(name, lambda: None), samples[name], shaped, partial(transport, name), device)
         rounds += 1
     if device.type == "cuda":
+        for name, call in calls.items():
+            samples[name].steady_ms = _in_a_row(call, samples[name], device)
         for name, counted in gpu_counts.take(calls, prepare, partial(meet, device)).items():
             samples[name].gpu = counted
 
@@ -80,6 +85,21 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
     sample.interface_bytes.append((links.sent() if shaped else 0) - interface)
     if handed is not None:
         sample.transport_bytes.append((transport() or 0) - handed)
+
+
+def _in_a_row(call: Call, sample: Sample, device: torch.device) -> list[float]:
+    """Milliseconds until each of several calls returns, none of which waits for the one before; rank 0 counts them."""
+    least, most = STEADY
+    count = torch.tensor([int(1e3 * STEADY_S / max(median(sample.ms), 1e-3))], device=device)
+    dist.broadcast(count, 0)
+    times = []
+    meet(device)
+    for _ in range(min(most, max(least, int(count)))):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    meet(device)
+    return times[len(times) // 3 :]
 
 
 def meet(device: torch.device) -> None:
@@ -127,8 +147,9 @@ def on_gpu(samples: Samples, name: str, plain: str) -> Row:
     if counted["launches"] is None:
         return {"host_ms": None, **counted}
     host_ms, plain_host_ms = (median(slowest(samples, call, "host_ms")) for call in (name, plain))
-    beside = {"plain_host_ms": plain_host_ms, "plain_launches": usual["launches"]}
-    return {"host_ms": host_ms, **counted, **beside}
+    steady_ms, plain_steady_ms = (median(slowest(samples, call, "steady_ms")) for call in (name, plain))
+    beside = {"plain_host_ms": plain_host_ms, "plain_host_steady_ms": plain_steady_ms}
+    return {"host_ms": host_ms, "host_steady_ms": steady_ms, **counted, **beside, "plain_launches": usual["launches"]}
 
 
 def cpu_ms(samples: Sequence[Sample]) -> float:

@@ -14,7 +14,6 @@ from thinwire.qat.lsq import BITS
 from thinwire.tools.bench import (
     codec as codec_bench,
     collectives as collectives_bench,
-    ddp_steps,
     kernels as kernels_bench,
     link as links,
     qat as qat_bench,
@@ -167,12 +166,14 @@ def collectives_command(
     the ranks of a node share one, as on machines of several GPUs; bytes are then what a node sends to others. Codecs
     may then be pairs, inside a node and across: int8/lloyd4.
 
-    With --backend nccl sums are averages, every codec is run in both algorithms, and host ms is the time until a call
-    returns. GPU ms, of kernels and copies, and launches are counted by torch's profiler in calls that are not timed.
-    More ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS, without which ranks take turns of
-    milliseconds. With --hosts NCCL takes equally many ranks each for machines of their own and sends over TCP between
-    them. The link is memory on a shared GPU, cards where each rank has one, and tcp. The verb ddp_step is a whole step
-    of DDP on a network of 1.1 million parameters; codecs below four bits have classic feedback, and EF21.
+    With --backend nccl sums are averages, every codec is run in both algorithms, and host ms is the time until a
+    call returns (steady ms: of calls in a row). GPU ms, of kernels and copies, and launches are counted by torch's
+    profiler in calls that are not timed. More ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS,
+    without which ranks take turns of milliseconds. With --hosts NCCL takes equally many ranks each for machines of
+    their own and sends over TCP between them. The link is memory on a shared GPU, cards where each rank has one,
+    and tcp. The verb ddp_step is a whole step of DDP on a network of 1.1 million parameters; codecs below four bits
+    have classic feedback, and EF21. The verb fsdp_step is one of FSDP2 on a network of 25 million, with weights in
+    int8; bf16 there is parameters and reduction.
 
     \b
     Example:
@@ -187,7 +188,7 @@ def collectives_command(
     if backend is Backend.nccl:
         _refuse({"--link": link, "--nodes": nodes}, "is for gloo's ranks: with --backend nccl take --hosts")
         spread = flags.counts(hosts, "--hosts") or [1]
-        some = flags.words(verbs, (*collectives_bench.VERBS, ddp_steps.VERB), "--verbs")
+        some = flags.words(verbs, (*collectives_bench.VERBS, *collectives_bench.STEPS), "--verbs")
         names = _names(codecs or list(collectives_bench.NCCL_CODECS))
         on_nccl = partial(collectives_bench.run_on_nccl, worlds, spread, sizes, codecs=names)
         run = partial(on_nccl, verbs=some or collectives_bench.NCCL_VERBS, rounds=rounds, quick=quick)

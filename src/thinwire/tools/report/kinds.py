@@ -104,6 +104,7 @@ _COLLECTIVES = (
 _TIMED = 7  # columns up to the time
 _ON_GPU = (
     Column.of("host ms", "host_ms", significant),
+    Column.of("steady ms", "host_steady_ms", significant),
     Column.of("GPU ms", "gpu_busy_ms", significant),
     Column.of("launches", "launches", text),
 )
