@@ -222,26 +222,28 @@ def test_nodes_without_a_common_disk_are_resumed(ranks: RankPool) -> None:
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
-def sharded(group: Group) -> list[Found]:
+def sharded(group: Group, accelerator: Options) -> list[Found]:
     """FSDP2 without thinwire, and with it; one step of SGD, in DDP and in FSDP2."""
-    step = Run(None, optimizer="sgd", steps=1)
+    step = Run(None, {**accelerator, "dynamo_backend": "no"}, optimizer="sgd", steps=1)
     runs = [
-        Run(None, sharded=True),
-        Run({"codec": "none"}, sharded=True),
-        Run({"weights": "int8"}, sharded=True),
+        Run(None, accelerator, sharded=True),
+        Run({"codec": "none"}, accelerator, sharded=True),
+        Run({"weights": "int8"}, accelerator, sharded=True),
         step._replace(watched=True),
         step._replace(options={}, sharded=True),
     ]
     return [train(group, run) for run in runs]
 
 
-def test_a_model_of_the_fsdp_plugin_is_compressed(ranks: RankPool) -> None:
-    for plain, none, both_ways, exact, int8 in ranks(2).run(sharded):
+@pytest.mark.parametrize("way", ["accumulated", "compiled"])
+def test_a_model_of_the_fsdp_plugin_is_compressed(ranks: RankPool, way: str) -> None:
+    for plain, none, rounded, exact, int8 in ranks(2).run(sharded, WAYS[way]):
         assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
-        assert both_ways.stats.codec == "int8, weights int8"
-        assert both_ways.stats.bytes_sent < 0.31 * both_ways.stats.bytes_plain
+        assert rounded.stats.codec == "int8, weights int8"
         assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
-        assert int8.stats.bytes_sent < 0.31 * int8.stats.bytes_plain
+        for found in (rounded, int8):
+            assert found.stats.bytes_sent < 0.31 * found.stats.bytes_plain
+        assert (rounded.graphs > 0) == (way == "compiled")
 
 
 def ignored_plugin(group: Group) -> tuple[str, str]:
@@ -284,6 +286,27 @@ def test_one_process_trains_and_is_told(caplog: pytest.LogCaptureFixture, tmp_pa
     assert handle.stats().bytes_sent == 0
     assert handle.state_dict() == {}
     assert caplog.text.count("nothing to compress") == 1
+
+
+def alone_in_company(group: Group) -> str:
+    """torchrun without GPUs, and without cpu=True: Accelerate sees one process."""
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import compress
+
+    with launched(group):
+        accelerator = Accelerator()
+        with pytest.warns(UserWarning, match="cpu=True") as told:
+            compress(accelerator, accelerator.prepare(Net()))
+        assert told[0].filename == __file__
+        return str(told[0].message)
+
+
+def test_processes_that_train_alone_are_told(ranks: RankPool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Accelerate takes the GPUs")
+    for told in ranks(2).run(alone_in_company):
+        assert "2 processes were launched" in told
 
 
 def one_rank(group: Group) -> Found:

@@ -4,6 +4,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
 handle = compress(accelerator, model, "int8")    # the rest of the script stays
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -82,7 +83,7 @@ def compress_prepared(
             f"expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got {describe(model)} "
             f"(distributed_type={accelerator.distributed_type})"
         )
-    announce("one process trains, and sends nothing: there is nothing to compress")
+    _tell_alone(int(os.environ.get("WORLD_SIZE", 1)))
     return Alone(None, codec, model=model, **_without(options, (*_OF_FSDP, *_OF_DDP, "inside")))
 
 
@@ -119,6 +120,17 @@ def _check_hook(accelerator: Accelerator) -> None:
             f"Accelerate has registered DistributedDataParallelKwargs(comm_hook={hook}), and DDP takes one hook: leave "
             "comm_hook out"
         )
+
+
+def _tell_alone(launched: int) -> None:
+    if launched == 1:
+        announce("one process trains, and sends nothing: there is nothing to compress")
+        return
+    warnings.warn(
+        f"{launched} processes were launched, and Accelerate lets each of them train alone: without GPUs pass "
+        "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)",
+        stacklevel=4,
+    )
 
 
 class Alone(DDPState):
