@@ -52,6 +52,7 @@ $(BIN)/python:
 .venv/.installed: .venv/.package
 	@echo "== installing the test dependencies"
 	@$(PIP) install -c constraints.txt 'thinwire[test]'
+	@$(PIP) install -c constraints.txt 'thinwire[frameworks]' || echo "== no frameworks: their tests skip themselves"
 	@touch $@
 
 .venv/.dev: .venv/.installed

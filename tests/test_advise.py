@@ -1160,7 +1160,7 @@ def test_ranks_that_do_not_meet_end_with_status_1(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
 
-    def fail(backend: str) -> None:
+    def fail(backend: str, timeout: None) -> None:
         raise ValueError(f"no {backend} here")
 
     monkeypatch.setattr(dist, "init_process_group", fail)

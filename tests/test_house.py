@@ -198,7 +198,7 @@ PROBE = """if True:
     t2 = time.perf_counter()
     import thinwire
     for name in thinwire.__all__:
-        name in ("FSDPState", "compress_fsdp", "qat") or getattr(thinwire, name)  # torch.ao and FSDP2 take their time
+        name in ("DiLoCo", "FSDPState", "compress_fsdp", "qat") or getattr(thinwire, name)  # torch.ao, DTensor: long
     t3 = time.perf_counter()
     json.dump({
         "torch_s": t1 - t0,
@@ -210,7 +210,7 @@ PROBE = """if True:
         "modules": sorted(set(sys.modules) - modules_of_torch),
     }, open(sys.argv[1], "w"))
 """
-HEAVY = {"typer", "rich", "sklearn", "matplotlib"}
+HEAVY = {"typer", "rich", "sklearn", "matplotlib", "lightning", "pytorch_lightning"}
 
 
 @pytest.fixture(scope="module")

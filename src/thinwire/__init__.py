@@ -39,7 +39,16 @@ if typing.TYPE_CHECKING:
         WireError,
     )
     from thinwire.feedback import RowCopy, RowFeedback
-    from thinwire.integrations import DDPHandle, DDPState, FSDPState, Stats, compress_ddp, compress_fsdp, ddp_hook
+    from thinwire.integrations import (
+        DDPHandle,
+        DDPState,
+        DiLoCo,
+        FSDPState,
+        Stats,
+        compress_ddp,
+        compress_fsdp,
+        ddp_hook,
+    )
     from thinwire.kernels import use_backend
 
 __all__ = [
@@ -53,6 +62,7 @@ __all__ = [
     "CollectiveError",
     "DDPHandle",
     "DDPState",
+    "DiLoCo",
     "DisagreementError",
     "FSDPState",
     "Identity",
@@ -99,7 +109,7 @@ _NAMES = {
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
     "QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
-    "thinwire.integrations": "DDPHandle DDPState FSDPState Stats compress_ddp compress_fsdp ddp_hook",
+    "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on

@@ -425,6 +425,13 @@ class Ledger:
                 found[name] = self._loose[name]
         return found
 
+    def decay(self, names: Iterable[str], factor: float) -> None:
+        """Forget a part of what the lanes of these remember: all that is left is `factor` of it."""
+        met = {id(self._at[name][0]): self._at[name][0] for name in names if name in self._at}
+        for memory in met.values():
+            memory.fill(memory.read().float() * factor)
+        self._loose |= {name: self._loose[name] * factor for name in names if name in self._loose}
+
     def drop(self, names: Iterable[str]) -> None:
         """Forget these."""
         touched: dict[int, tuple[Memory, Tensor]] = {}

@@ -27,8 +27,8 @@ Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class DDPKeywords(TypedDict, total=False):
-    """The options besides the codec, for type checkers: the fields of DDPOptions."""
+class SharedKeywords(TypedDict, total=False):
+    """Options, for type checkers, that compress_ddp and compress_fsdp both take."""
 
     feedback: Feedback
     exempt: Exempt
@@ -39,9 +39,14 @@ class DDPKeywords(TypedDict, total=False):
     error_budget: float
     replan_every: int
     measure_every: int
+    inside: CodecLike
+
+
+class DDPKeywords(SharedKeywords, total=False):
+    """Those of compress_ddp besides the codec: the fields of DDPOptions."""
+
     algorithm: Algorithm
     mesh: DeviceMesh | None
-    inside: CodecLike
 
 
 @dataclass(frozen=True)

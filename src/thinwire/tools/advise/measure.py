@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from statistics import median
 from typing import NamedTuple
 
@@ -57,14 +58,14 @@ def _told(name: str, least: int, most: float = math.inf, default: str = "") -> i
 
 
 @contextlib.contextmanager
-def job(device: torch.device) -> Iterator[None]:
-    """The group of all ranks, made unless there is one; what was made ends with the block."""
+def job(device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
+    """The group of all ranks, made unless there is one; what was made ends with the block. timeout: torch's own."""
     made = not dist.is_initialized()
     if made:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            dist.init_process_group(TRANSPORTS[device.type])
+            dist.init_process_group(TRANSPORTS[device.type], timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise ThinwireError(f"the ranks did not find each other ({error}); start them all with torchrun") from None
     try:

@@ -1,10 +1,11 @@
-"""`thinwire doctor`: what works on this machine, and what to do about the rest."""
+"""`thinwire doctor`: what works on this machine, or between the ranks of a job, and what to do about the rest."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.text import Text
@@ -13,17 +14,27 @@ from thinwire.tools.cli import screen
 
 if TYPE_CHECKING:
     from thinwire.tools.cli.checkup import Finding
+    from thinwire.tools.cli.peers import Found
 
 MARKS = {True: "✓", False: "✗", None: "–"}
 ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
+PEERS = "Between the ranks that torchrun started: do they see each other, agree, and how fast do they exchange?"
+TIMEOUT = "With --peers: how long to wait for a rank; default 60."
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = (
+    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 "
+    "-m thinwire doctor --peers"
+)
 
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Compare every kernel of a GPU, which takes minutes.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help=PEERS)] = False,
+    timeout: Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help=TIMEOUT)] = None,
 ) -> None:
-    """Say what works on this machine, and what to do about the rest.
+    """Say what works on this machine, or between the ranks of a job, and what to do about the rest.
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
     is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
@@ -33,12 +44,23 @@ def command(
     As root, a network namespace with a shaped link is made and removed again. On a machine with a GPU a few kernels
     are compiled and compared, some seconds when it is done for the first time.
 
+    With --peers it runs on every machine under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
+    and looks at nothing else. Rank 0 prints one table. The exit status is 1 where ranks are missing, differ in
+    versions, or cannot exchange.
+
     \b
     Example:
       thinwire doctor
       thinwire doctor --full
       thinwire doctor --json
+      torchrun --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 -m thinwire doctor --peers
     """
+    if peers:
+        if full:
+            raise typer.BadParameter("is about kernels, --peers about ranks: leave one out", param_hint="--full")
+        _between_ranks(60.0 if timeout is None else timeout, as_json)
+    if timeout is not None:
+        raise typer.BadParameter("goes with --peers", param_hint="--timeout")
     from thinwire.tools.cli import checkup  # with torch, which --help does without
 
     findings = []
@@ -59,8 +81,69 @@ def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
 
 
 def _show(finding: "Finding") -> None:
+    todo = f"; {finding.todo}" if finding.todo else ""
+    _say(finding.works, f"{finding.name:<20} {finding.detail}{todo}")
+
+
+def _say(works: bool | None, line: str) -> None:
     """One line, in marks the stream can show, coloured on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
-    todo = f"; {finding.todo}" if finding.todo else ""
-    line = f" {finding.name:<20} {finding.detail}{todo}"
-    screen.console().print(Text.assemble((marks[finding.works], STYLES[finding.works]), line), soft_wrap=True)
+    screen.console().print(Text.assemble((marks[works], STYLES[works]), f" {line}"), soft_wrap=True)
+
+
+def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
+    absent = [name for name in ENVIRONMENT if name not in os.environ]
+    if absent:
+        hint = f"expected {', '.join(absent)} in the environment: run it on every machine as `{TORCHRUN}`"
+        raise typer.BadParameter(hint, param_hint="--peers")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is in the findings
+    from thinwire.errors import AdviceError
+    from thinwire.tools.advise import measure
+    from thinwire.tools.cli.peers import Meeting
+
+    with screen.usage_errors("environment", AdviceError):
+        place = measure.place()
+    with screen.plain_errors():
+        meeting = Meeting(place, timeout)
+        found = meeting.examine()
+        if found is None:
+            works = meeting.verdict()
+        else:
+            works = not found.problems
+            (_print_json if as_json else _print_table)(found)
+            meeting.close(found)
+    if meeting.exchanged.stuck:  # the thread that waits would keep the process
+        sys.stdout.flush()
+        os._exit(1)
+    raise typer.Exit(int(not works))
+
+
+def _print_json(found: "Found") -> None:
+    ranks = [
+        {"rank": rank, **asdict(card), "received": found.exchanged[rank].received if rank in found.exchanged else {}}
+        for rank, card in found.cards.items()
+    ]
+    told = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
+    typer.echo(json.dumps(told, indent=1))
+
+
+def _print_table(found: "Found") -> None:
+    from thinwire.tools.report.cells import TextGrid, significant
+    from thinwire.tools.report.tables import show_grid
+
+    rows = []
+    for rank, card in found.cards.items():
+        came = found.exchanged[rank].received if rank in found.exchanged else {}
+        slowest = min(came, key=lambda sender: came[sender], default=None)
+        before = significant(came.get((rank - 1) % found.world), 8e-9)
+        least = "–" if slowest is None else f"{significant(came[slowest], 8e-9)} from {slowest}"
+        way = f"{card.interface or '?'} {card.address}".strip()
+        said = (card.host, way, card.device, card.thinwire, card.torch, card.python, str(card.wire))
+        rows.append([str(rank), *said, before, least])
+    how = "Gbit/s: what comes from the rank before; slowest: from any rank. All send at once"
+    header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire", "Gbit/s", "slowest"]
+    show_grid(TextGrid(f"{len(rows)} of {found.world} ranks. {how}", header, rows, labels=8), screen.console())
+    for problem in found.problems:
+        _say(False, problem)
+    if not found.problems:
+        _say(True, "all ranks see each other and agree")

@@ -1,0 +1,218 @@
+"""Lightning: a callback that lets gradients, and weights, travel compressed.
+
+trainer = lightning.Trainer(strategy="ddp", callbacks=Compress("int8"))    # the rest of the script stays
+"""
+
+import functools
+import sys
+import typing
+import weakref
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, Unpack
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.codecs import registry
+from thinwire.errors import CollectiveError, MissingPackageError
+from thinwire.integrations.ddp import DDPState, compress_ddp
+from thinwire.integrations.fsdp import FSDPState, compress_fsdp
+from thinwire.integrations.fsdp_torch import groups_of
+from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords
+from thinwire.integrations.policy import CodecLike
+from thinwire.log import announce
+
+if typing.TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+
+    def _package() -> str:
+        """The package of Lightning that the program imported, or one that it can: it goes by two names."""
+        names = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+        imported = [module for module in names.values() if sys.modules.get(module)]
+        installed = [module for name, module in names.items() if find_spec(name) is not None]
+        if not imported + installed:
+            raise MissingPackageError(
+                "thinwire.integrations.lightning needs lightning, not installed here: pip install 'thinwire[lightning]'"
+            )
+        return (imported + installed)[0]
+
+    Callback = import_module(_package()).Callback
+
+Handle = DDPState | FSDPState
+_FSDP2 = "ModelParallelStrategy, with fully_shard called in configure_model()"
+# Of modules that were fitted; a handle of FSDP2 holds its module.
+_handles: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]]" = weakref.WeakKeyDictionary()
+
+
+class Compress(Callback):
+    """Let what a Trainer's ranks send each other in `fit` travel compressed.
+
+    With strategy="ddp", or any other DDPStrategy, it calls `thinwire.compress_ddp`. With ModelParallelStrategy and a
+    model that configure_model() passed to fully_shard (FSDP2), it calls `thinwire.compress_fsdp`. Options are those of
+    these two functions. An option of the one that meets the other raises when `fit` begins.
+
+    `handle` is what they returned: `handle.stats()` tells what the last `fit` sent. Every `fit` begins anew, as its
+    optimisers do. Bytes and errors go to the Trainer's loggers as `thinwire/...`, every `log_every_n_steps`. What
+    feedback remembers, on all ranks, travels in the Trainer's checkpoints.
+
+    codec: of gradients; a codec, a schedule, "auto" or "auto:2.5".
+    weights, replica: FSDP2 only.
+    algorithm: DDP only.
+    mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
+    options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
+        measure_every, inside. `optimizer` need not be given: the Trainer's own are known.
+    """
+
+    def __init__(
+        self,
+        codec: CodecChoice = "int8",
+        *,
+        weights: CodecLike | None = None,
+        replica: bool | None = None,
+        algorithm: Algorithm | None = None,
+        mesh: DeviceMesh | Literal["nodes"] | None = None,
+        **options: Unpack[SharedKeywords],
+    ) -> None:
+        for travelling in (options.get("inside"), weights):
+            if travelling is not None:
+                registry.codec(travelling)  # says what is wrong with it
+        DDPOptions(codec, **{name: value for name, value in options.items() if name != "inside"})  # type: ignore[arg-type]
+        if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
+            raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
+        self.handle: Handle | None = None
+        self._codec = codec
+        self._options = options
+        self._of_ddp = _given(algorithm=algorithm, mesh=mesh)
+        self._of_fsdp = _given(weights=weights, replica=replica)
+        self._fitting = False
+        self._failed = False
+        self._saved: Mapping[str, Any] | None = None  # of a checkpoint that was loaded before the model was wrapped
+        self._logged = -1  # the step that was logged last
+
+    @property
+    def state_key(self) -> str:
+        """The name of the state in a checkpoint."""
+        return "thinwire"
+
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """A run of the Trainer begins."""
+        self._fitting = stage == "fit"
+        if not self._fitting:
+            return
+        before = _handles.pop(pl_module, lambda: None)()
+        if before is not None:
+            before.close()
+        self.handle = None
+        self._failed = False
+        self._saved = None
+        self._logged = -1
+
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """The strategy has wrapped the model and made the optimisers; with DDP a checkpoint was loaded already."""
+        self.handle = self._compress(trainer)
+        saved = self._saved
+        self._saved = None
+        if self.handle is None:
+            return
+        _handles[pl_module] = weakref.ref(self.handle)
+        if saved is not None:
+            self.handle.load_state_dict(saved)
+
+    def _compress(self, trainer: "Trainer") -> Handle | None:
+        model: Any = trainer.model
+        strategy = type(trainer.strategy).__name__
+        _check_hook(trainer)
+        optimizers: Any = trainer.optimizers
+        known = {"optimizer": optimizers} if optimizers and all(isinstance(o, Optimizer) for o in optimizers) else {}
+        options: Any = {**known, **self._options}
+        if isinstance(model, DistributedDataParallel):
+            _check_options(self._of_fsdp, strategy, _FSDP2)
+            nodes = {"mesh": _nodes(trainer)} if self._of_ddp.get("mesh") == "nodes" else {}
+            return compress_ddp(model, self._codec, **{**options, **self._of_ddp, **nodes})
+        if isinstance(model, nn.Module) and groups_of(model):
+            _check_options(self._of_ddp, strategy, "strategy='ddp'")
+            return compress_fsdp(model, self._codec, **{**options, **self._of_fsdp})
+        if trainer.world_size == 1:
+            _announce_once(f"{strategy} has one rank, which sends nothing: there is nothing to compress")
+            return None
+        raise CollectiveError(
+            f"Compress expected a model in DistributedDataParallel or sharded by fully_shard, got {strategy} with "
+            f"{type(model).__name__}: use strategy='ddp', or {_FSDP2}"
+        )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: "LightningModule", optimizer: Optimizer) -> None:
+        """Gradients have travelled: tell the loggers, under the step that Lightning's own metrics of it have."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        every = trainer.log_every_n_steps
+        due = step != self._logged and every and (step + 1) % every == 0
+        if self.handle is None or not due or not trainer.loggers or not trainer.is_global_zero:
+            return
+        self._logged = step
+        told = self.handle.stats().as_dict()
+        found = {f"thinwire/{name}": value for name, value in told.items() if not isinstance(value, str)}
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=step)
+
+    def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
+        """A run failed, perhaps on this rank alone: from here on the others cannot be asked for their state."""
+        self._failed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """For Lightning's checkpoint, which asks all ranks and saves rank 0's answer: the states of all ranks."""
+        if self.handle is None or self.handle.closed:
+            return {}
+        try:
+            if self._failed:
+                raise CollectiveError("the run failed, and other ranks may not answer")
+            return self.handle.state_dict(gather=True)
+        except CollectiveError as error:  # on all ranks alike; a checkpoint without it is better than none
+            if dist.get_rank() == 0:
+                _announce_once(f"a checkpoint is saved without the state of compression: {error}")
+            return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From Lightning's checkpoint; for DDP it comes before the model is wrapped, for FSDP2 after."""
+        if not self._fitting:
+            return
+        if self.handle is None:
+            self._saved = state_dict
+        else:
+            self.handle.load_state_dict(state_dict)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_options(others: Mapping[str, Any], found: str, wanted: str) -> None:
+    if others:
+        named = " and ".join(f"{name}=" for name in others)
+        raise CollectiveError(f"Compress: {named} goes with {wanted}; got {found}: leave {named} out")
+
+
+def _check_hook(trainer: "Trainer") -> None:
+    hook = getattr(trainer.strategy, "_ddp_comm_hook", None)
+    if hook is None:
+        return
+    device = trainer.strategy.root_device.type
+    ignored = "" if device == "cuda" else f"; Lightning registers hooks on CUDA only, and would ignore it on {device}"
+    raise CollectiveError(
+        f"DDPStrategy(ddp_comm_hook={getattr(hook, '__name__', hook)}) and Compress both are hooks of DDP, which has "
+        f"one: leave ddp_comm_hook and ddp_comm_state out, and pass their options to Compress{ignored}"
+    )
+
+
+def _nodes(trainer: "Trainer") -> DeviceMesh:
+    shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
+    return init_device_mesh(trainer.strategy.root_device.type, shape)
+
+
+@functools.cache
+def _announce_once(text: str) -> None:
+    announce(text)

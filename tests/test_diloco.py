@@ -1,0 +1,353 @@
+"""DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from cases import assert_same
+from ranks import RankPool
+from replicas import Group, batch, flat, message_of, network, same_everywhere
+from thinwire import CollectiveError, DiLoCo
+from thinwire.feedback import Ledger, Piece
+
+STEPS = 13
+RATE = 0.05
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), RATE, momentum=0.5)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# Against a reference of a few lines, all ranks in one process.
+
+
+def reference(world: int, every: int, fragments: list[list[int]], overlap: int) -> list[Tensor]:
+    """Parameters of every rank after STEPS steps: averages are exact, the outer optimizer is SGD with Nesterov."""
+    models = [network() for _ in range(world)]
+    optimizers = [inner(model) for model in models]
+    outer = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
+    stepper = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    waiting: list[tuple[int, list[int], list[list[Tensor]]]] = []
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train(model, optimizer, rank, range(step, step + 1))
+        for at, part in enumerate(fragments):
+            if (step + 1) % every == at * every // len(fragments) % every:
+                sent = [[list(model.parameters())[i].detach().clone() for i in part] for model in models]
+                waiting.append((step + 1 + overlap, part, sent))
+        for due, part, sent in [one for one in waiting if one[0] == step + 1]:
+            with torch.no_grad():
+                for k, i in enumerate(part):
+                    outer[i].grad = outer[i] - torch.stack([of_rank[k] for of_rank in sent]).mean(0)
+                stepper.step()
+                for k, i in enumerate(part):
+                    outer[i].grad = None
+                    for model, of_rank in zip(models, sent, strict=True):
+                        own = list(model.parameters())[i]
+                        own.copy_(outer[i] + (own - of_rank[k]))
+            waiting = [one for one in waiting if one[0] != due or one[1] is not part]
+    return [flat(list(model.parameters())) for model in models]
+
+
+def ours(group: Group, options: Mapping[str, Any]) -> Tensor:
+    model = network()
+    optimizer = inner(model)
+    DiLoCo(model, optimizer, codec="none", **options)
+    train(model, optimizer, group.rank(), range(STEPS))
+    return flat(list(model.parameters()))
+
+
+WAYS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+    "every 4": ({"every": 4}, [[0, 1, 2, 3, 4, 5]]),
+    "fragments": ({"every": 6, "fragments": 2}, [[0, 1], [2, 3, 4, 5]]),
+    "overlap": ({"every": 5, "overlap": 2}, [[0, 1, 2, 3, 4, 5]]),
+    "both": ({"every": 6, "fragments": 2, "overlap": 4}, [[0, 1], [2, 3, 4, 5]]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_rounds_are_those_of_the_reference(ranks: RankPool, world: int, way: str) -> None:
+    options, fragments = WAYS[way]
+    expected = reference(world, options["every"], fragments, options.get("overlap", 0))
+    found = ranks(world).run(ours, options)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)  # sums in another order
+    assert not torch.equal(expected[0], flat(list(network().parameters())))
+
+
+def synchronous(group: Group) -> tuple[Tensor, Tensor]:
+    """One step per round and a plain outer step of 1 is data parallelism; the same by DDP."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    DiLoCo(model, optimizer, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
+    train(model, optimizer, group.rank(), range(4))
+    usual = DistributedDataParallel(network())
+    train(usual, torch.optim.SGD(usual.parameters(), RATE), group.rank(), range(4))
+    return flat(list(model.parameters())), flat(list(usual.parameters()))
+
+
+def test_a_round_per_step_is_data_parallelism(ranks: RankPool) -> None:
+    for got, want in ranks(2).run(synchronous):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+# Codecs and feedback.
+
+
+def compressed(group: Group, options: Mapping[str, Any]) -> tuple[list[float], float, str, bool]:
+    model = network()
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, every=4, **options) as diloco:
+        losses = train(model, optimizer, group.rank(), range(40))
+    assert diloco.closed
+    stats = diloco.stats()
+    return losses, stats.ratio, stats.feedback, same_everywhere(group, flat(list(model.parameters())))
+
+
+CODECS: dict[str, tuple[dict[str, Any], float, str]] = {
+    "lloyd4": ({}, 5.5, "none"),
+    "int8": ({"codec": "int8"}, 3.2, "none"),
+    "lloyd2": ({"codec": "lloyd2"}, 8.0, "classic"),
+    "lloyd1": ({"codec": "lloyd1", "fragments": 2}, 10.0, "classic"),
+    "adam outside": (
+        {"codec": "lloyd2", "outer_optimizer": lambda outer: torch.optim.Adam(outer, 0.01)},
+        8.0,
+        "ef21",
+    ),
+    "budget": ({"codec": "auto:3", "feedback": "none"}, 5.0, "none"),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_compressed_rounds_train_and_agree(ranks: RankPool, world: int) -> None:
+    names = list(CODECS)[world - 2 :: 2]
+    for name in names:
+        options, least, feedback = CODECS[name]
+        for losses, ratio, used, same in ranks(world).run(train_named, name):
+            assert same, name
+            assert ratio > least * (0.6 if world > 2 else 1.0), name
+            assert used == feedback, name
+            assert sum(losses[-5:]) < 0.5 * sum(losses[:5]), (name, options)
+
+
+def train_named(group: Group, name: str) -> tuple[list[float], float, str, bool]:
+    return compressed(group, CODECS[name][0])
+
+
+def test_residuals_decay() -> None:
+    ledger = Ledger()
+    pieces = [Piece("a", 3), Piece("b", 2)]
+    ledger.lane(pieces, torch.device("cpu")).fill(torch.tensor([1.0, -2.0, 4.0, 8.0, 0.0]))
+    ledger.load({**ledger.read(), "c": torch.tensor([2.0])})
+    ledger.lane(pieces, torch.device("cpu"))
+    ledger.decay(["a", "b", "c", "unknown"], 0.5)
+    assert {name: values.tolist() for name, values in ledger.read().items()} == {
+        "a": [0.5, -1.0, 2.0],
+        "b": [4.0, 0.0],
+        "c": [1.0],
+    }
+
+
+def owed(group: Group, beta: float) -> float:
+    """How much of a residual is left after a round in which nothing was learnt, and so little was lost."""
+    model = network()
+    diloco = DiLoCo(model, None, every=1, codec="lloyd2", beta=beta)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(group.rank())))
+    diloco.step()
+    return float(flat(list(diloco.state_dict()["compression"]["ranks"].values().__iter__().__next__().values())).norm())
+
+
+def test_what_was_lost_is_remembered(ranks: RankPool) -> None:
+    assert all(found > 0.1 for found in ranks(2).run(owed, 0.9))
+
+
+# Checkpoints.
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "classic": {"every": 3, "codec": "lloyd2"},
+    "under way": {"every": 5, "codec": "lloyd2", "overlap": 4, "fragments": 2},
+    "ef21": {"every": 2, "codec": "lloyd4", "feedback": "ef21"},
+    "budget": {"every": 2, "codec": "auto:2.5"},
+}
+
+
+def resumed(group: Group, name: str, saved: bytes | None, gather: bool) -> tuple[Tensor, bytes]:
+    model = network()
+    optimizer = inner(model)
+    diloco = DiLoCo(model, optimizer, **RESUMED[name])
+    begin = 0
+    file = io.BytesIO()
+    if saved is not None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        diloco.load_state_dict(state["diloco"])
+        begin = 7
+    for step in range(begin, STEPS):
+        if step == 7:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "diloco": diloco.state_dict(gather=gather)}, file)
+        train(model, optimizer, group.rank(), range(step, step + 1))
+    assert diloco.steps == STEPS
+    return flat(list(model.parameters())), file.getvalue()
+
+
+def resumed_own(group: Group, name: str, files: list[bytes]) -> Tensor:
+    return resumed(group, name, files[group.rank()], False)[0]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_same_bits(ranks: RankPool, name: str) -> None:
+    straight = ranks(2).run(resumed, name, None, False)
+    again = ranks(2).run(resumed_own, name, [file for _, file in straight])
+    for (expected, _), got in zip(straight, again, strict=True):
+        assert_same(got, expected)
+
+
+def joined(group: Group, saved: bytes) -> tuple[int, float, Tensor]:
+    """A gathered state on another number of ranks: rounds so far, what all still owe, and the outer parameters."""
+    diloco = DiLoCo(network(), None, **RESUMED["classic"])
+    diloco.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True)["diloco"])
+    (own,) = diloco.state_dict()["compression"]["ranks"].values()
+    total = torch.cat([own[name] for name in sorted(own)])
+    dist.all_reduce(total)
+    return diloco.rounds, float(total.sum()), flat(list(diloco.state_dict()["outer"].values()))
+
+
+def test_a_gathered_state_serves_another_world(ranks: RankPool) -> None:
+    saved = ranks(3).run(resumed, "classic", None, True)[0][1]
+    state = torch.load(io.BytesIO(saved), weights_only=True)["diloco"]
+    owed = sum(
+        float(value.double().sum()) for part in state["compression"]["ranks"].values() for value in part.values()
+    )
+    for rounds, total, outer in ranks(2).run(joined, saved):
+        assert rounds == 2
+        assert total == pytest.approx(owed, rel=1e-3, abs=1e-3)
+        assert_same(outer, flat(list(state["outer"].values())))
+
+
+# Sites of several ranks, ranks that differ, and faults.
+
+
+def in_sites(group: Group, sharded: bool) -> tuple[list[Tensor], bool]:
+    """Two sites of two ranks, which train together; the outer parameters, and whether a site's ranks agree."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
+    model = network()
+    if sharded:
+        fully_shard(model, mesh=mesh["inside"])
+        wrapped = model
+    else:
+        wrapped = DistributedDataParallel(model, process_group=mesh.get_group("inside"))
+    optimizer = inner(wrapped)
+    with DiLoCo(wrapped, optimizer, every=3, codec="int8", group=mesh.get_group("site")) as diloco:
+        train(wrapped, optimizer, group.rank(), range(9))
+    whole = [p.full_tensor() if sharded else p for p in model.parameters()]  # type: ignore[operator]
+    assert diloco.stats().ratio > 2.5
+    return [p.detach() for p in whole], same_everywhere(group, *whole)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_sites_of_several_ranks(ranks: RankPool, sharded: bool) -> None:
+    found = ranks(4).run(in_sites, sharded)
+    assert all(same for _, same in found)
+    assert not torch.equal(flat(found[0][0]), flat(list(network().parameters())))
+
+
+def differing(group: Group) -> bool:
+    model = network()
+    for parameter in model.parameters():
+        parameter.data.add_(group.rank())
+    DiLoCo(model, inner(model), every=2)
+    return torch.equal(flat(list(model.parameters())), flat(list(network().parameters())))
+
+
+def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None:
+    assert ranks(3).run(differing) == [True] * 3
+
+
+def poisoned(group: Group) -> tuple[int, bool, Tensor, Tensor]:
+    model = network()
+    diloco = DiLoCo(model, None, every=1, codec="lloyd4")
+    before = flat(list(model.parameters()))
+    if group.rank() == 1:
+        next(model.parameters()).data[0, 0] = float("nan")
+    diloco.step()
+    after = flat(list(model.parameters())).clone()
+    for parameter in model.parameters():
+        parameter.data.add_(0.01)
+    diloco.step()
+    return diloco.skipped, same_everywhere(group, flat(list(model.parameters()))), before, after
+
+
+def test_a_round_that_is_not_finite_is_dropped_on_all(ranks: RankPool) -> None:
+    for skipped, same, before, after in ranks(2).run(poisoned):
+        assert skipped == 1
+        assert same
+        assert_same(after, before)
+
+
+def moved(group: Group) -> Tensor:
+    """An optimizer over the model's parameters, as other libraries take it."""
+    model = network()
+    optimizer = inner(model)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    DiLoCo(model, optimizer, outer, codec="none", every=4)
+    train(model, optimizer, group.rank(), range(STEPS))
+    return flat(list(model.parameters()))
+
+
+def test_an_outer_optimizer_over_the_model_is_moved_to_the_copies(ranks: RankPool) -> None:
+    for got, want in zip(ranks(2).run(moved), ranks(2).run(ours, {"every": 4}), strict=True):
+        assert_same(got, want)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "every": ({"every": 0}, "every must be"),
+    "fragments": ({"every": 4, "fragments": 5}, "fragments must be from 1 to 4"),
+    "too many": ({"every": 40, "fragments": 7}, "6 parameters"),
+    "overlap": ({"every": 4, "overlap": 4}, "overlap must be"),
+    "beta": ({"every": 4, "beta": 1.5}, "beta must be"),
+    "auto": ({"every": 4, "codec": "auto"}, "times steps of DDP"),
+    "pattern": ({"every": 4, "policy": {"nope": "int8"}}, "matches none"),
+}
+
+
+def refused(group: Group) -> dict[str, str]:
+    model = network()
+    found = {n: message_of(lambda o=o: DiLoCo(model, None, **o)) for n, (o, _) in REFUSED.items()}
+    foreign = torch.optim.SGD(network().parameters(), 0.1)
+    found["foreign"] = message_of(lambda: DiLoCo(model, None, foreign, every=2))
+    found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
+    found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
+    return found
+
+
+def test_misuse_is_refused(ranks: RankPool) -> None:
+    told = {name: words for name, (_, words) in REFUSED.items()}
+    told |= {"foreign": "with others", "no model": "pass the nn.Module", "state": "expected what state_dict()"}
+    found = ranks(2).run(refused)[0]
+    assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
+    assert issubclass(CollectiveError, ValueError)

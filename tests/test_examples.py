@@ -1,0 +1,140 @@
+"""Every example runs as its docstring says, and prints a loss and a ratio of bytes that only a compressed run has."""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from programs import Ended
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STARTS = {  # of a command in a docstring: what python runs
+    "torchrun": ("-m", "torch.distributed.run", "--standalone"),
+    "accelerate": ("-m", "accelerate.commands.accelerate_cli"),
+    "python": (),
+}
+FRAMEWORKS = {
+    "accelerate_ddp.py": "accelerate",
+    "lightning_ddp.py": "lightning",
+    "ray_train.py": "ray",
+    "trainer.py": "transformers",
+}
+
+
+class Run(NamedTuple):
+    """A command of an example, counted in its docstring, and what it has to print at least."""
+
+    name: str
+    command: int
+    loss: float  # the last one printed is below
+    fewer: float  # bytes, the last ratio printed is above
+
+
+# Losses begin at 5.5, that of guessing among 256 bytes.
+RUNS = [
+    Run("ddp.py", 0, 2.9, 7.0),
+    Run("fsdp2.py", 0, 3.0, 4.4),
+    Run("hsdp.py", 0, 2.7, 3.3),
+    Run("hsdp.py", 1, 2.9, 7.0),
+    Run("diloco.py", 0, 2.9, 50.0),
+    Run("moe_all_to_all.py", 0, 2.9, 3.8),
+    Run("qat.py", 0, 2.9, 7.0),
+    Run("lightning_ddp.py", 0, 2.9, 14.0),
+]
+
+
+def commands(name: str) -> list[list[str]]:
+    """The commands in an example's docstring, as arguments of python."""
+    path = EXAMPLES / name
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    found = []
+    for line in re.findall(rf"^ *((?:{'|'.join(STARTS)}) .*examples/{name}.*)$", text, re.MULTILINE):
+        first, *rest = shlex.split(line, comments=True)
+        found.append([*STARTS[first], *(str(path) if word == f"examples/{name}" else word for word in rest)])
+    return found
+
+
+def parameters() -> Iterator[object]:
+    for run in RUNS:
+        package = FRAMEWORKS.get(run.name)
+        missing = package is not None and find_spec(package) is None
+        started = pytest.mark.program(*commands(run.name)[run.command], OMP_NUM_THREADS="1")
+        mark = pytest.mark.skip(reason=f"{package} is not installed") if missing else started
+        yield pytest.param(run, marks=mark, id=f"{run.name}-{run.command}")
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {run.name for run in RUNS} | {"powersgd_to_thinwire.py"}
+    listed = re.findall(r"\]\((\w+\.(?:py|md|ipynb))\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".md", ".ipynb")
+                                    and path.name != "README.md")  # fmt: skip
+
+
+@pytest.mark.parametrize("run", list(parameters()))
+def test_an_example_trains_and_compresses(run: Run, program: Ended) -> None:
+    assert program.status == 0, program.told
+    losses = [float(loss) for loss in re.findall(r"loss (?:[\d.]+ -> )?(\d+\.\d+)", program.out)]
+    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times fewer", program.out)]
+    assert losses[-1] < run.loss, program.told
+    assert ratios[-1] > run.fewer, program.told
+    if run.name not in FRAMEWORKS:
+        assert "Warning" not in program.err, program.told
+    for told in PROMISES.get(run.name, ()):
+        assert re.search(told, program.out), program.told
+
+
+PROMISES = {
+    "lightning_ddp.py": ["resumed weights differ by 0$"],
+    "diloco.py": ["all ranks have the same model: True"],
+    "ddp.py": ["resumed weights differ by 0$"],
+    "hsdp.py": ["2 nodes of [12]: lloyd4 across, bf16 inside"],
+    "qat.py": [r"a new batch: (2\.\d+), with packed integers \1\n"],
+}
+
+
+@pytest.mark.program(*commands("powersgd_to_thinwire.py")[0], OMP_NUM_THREADS="1")
+def test_powersgd_and_thinwire_side_by_side(program: Ended) -> None:
+    assert program.status == 0, program.told
+    rows = re.findall(r"^(.+?)  +([\d.]+) +([\d,]+) +([\d.]+) +([\d,]+)$", program.out, re.MULTILINE)
+    found = {name: (float(loss), float(fewer), int(last.replace(",", ""))) for name, loss, _, fewer, last in rows}
+    plain, power, ours = (found[name] for name in ("thinwire, none", "PowerSGD, rank 4", "thinwire, lloyd4"))
+    assert plain[1] == 1
+    assert power[1] > 2
+    assert ours[1] > 7
+    assert power[2] < ours[2] < plain[2] / 7  # what a step sends once PowerSGD compresses
+    assert ours[0] < plain[0] + 0.05 < 3  # lloyd4 trains as fp32 does
+
+
+def play_notebook() -> None:
+    """Run the notebook's code as a script, in a folder beside the examples, and keep its figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    cells = json.loads((EXAMPLES / "loss_and_bytes.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    Path("ddp.py").symlink_to(EXAMPLES / "ddp.py")
+    exec(compile(code.replace("plt.show()", "plt.savefig('drawn.png')"), "loss_and_bytes.ipynb", "exec"), {})
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.program("-c", "import test_examples; test_examples.play_notebook()", OMP_NUM_THREADS="1")
+def test_the_notebook_draws_losses_and_bytes(program: Ended) -> None:
+    assert program.status == 0, program.told
+    rows = re.findall(r"^(\w+) +loss ([\d.]+) \(([+-][\d.]+)\) .* MB +([\d.]+) times fewer$", program.out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["none", "int8", "lloyd4", "lloyd2"]
+    fewer = [float(row[3]) for row in rows]
+    assert all(found > least for found, least in zip(fewer, (0.99, 3.8, 7.5, 14), strict=True)), program.told
+    assert all(abs(float(row[2])) < 0.2 for row in rows), program.told
+    assert (program.folder / "drawn.png").stat().st_size > 10_000
+    assert "Warning" not in program.err, program.told
+
+
+def test_the_notebook_holds_no_outputs() -> None:
+    cells = json.loads((EXAMPLES / "loss_and_bytes.ipynb").read_text())["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]

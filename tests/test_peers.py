@@ -1,0 +1,218 @@
+"""`thinwire doctor --peers`: under torchrun, and between ranks that differ, are missing, or cannot exchange."""
+
+import json
+import re
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import thinwire
+from programs import Ended
+from ranks import RankPool
+from thinwire.errors import ThinwireError
+from thinwire.tools.advise.measure import Place
+from thinwire.tools.cli import addresses, peers
+from thinwire.tools.cli.app import app
+from thinwire.tools.cli.peers import Card, Meeting
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
+CARD = Card("a", "eth0", "10.0.0.1", "10.0.0.1", "eth0", "cpu", "gloo", 2, "0.1.0", "2.13.0", "3.11", 1)
+
+
+@pytest.mark.program(*TORCHRUN, "--peers", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+def test_under_torchrun_rank_0_prints_one_table(program: Ended) -> None:
+    assert program.status == 0, program.told
+    title, header, *rows, verdict = program.out.splitlines()
+    assert title.startswith("2 of 2 ranks.")
+    assert " ".join(header.split()) == "rank host interface device thinwire torch python wire Gbit/s slowest"
+    for rank, row in enumerate(rows):
+        assert re.match(rf"{rank} +\S+ +lo 127\.0\.0\.1 +cpu +{re.escape(thinwire.__version__)} ", row), row
+        assert re.search(rf" [\d.]+ +[\d.]+ from {1 - rank}$", row), row
+        assert 0.01 < float(row.split()[-4]) < 1000  # loopback: between a slow disk's rate and memory's
+    assert len(rows) == 2
+    assert verdict == "✓ all ranks see each other and agree"
+
+
+def doctor(group: dist.ProcessGroup, absent: int, patches: dict[int, tuple[str, Any]], *flags: str) -> Any:
+    """The command on every rank but the one that is absent, as if started by hand; patches: by rank, what differs."""
+    rank = group.rank()
+    port = [free_port()]
+    dist.broadcast_object_list(port, src=0)
+    with pytest.MonkeyPatch.context() as patch:
+        values = {"RANK": rank, "WORLD_SIZE": group.size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+        for name, value in values.items():
+            patch.setenv(name, str(value))
+        if rank in patches:
+            patch.setattr(*patches[rank])
+        result = None if rank == absent else CliRunner().invoke(app, ["doctor", "--peers", *flags])
+    return result and (result.exit_code, result.stdout, result.stderr)
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+NOBODY = -1
+
+
+def test_all_pairs_of_three_ranks_are_measured(ranks: RankPool) -> None:
+    (status, out, _), *others = ranks(3).run(doctor, NOBODY, {}, "--json")
+    assert (status, others) == (0, [(0, "", "")] * 2)
+    found = json.loads(out)
+    assert (found["works"], found["world"], found["problems"]) == (True, 3, [])
+    assert [sorted(map(int, rank["received"])) for rank in found["ranks"]] == [[1, 2], [0, 2], [0, 1]]
+    assert all(rate > 1e6 for rank in found["ranks"] for rate in rank["received"].values())
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        (("thinwire.__version__", "9.9"), f"thinwire differs: {thinwire.__version__} on ranks 0, 2; 9.9 on rank 1"),
+        (("thinwire.wire.VERSION", 7), "the wire format differs: 1 on ranks 0, 2; 7 on rank 1"),
+    ],
+)
+def test_ranks_of_different_versions(patch: tuple[str, Any], said: str, ranks: RankPool) -> None:
+    (status, out, _), *others = ranks(3).run(doctor, NOBODY, {1: patch})
+    assert (status, others) == (1, [(1, "", "")] * 2)
+    assert out.splitlines()[0].startswith("3 of 3 ranks.")
+    assert out.splitlines()[-1].startswith(f"✗ {said}. Install the same")
+
+
+def test_a_missing_rank_is_named(ranks: RankPool) -> None:
+    (status, out, _), other, absent = ranks(3).run(doctor, 2, {}, "--timeout", "1.5")
+    assert (status, other, absent) == (1, (1, "", ""), None)
+    assert out.splitlines()[0].startswith("2 of 3 ranks.")
+    told = r"✗ rank 2 of 3 did not come within 1.5 s: start every rank, and let each reach 127.0.0.1:\d+"
+    assert re.fullmatch(told, out.splitlines()[-1])
+
+
+def test_without_rank_0_the_others_say_so(ranks: RankPool) -> None:
+    _, (status, out, err) = ranks(2).run(doctor, 0, {}, "--timeout", "1")
+    assert (status, out) == (1, "")
+    assert "Error: rank 1 did not reach 127.0.0.1:" in err
+    assert "start rank 0 there" in err
+
+
+def refuse(device: object) -> Any:
+    raise RuntimeError("[/somewhere/gloo/pair.cc:152] timed out connecting\nand more")
+
+
+def test_an_exchange_that_fails(ranks: RankPool) -> None:
+    patch = ("thinwire.tools.cli.peers._rates", refuse)
+    (status, out, _), (other, _, _) = ranks(2).run(doctor, NOBODY, {0: patch, 1: patch})
+    assert (status, other) == (1, 1)
+    assert out.splitlines()[-2].startswith("✗ rank 0 could not exchange: timed out connecting; see whether the")
+    assert out.splitlines()[-1].startswith("✗ rank 1 could not exchange: timed out connecting; see whether the")
+
+
+def hang(group: dist.ProcessGroup) -> peers.Exchanged:
+    over = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "_rates", lambda device: over.wait())
+        found = peers.exchange(Place(0, 1, 0, 1), 0.2)
+    over.set()
+    return found
+
+
+def test_an_exchange_without_an_end_is_given_up(ranks: RankPool) -> None:
+    assert ranks(1).run(hang) == [peers.Exchanged({}, "no end within 0.2 s", stuck=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"torch": "2.12.0"}, ["torch differs: 2.13.0 on rank 0; 2.12.0 on rank 1. Install the same everywhere"]),
+        ({"python": "3.12"}, ["python differs: 3.11 on rank 0; 3.12 on rank 1. Install the same everywhere"]),
+        ({"world": 3}, ["WORLD_SIZE differs: 2 on rank 0; 3 on rank 1. Start all ranks with the same number"]),
+    ],
+)
+def test_what_ranks_have_to_agree_on(changes: dict[str, Any], said: list[str]) -> None:
+    assert peers.disagreements({0: CARD, 1: replace(CARD, host="b", address="10.0.0.2", **changes)}) == said
+
+
+def test_loopback_between_machines_is_named() -> None:
+    trapped = replace(CARD, host="b", address="127.0.1.1", route="10.0.0.2", route_interface="ens5")
+    (told,) = peers.unreachable({0: CARD, 1: trapped})
+    assert told.startswith("rank 1 on b uses 127.0.1.1, which no other machine reaches: set GLOO_SOCKET_IFNAME there")
+    assert told.endswith("towards the others, ens5")
+    (told,) = peers.unreachable(
+        {0: replace(CARD, address="127.0.1.1", route="127.0.0.1", route_interface="lo"), 1: CARD}
+    )
+    assert told.endswith("towards the others")
+    local = replace(CARD, address="127.0.0.1", route="127.0.0.1")
+    assert peers.unreachable({0: local, 1: local}) == []
+
+
+def test_a_card_of_another_version_is_read() -> None:
+    assert peers._card({"host": "b", "mood": "good"}).host == "b"
+    assert peers._card({"host": "b"}).wire == "?"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--peers"], "run it on every machine as `torchrun --nnodes 2 --node-rank 0"),
+        (["--peers", "--full"], "--full: is about kernels, --peers about ranks: leave one out"),
+        (["--timeout", "3"], "--timeout: goes with --peers"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["doctor", *flags])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "first")
+    with pytest.raises(ThinwireError, match="MASTER_PORT must be a number such as 29500, got 'first'"):
+        Meeting(Place(0, 1, 0, 1), 1.0)
+
+
+def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(
+        ThinwireError, match=r"rank 1 did not reach localhost:.* torchrun has --master-addr and --local"
+    ):
+        Meeting(Place(1, 2, 0, 1), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted", "way"),
+    [
+        ("gloo", "eth1", ("eth1", "10.0.1.5")),
+        ("gloo", "eth1,eth0", ("eth1", "10.0.1.5")),
+        ("gloo", "eth", ("eth", "")),
+        ("gloo", "", ("lo", "127.0.1.1")),
+        ("nccl", "eth", ("eth0", "10.0.0.5")),
+        ("nccl", "=eth1", ("eth1", "10.0.1.5")),
+        ("nccl", "^docker", ("eth1", "10.0.1.5")),
+        ("nccl", "", ("eth1", "10.0.1.5")),
+    ],
+)
+def test_the_interface_a_rank_uses(
+    backend: str, wanted: str, way: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo goes by the host's name, 127.0.1.1 where a distribution has it so; NCCL by the route."""
+    interfaces = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.0.1.5"}
+    monkeypatch.setattr(addresses, "_by_interface", lambda: interfaces)
+    monkeypatch.setattr(addresses, "route", lambda: "10.0.1.5")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setenv(f"{backend.upper()}_SOCKET_IFNAME", wanted)
+    assert addresses.way_out(backend) == way
+
+
+def test_loopback_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert addresses.interface_of(addresses.route()).startswith("lo")
