@@ -39,8 +39,9 @@ def train(steps: int, resume: str | None = None) -> None:
     )
     compress = Compress("lloyd4")  # the one line, and the callback
     trainer = Trainer(LlamaForCausalLM(LLAMA), arguments, train_dataset=texts(), callbacks=[compress])
-    trainer.train(resume_from_checkpoint=resume)
+    result = trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero() and compress.handle is not None:
+        print(f"steps {trainer.state.global_step}: loss {result.training_loss:.3f}")
         print(compress.handle.stats())
 
 

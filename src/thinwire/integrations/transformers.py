@@ -65,11 +65,11 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         if state.global_step:
             load_shared(self.handle, self._read(args, state))
         self._run = uuid.uuid4().hex
-        state.stateful_callbacks[_KEY] = {"run": self._run}
+        _stateful(state)[_KEY] = {"run": self._run}
 
     def _read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         """What the checkpoint that the Trainer goes on from holds of ours; it does not say where that is."""
-        run = state.stateful_callbacks.get(_KEY, {}).get("run")
+        run = _stateful(state).get(_KEY, {}).get("run")
         folders = [_folder(args, state)]
         if isinstance(args.resume_from_checkpoint, str):
             folders.insert(0, Path(args.resume_from_checkpoint))
@@ -116,9 +116,16 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         os.replace(begun, path)
 
 
+def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:
+    """What callbacks keep in trainer_state.json; a list only before the Trainer has begun."""
+    found: Any = state.stateful_callbacks
+    kept: dict[str, dict[str, str]] = found
+    return kept
+
+
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     """Where the Trainer keeps the checkpoint of this step."""
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
 def _trainer_of(state: TrainerState) -> Trainer:
