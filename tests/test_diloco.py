@@ -1,6 +1,7 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
 import io
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,25 @@ def test_a_round_per_step_is_data_parallelism(ranks: RankPool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def in_fp64(group: Group) -> tuple[float, float]:
+    """How far a model in fp64 is from where it began, and after a round from where the ranks' mean is."""
+    model = nn.Linear(40, 40).double()
+    torch.manual_seed(3)
+    begun = torch.randn(40, 40, dtype=torch.float64)
+    model.weight.data.copy_(begun)
+    diloco = DiLoCo(model, None, lambda outer: torch.optim.SGD(outer, lr=1.0), every=1, codec="none")
+    first = float((model.weight.detach() - begun).abs().max())
+    model.weight.data.add_(group.rank() / 3)
+    diloco.step()
+    return first, float((model.weight.detach() - begun - 1 / 6).abs().max())
+
+
+def test_a_model_in_fp64_stays_exact(ranks: RankPool) -> None:
+    for first, after in ranks(2).run(in_fp64):
+        assert first == 0
+        assert after < 1e-14  # a few roundings of numbers below 5
+
+
 # Codecs and feedback.
 
 
@@ -183,6 +203,26 @@ def test_what_was_lost_is_remembered(ranks: RankPool) -> None:
     assert all(found > 0.1 for found in ranks(2).run(owed, 0.9))
 
 
+def steady(group: Group, feedback: str) -> list[float]:
+    """How far the model moves in every round, if all ranks always move by one and the outer rate is 1."""
+    model = nn.Linear(64, 64, bias=False)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(model, None, plain, every=1, codec="int8", feedback=feedback)  # type: ignore[arg-type]
+    found = []
+    for _ in range(8):
+        before = model.weight.detach().clone()
+        model.weight.data.sub_(1.0)
+        diloco.step()
+        found.append(float((before - model.weight.detach()).mean()))
+    return found
+
+
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+def test_feedback_that_forgets_keeps_the_size_of_a_step(ranks: RankPool, feedback: str) -> None:
+    for found in ranks(2).run(steady, feedback):
+        assert found == pytest.approx([1.0] * 8, abs=1 / 127)  # a step of int8
+
+
 # Checkpoints.
 
 
@@ -227,6 +267,27 @@ def test_a_resumed_run_has_the_same_bits(ranks: RankPool, name: str) -> None:
         assert_same(got, expected)
 
 
+def saved_under_way(group: Group) -> bool:
+    """Whether a state that is saved while another rank is late has what a later one of the same step has."""
+    model = network()
+    diloco = DiLoCo(model, None, every=2, codec="lloyd2", overlap=1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(group.rank())))
+    diloco.synchronize()  # ranks have met in messages of this kind
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(group.rank())))
+    time.sleep(0.5 * group.rank())
+    diloco.step()
+    diloco.step()
+    (early,) = diloco.state_dict()["compression"]["ranks"].values()
+    (late,) = diloco.state_dict()["compression"]["ranks"].values()
+    return all(torch.equal(early[name], late[name]) for name in late)
+
+
+def test_a_state_waits_for_rounds_under_way(ranks: RankPool) -> None:
+    assert ranks(2).run(saved_under_way) == [True, True]
+
+
 def joined(group: Group, saved: bytes) -> tuple[int, float, Tensor]:
     """A gathered state on another number of ranks: rounds so far, what all still owe, and the outer parameters."""
     diloco = DiLoCo(network(), None, **RESUMED["classic"])
@@ -247,6 +308,37 @@ def test_a_gathered_state_serves_another_world(ranks: RankPool) -> None:
         assert rounds == 2
         assert total == pytest.approx(owed, rel=1e-3, abs=1e-3)
         assert_same(outer, flat(list(state["outer"].values())))
+
+
+def misloaded(group: Group) -> dict[str, str]:
+    """What is said of states that do not fit, and of one that cannot be gathered."""
+    first = DiLoCo(network(), None, every=4, fragments=2, overlap=3, codec="lloyd2")
+    for _ in range(3):
+        first.step()
+    state = first.state_dict()
+    sharded = network()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
+    fully_shard(sharded, mesh=mesh["inside"])
+    parts = DiLoCo(sharded, None, every=2, group=mesh.get_group("site"))
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, state, group=group)
+    return {
+        "fragments": message_of(lambda: DiLoCo(network(), None, every=4).load_state_dict(state)),
+        "rank": message_of(lambda: first.load_state_dict(states[group.rank() - 1])),
+        "sharded": message_of(lambda: parts.state_dict(gather=True)),
+        "own": message_of(lambda: first.load_state_dict(state)),
+    }
+
+
+def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks(4).run(misloaded)):
+        assert "rounds under way of 2 fragments, got 1" in found["fragments"]
+        assert (
+            f"rank {rank} of 4 goes on from what ranks {rank} of 4 remember, got that of {(rank - 1) % 4}"
+            in (found["rank"])
+        )
+        assert "gather=True: parameters are sharded" in found["sharded"]
+        assert found["own"] == "accepted!"
 
 
 # Sites of several ranks, ranks that differ, and faults.
@@ -276,6 +368,46 @@ def test_sites_of_several_ranks(ranks: RankPool, sharded: bool) -> None:
     assert not torch.equal(flat(found[0][0]), flat(list(network().parameters())))
 
 
+def in_few_rows(group: Group) -> tuple[str, str]:
+    """The last layer has one row, which one rank of a site holds: what all ranks are told of rules by its name."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "inside"))
+    model = network()
+    fully_shard(model, mesh=mesh["inside"])
+    options: dict[str, Any] = {"every": 2, "group": mesh.get_group("site")}
+    outer = torch.optim.SGD(model.parameters(), 0.7)
+    return (
+        message_of(lambda: DiLoCo(model, None, policy={"4.*": "int8"}, exempt=["4.bias"], **options)),
+        message_of(lambda: DiLoCo(model, None, outer, **options)),
+    )
+
+
+def test_a_rank_without_elements_of_a_parameter_knows_its_name(ranks: RankPool) -> None:
+    assert ranks(4).run(in_few_rows) == [("accepted!", "accepted!")] * 4
+
+
+def at_odds(group: Group) -> list[str]:
+    """What ranks are told that do not mean the same."""
+    first = group.rank() == 0
+    model = network()
+    models = [network(), nn.Linear(20, 3)]
+    return [
+        message_of(lambda: DiLoCo(model, None, every=2 if first else 3)),
+        message_of(lambda: DiLoCo(model, None, every=4, fragments=1 if first else 2)),
+        message_of(lambda: DiLoCo(model, None, every=4, overlap=0 if first else 2)),
+        message_of(lambda: DiLoCo(models[group.rank()], None, every=4)),
+        message_of(lambda: DiLoCo(model, None, every=4)),
+    ]
+
+
+def test_ranks_that_differ_are_told_so(ranks: RankPool) -> None:
+    for found in ranks(2).run(at_odds):
+        *told, fine = found
+        assert all("the ranks disagree" in message for message in told), told
+        assert "every=2" in told[0]
+        assert "every=3" in told[0]
+        assert fine == "accepted!"
+
+
 def differing(group: Group) -> bool:
     model = network()
     for parameter in model.parameters():
@@ -286,6 +418,46 @@ def differing(group: Group) -> bool:
 
 def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None:
     assert ranks(3).run(differing) == [True] * 3
+
+
+def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
+    """Whether the end of a run changes a model that learnt nothing since the last round; the rounds that there were."""
+    model = network().to(dtype)
+    optimizer = inner(model)
+    diloco = DiLoCo(model, optimizer, every=4)
+    for _ in range(8):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + group.rank())
+        optimizer.step()
+    before = flat(list(model.parameters())).clone()
+    diloco.synchronize()
+    diloco.close()
+    return torch.equal(flat(list(model.parameters())), before), diloco.rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_end_right_after_a_round_changes_nothing(ranks: RankPool, dtype: torch.dtype) -> None:
+    assert ranks(2).run(closed_after_a_round, dtype) == [(True, 2)] * 2
+
+
+def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
+    """Ranks whose models differ in frozen parameters and buffers: whether they are alike at first and in the end."""
+    model = network(norm=True)
+    model.register_buffer("phase", torch.full((2, 3), 1j * group.rank()).T)
+    model.register_buffer("mask", torch.tensor([group.rank() == 0, False]))
+    frozen = next(model.parameters())
+    frozen.requires_grad = False
+    frozen.add_(group.rank())
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, every=2):
+        at_first = same_everywhere(group, *model.state_dict().values())
+        train(model, optimizer, group.rank(), range(3))
+        between = same_everywhere(group, *model.buffers())
+    return at_first, between, same_everywhere(group, *model.state_dict().values())
+
+
+def test_ranks_share_buffers_and_what_is_frozen(ranks: RankPool) -> None:
+    assert ranks(2).run(with_the_rest) == [(True, False, True)] * 2
 
 
 def poisoned(group: Group) -> tuple[int, bool, Tensor, Tensor]:
@@ -309,6 +481,36 @@ def test_a_round_that_is_not_finite_is_dropped_on_all(ranks: RankPool) -> None:
         assert_same(after, before)
 
 
+FALLEN: dict[str, dict[str, Any]] = {
+    "fragments": {"every": 4, "fragments": 2},
+    "overlap": {"every": 4, "fragments": 2, "overlap": 3},
+    "whole": {"every": 4},
+}
+
+
+def fallen(group: Group, name: str) -> tuple[int, bool, bool]:
+    """Rounds that were skipped after one loss was NaN on one rank; whether all is finite and the same in the end."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with DiLoCo(model, optimizer, **FALLEN[name]) as diloco:
+        for step in range(24):
+            x, y = batch(group.rank(), step)
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            (loss * float("nan") if (step, group.rank()) == (5, 1) else loss).backward()
+            optimizer.step()
+    values = flat(list(model.parameters()))
+    return diloco.skipped, bool(values.isfinite().all()), same_everywhere(group, values)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fragments", 1), ("overlap", 2), ("whole", 1)])
+def test_one_nan_does_not_come_back(ranks: RankPool, name: str, most: int) -> None:
+    for skipped, finite, same in ranks(2).run(fallen, name):
+        assert 1 <= skipped <= most
+        assert finite
+        assert same
+
+
 def moved(group: Group) -> Tensor:
     """An optimizer over the model's parameters, as other libraries take it."""
     model = network()
@@ -322,6 +524,25 @@ def moved(group: Group) -> Tensor:
 def test_an_outer_optimizer_over_the_model_is_moved_to_the_copies(ranks: RankPool) -> None:
     for got, want in zip(ranks(2).run(moved), ranks(2).run(ours, {"every": 4}), strict=True):
         assert_same(got, want)
+
+
+def with_frozen(group: Group) -> tuple[int, bool]:
+    """An optimizer over all parameters, named, of a model that has one without gradient; copies that it steps."""
+    model = network()
+    next(model.parameters()).requires_grad = False
+    outer = torch.optim.SGD(model.named_parameters(), lr=0.7)  # type: ignore[arg-type]
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, outer, every=2) as diloco:
+        train(model, optimizer, group.rank(), range(4))
+        state = diloco.state_dict()
+        diloco.load_state_dict(state)
+    (settings,) = outer.param_groups
+    assert len(settings["param_names"]) == len(settings["params"])
+    return len(settings["params"]), same_everywhere(group, flat(list(model.parameters())))
+
+
+def test_an_outer_optimizer_may_hold_parameters_that_do_not_learn(ranks: RankPool) -> None:
+    assert ranks(2).run(with_frozen) == [(5, True)] * 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -340,6 +561,10 @@ def refused(group: Group) -> dict[str, str]:
     found = {n: message_of(lambda o=o: DiLoCo(model, None, **o)) for n, (o, _) in REFUSED.items()}
     foreign = torch.optim.SGD(network().parameters(), 0.1)
     found["foreign"] = message_of(lambda: DiLoCo(model, None, foreign, every=2))
+    part = torch.optim.SGD(list(model.parameters())[:2], 0.7)
+    found["part"] = message_of(lambda: DiLoCo(model, None, part, every=2))
+    found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
+    found["several"] = message_of(lambda: DiLoCo(model, [inner(model)], every=2))  # type: ignore[arg-type]
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
     found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
     return found
@@ -347,6 +572,8 @@ def refused(group: Group) -> dict[str, str]:
 
 def test_misuse_is_refused(ranks: RankPool) -> None:
     told = {name: words for name, (_, words) in REFUSED.items()}
+    told |= {"several": "got list: of several pass the one that steps last"}
+    told |= {"part": "without 2.weight", "part made": "without 0.weight"}
     told |= {"foreign": "with others", "no model": "pass the nn.Module", "state": "expected what state_dict()"}
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}

@@ -23,6 +23,7 @@ from cases import assert_same
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
+from thinwire.integrations.names import plain_name
 from thinwire.integrations.policy import Rules, family
 from thinwire.integrations.wrapped import bare_optimizer
 
@@ -62,6 +63,12 @@ def ways_in(group: Group) -> list[str]:
 
 def test_a_ddp_model_is_found_inside_what_wraps_it(ranks: RankPool) -> None:
     assert ranks(2).run(ways_in) == [[]] * 2
+
+
+def test_names_lose_wrappers_and_nothing_else() -> None:
+    assert plain_name("_forward_module._orig_mod.a._checkpoint_wrapped_module.weight") == "a.weight"
+    assert plain_name("_orig_mod") == ""
+    assert plain_name("pre_forward_module.weight") == "pre_forward_module.weight"
 
 
 def strangers(group: Group) -> dict[str, str]:

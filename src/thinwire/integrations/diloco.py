@@ -8,6 +8,7 @@ on every rank alike, and the rank goes on from the result. The average takes the
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import transport
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies
 from thinwire.integrations.averager import Averager, Future, GradientSet
@@ -40,20 +43,28 @@ _MOMENTUM = 0.9
 
 
 class _Fragment:
-    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer."""
+    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer.
+
+    Where one of the parameters is in fp64, all of that is too.
+    """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = tuple(name for name, _ in named)
         self.parameters = [parameter for _, parameter in named]
         self.shapes = [tensor.shape for tensor in self.own()]
-        self.outer = [nn.Parameter(tensor.detach().float().clone()) for tensor in self.own()]
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
 
     def own(self) -> list[Tensor]:
         """This rank's parameters; of a sharded one, its shard."""
         return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
 
+    def has_learnt(self) -> bool:
+        """Whether this rank's parameters differ from the outer ones."""
+        return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
+
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
+        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([shape.numel() for shape in self.shapes])
@@ -118,6 +129,12 @@ class DiLoCo(Handle):
         residual_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self._inner = bare_optimizer(inner_optimizer)
+        if self._inner is not None and not isinstance(self._inner, Optimizer):
+            raise CollectiveError(
+                f"inner_optimizer: expected a torch optimizer, got {type(inner_optimizer).__name__}: of several pass "
+                "the one that steps last, or pass None and call step() yourself"
+            )
         named = _trained(model)
         _check(every, fragments, overlap, beta, len(named))
         self.every = every
@@ -128,7 +145,7 @@ class DiLoCo(Handle):
         self.skipped = 0  # averages that were not finite
         self._group = transport.resolve(group)
         self._fragments = [_Fragment(part) for part in _cut(named, fragments)]
-        self.outer_optimizer = self._outer_optimizer(outer_optimizer)
+        self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
             feedback=feedback,
@@ -144,32 +161,62 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        options.rules.check_names([name for name, _ in named])
+        every_name = [plain_name(name) for name, _ in _bare(model).named_parameters()]  # as on other ranks
+        options.rules.check_names(every_name)
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
+        self._check_alike()
         self._share()
+        self._buffers = list(model.buffers())
+        self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
         self._hook: Any = None
-        if inner_optimizer is not None:
-            self._hook = bare_optimizer(inner_optimizer).register_step_post_hook(lambda *_: self.step())
+        if self._inner is not None:
+            self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
 
-    def _outer_optimizer(self, given: OuterOptimizer) -> Optimizer:
+    def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
+        """What steps the outer copies; `known` are the model's parameters, those included that have none."""
         copies: list[Tensor] = [copy for fragment in self._fragments for copy in fragment.outer]
+        names = [name for fragment in self._fragments for name in fragment.names]
         if given is None:
             return torch.optim.SGD(copies, lr=_LR, momentum=_MOMENTUM, nesterov=True)
-        if not isinstance(given, Optimizer):
-            return given(copies)
-        own = [parameter for fragment in self._fragments for parameter in fragment.parameters]
-        outer = {id(parameter): copy for parameter, copy in zip(own, copies, strict=True)}
+        if isinstance(given, Optimizer):
+            self._move(given, known)
+        found = given if isinstance(given, Optimizer) else given(copies)
+        stepped = {id(copy) for settings in found.param_groups for copy in settings["params"]}
+        left = [name for name, copy in zip(names, copies, strict=True) if id(copy) not in stepped]
+        if left:
+            raise CollectiveError(
+                f"outer_optimizer: expected all of the model's parameters that learn, got one without {left[0]}, which "
+                "every round would set back: add it, or let it require no gradient"
+            )
+        return found
+
+    def _move(self, given: Optimizer, known: set[int]) -> None:
+        """Let an optimizer over the model's parameters step their outer copies."""
+        outer = {id(p): copy for part in self._fragments for p, copy in zip(part.parameters, part.outer, strict=True)}
         for settings in given.param_groups:
-            unknown = [p for p in settings["params"] if id(p) not in outer]
+            unknown = [p for p in settings["params"] if id(p) not in known]
             if unknown or given.state:
                 raise CollectiveError(
                     "outer_optimizer: expected a new optimizer over the model's parameters, got one "
                     + ("with others" if unknown else "that has stepped")
                 )
-            settings["params"] = [outer[id(p)] for p in settings["params"]]
-        return given
+            kept = [at for at, p in enumerate(settings["params"]) if id(p) in outer]
+            settings["params"] = [outer[id(settings["params"][at])] for at in kept]
+            if "param_names" in settings:
+                settings["param_names"] = [settings["param_names"][at] for at in kept]
+
+    def _check_alike(self) -> None:
+        """Raise on all ranks unless they are to average the same parameters at the same steps."""
+        pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
+        shapes = [(name, *shape) for name, shape in pairs]
+        numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
+        model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
+        timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
+        if self._group.size() > 1:
+            device = self._fragments[0].outer[0].device
+            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", known=False)
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""
@@ -177,6 +224,15 @@ class DiLoCo(Handle):
             buffer = fragment.flat(fragment.outer)
             dist.broadcast(buffer, group=self._group, group_src=0)
             self._put(fragment, buffer)
+
+    def _spread(self, tensors: Sequence[Tensor]) -> None:
+        """All ranks have the first one's, of any dtype."""
+        for tensor in tensors:
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            if own.numel():
+                buffer = own.detach().contiguous().view(-1).view(torch.uint8)
+                dist.broadcast(buffer, group=self._group, group_src=0)
+                own.copy_(buffer.view(own.dtype).view(own.shape))
 
     def _put(self, fragment: _Fragment, buffer: Tensor) -> None:
         """Outer copies and own parameters = these."""
@@ -204,7 +260,9 @@ class DiLoCo(Handle):
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            self._averager.memories.residuals.decay(fragment.names, self.beta)
+            memories = self._averager.memories  # what EF21 has sent is no loss: its means have to stay the sum of it
+            lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
+            memories.residuals.decay(lost, self.beta)
         news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
         if news and self._group.rank() == 0:
             announce(news)
@@ -222,17 +280,11 @@ class DiLoCo(Handle):
 
     @torch.no_grad()
     def _apply(self, done: _Round) -> None:
-        """Step with the average, and move this rank's parameters by as much as the outer ones differ from what it sent.
-
-        An average that is not finite, which every rank sees alike, is dropped: all go on from the outer parameters.
-        """
+        """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
-        if not bool(torch.isfinite(average).all()):
-            self.skipped += 1
-            if self._group.rank() == 0:
-                announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
-            self._put(fragment, fragment.flat(fragment.outer))
+        if not _is_finite(average):
+            self._drop(done.fragment)
             return
         for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
             copy.grad = gradient
@@ -244,12 +296,40 @@ class DiLoCo(Handle):
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
 
+    def _drop(self, index: int) -> None:
+        """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.
+
+        The rank that it comes from does so with all fragments, and forgets what its optimizer remembers of it: numbers
+        that are not finite would come back from there at the next step.
+        """
+        self.skipped += 1
+        if self._group.rank() == 0:
+            announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
+        for at, fragment in enumerate(self._fragments):
+            if at == index or not _is_finite(fragment.flat(fragment.own())):
+                self._put(fragment, fragment.flat(fragment.outer))
+                for one in (one for one in self._under_way if one.fragment == at):
+                    one.sent = fragment.flat(fragment.own())  # it has learnt nothing since
+        remembered = [] if self._inner is None else list(self._inner.state.values())
+        for state in remembered:
+            if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
+                state.clear()
+
     def synchronize(self) -> None:
-        """Average everything now, on all ranks; they then have the same parameters."""
+        """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
         self._finish()
-        for index in range(len(self._fragments)):
-            self._begin(index, self.steps)
-            self._finish()
+        for index, learnt in enumerate(self._learnt()):
+            if learnt:  # an outer step without it would follow the momentum alone
+                self._begin(index, self.steps)
+                self._finish()
+        self._spread(self._buffers)
+
+    def _learnt(self) -> list[bool]:
+        """Whether any rank's parameters differ from the outer ones, by fragment."""
+        found = [float(fragment.has_learnt()) for fragment in self._fragments]
+        told = torch.tensor(found, device=self._fragments[0].outer[0].device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in told.tolist()]
 
     def _finish(self) -> None:
         """Apply every round that is under way."""
@@ -285,6 +365,8 @@ class DiLoCo(Handle):
         Every rank saves its own. gather: every rank calls it, the first rank gets one state with what all remember, the
             others an empty one; all load that one. It has no rounds under way: save where there are none.
         """
+        for one in self._under_way:
+            one.wait()  # it changes residuals until it is done
         memories = self._averager.memories
         rank = self._group.rank()
         ranks = {rank: memories.residuals.read()}
@@ -292,6 +374,8 @@ class DiLoCo(Handle):
         own = checkpoint.export(self._averager, self._restorer, self.rounds, self._group.size(), ranks, means)
         if gather and self._under_way:
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
+        if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
+            raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
         compression = checkpoint.gather_state(own, rank, self._group) if gather else own
         if not compression:
             return {}
@@ -300,11 +384,12 @@ class DiLoCo(Handle):
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
+            "fragments": len(self._fragments),
             "outer": {name: copy.detach().cpu().clone() for name, copy in copies.items()},
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
-                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.wait().cpu()}
+                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.average.cpu()}
                 for one in self._under_way
             ],
         }
@@ -321,9 +406,17 @@ class DiLoCo(Handle):
         with checkpoint.reading():
             if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
                 raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+            if state["under_way"] and state["fragments"] != len(self._fragments):
+                raise CollectiveError(
+                    f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
+                    f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
+                )
             checkpoint.check_numbers(state["steps"], group.size(), state["outer"])
+            self._check_ranks(state["compression"])
             skipped = int(state["skipped"])
             under_way = [self._resumed(one) for one in state["under_way"]]
+            for one in self._under_way:
+                one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
             self.rounds = checkpoint.load(
                 [state["compression"]], group.rank(), group.size(), self._names, self._averager, self._restorer
@@ -335,23 +428,42 @@ class DiLoCo(Handle):
             for name, copy in copies.items():
                 copy.copy_(state["outer"][name])
 
+    def _check_ranks(self, compression: Mapping[str, Any]) -> None:
+        """Raise unless a state has what this rank goes on from."""
+        wanted = [str(k) for k in range(self._group.rank(), compression["world"], self._group.size())]
+        if not compression["ranks"].keys() >= set(wanted):
+            raise CollectiveError(
+                f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
+                f"{', '.join(wanted)} of {compression['world']} remember, got that of "
+                f"{', '.join(compression['ranks'])}: "
+                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+            )
+
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
         return _Round(saved["fragment"], saved["due"], saved["sent"].to(device), saved["average"].to(device), None)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
 
 
 def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
     if not isinstance(model, nn.Module):
         raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    inner = getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    named = [(plain_name(name), p) for name, p in inner.named_parameters() if p.requires_grad]
-    found = [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
+    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
+    found: list[tuple[str, Tensor]] = []
+    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
         what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
         raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
     return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:

@@ -11,15 +11,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.errors import CollectiveError
 
 Names = tuple[str, ...]
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")  # torch.compile's, torch's and Fabric's
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
 PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
 
 
 def plain_name(name: str) -> str:
     """The name of a module or parameter without those of what is only wrapped around it."""
-    for wrapper in _WRAPPERS:
-        name = f"{name}.".replace(wrapper, "").removesuffix(".")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class ParameterSize(NamedTuple):
