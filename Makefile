@@ -5,15 +5,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo check lint types format clean
+.PHONY: help test thorough demo check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | demo | check (what CI runs) | format | clean"
+	@echo "make test | thorough | demo | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
 	@$(BIN)/python -m pytest
+
+thorough: .venv/.installed
+	@echo "== tests, every combination"
+	@$(BIN)/python -m pytest --thorough
 
 demo: .venv/.package
 	@$(BIN)/thinwire demo

@@ -6,6 +6,7 @@ Shape suffixes: W ranks, N bytes of a wire, K blocks, B elements of a block.
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +72,19 @@ def over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         return run
 
     return decorate
+
+
+def thorough(*rows: Any) -> list[Any]:
+    """Rows of a table of parameters that run with --thorough only."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows]
+
+
+def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Every value of every axis, in as few combinations as the longest has values; the others with --thorough."""
+    count = max(map(len, axes))
+    usual = [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
+    others = [row for row in itertools.product(*axes) if row not in usual]
+    return pytest.mark.parametrize(names, [*usual, *thorough(*others)])
 
 
 def generated(count: int) -> settings:

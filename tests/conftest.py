@@ -1,5 +1,7 @@
 """Fixtures every test can use."""
 
+import multiprocessing
+
 import pytest
 
 from programs import Ended, Programs
@@ -11,8 +13,21 @@ PROGRAMS = pytest.StashKey[Programs]()
 RANKS = pytest.StashKey[RankPool]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--thorough, for every combination of what the tests try by turns (cases.by_turns)."""
+    parser.addoption("--thorough", action="store_true", help="run every combination, not each value once")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark of what runs with --thorough only."""
+    config.addinivalue_line("markers", "thorough: runs with --thorough only")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on a GPU, or of a program, may take longer, where pytest-timeout watches them; programs' come last."""
+    if not config.option.thorough:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: item.get_closest_marker("program") is not None)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
@@ -46,3 +61,12 @@ def program(request: pytest.FixtureRequest) -> Ended:
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """ranks(world).run(fn, *args) -> [fn(group, *args) on each rank]; see tests/ranks.py."""
     return request.config.stash[RANKS]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a benchmark starts from here are forked by a process that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    rooms = ("thinwire.tools.bench.collectives", "thinwire.tools.bench.sharded", "sklearn.datasets", "torch._dynamo")
+    context.set_forkserver_preload(["pytest", *rooms])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

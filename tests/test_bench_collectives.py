@@ -238,6 +238,7 @@ def shapes_links() -> bool:
         return False
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     if not shapes_links():
         pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
@@ -297,6 +298,7 @@ def test_bytes_across_are_those_of_messages_that_leave_a_node(world: int, nodes:
     assert bench.bytes_across("plain", world, nodes, int8, numel) == around * 2 * (world - 1) / world * 4 * numel
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_of_a_node_share_its_link() -> None:
     if not shapes_links():
         pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")

@@ -1,18 +1,14 @@
 """The command line, end to end: flags, tables, records, Ctrl-C and what goes to which stream."""
 
-import contextlib
 import csv
 import io
 import json
 import os
-import pty
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,35 +397,49 @@ def test_doctor_tells_unbuilt_kernels_from_broken_ones(
     assert f"{mark} C kernels            install a compiler" in result.stdout.splitlines()
 
 
-@pytest.mark.usefixtures("few_codecs")
-@pytest.mark.parametrize(
-    ("variable", "value", "status"),
-    [
-        ("GLOO_SOCKET_IFNAME", "nowhere0", 1),
-        ("GLOO_SOCKET_IFNAME", "lo", 0),
-        ("GLOO_SOCKET_IFNAME", "lo,nowhere0", 1),
-        ("GLOO_SOCKET_IFNAME", "nowhere", 1),
-        ("GLOO_SOCKET_IFNAME", "=lo", 1),
-        ("GLOO_SOCKET_IFNAME", "lo,", 1),
-        ("NCCL_SOCKET_IFNAME", "=lo", 0),
-        ("NCCL_SOCKET_IFNAME", "=nowhere", 1),
-        ("NCCL_SOCKET_IFNAME", "some,lo", 0),
-        ("NCCL_SOCKET_IFNAME", "nowhere0", 1),
-        ("NCCL_SOCKET_IFNAME", "^nowhere", 0),
-    ],
-)
-def test_doctor_fails_on_an_interface_that_is_not_there(
-    variable: str, value: str, status: int, monkeypatch: pytest.MonkeyPatch
+INTERFACES = [  # with a variable, and whether what it says is there
+    ("GLOO_SOCKET_IFNAME", "nowhere0", False),
+    ("GLOO_SOCKET_IFNAME", "lo", True),
+    ("GLOO_SOCKET_IFNAME", "lo,nowhere0", False),
+    ("GLOO_SOCKET_IFNAME", "nowhere", False),
+    ("GLOO_SOCKET_IFNAME", "=lo", False),
+    ("GLOO_SOCKET_IFNAME", "lo,", False),
+    ("NCCL_SOCKET_IFNAME", "=lo", True),
+    ("NCCL_SOCKET_IFNAME", "=nowhere", False),
+    ("NCCL_SOCKET_IFNAME", "some,lo", True),
+    ("NCCL_SOCKET_IFNAME", "nowhere0", False),
+    ("NCCL_SOCKET_IFNAME", "^nowhere", True),
+]
+
+
+@pytest.fixture
+def three_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "somewhere0"), (3, "nowhere12")])
+    for variable, *_ in INTERFACES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("three_interfaces")
+@pytest.mark.parametrize(("variable", "value", "there"), INTERFACES)
+def test_an_interface_that_is_not_there_is_named(
+    variable: str, value: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL takes the beginning of a name, gloo the whole of it."""
-    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "somewhere0"), (3, "nowhere12")])
     monkeypatch.setenv(variable, value)
+    (finding,) = checkup._chosen_interfaces()
+    assert (finding.name, finding.works, finding.detail) == (variable, there, value)
+    told = r"^there is no \S+ here: unset it, or name one of lo, somewhere0, nowhere12$"
+    assert bool(re.search(told, finding.todo)) is not there
+
+
+@pytest.mark.usefixtures("few_codecs", "three_interfaces")
+def test_doctor_fails_on_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "_shaping", lambda: checkup.Finding("shaped links", None, "not here", "not now"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
     result = call("doctor")
-    assert result.exit_code == status
-    broken = [line for line in result.stdout.splitlines() if line.startswith("✗")]
-    told = r"there is no \S+ here: unset it, or name one of lo, somewhere0, nowhere12$"
-    assert [bool(re.search(told, line)) for line in broken] == [True] * status
+    assert result.exit_code == 1
+    (broken,) = (line for line in result.stdout.splitlines() if line.startswith("✗"))
+    assert broken.endswith("there is no nowhere0 here: unset it, or name one of lo, somewhere0, nowhere12")
 
 
 @pytest.mark.parametrize("value", ["", "l"])
@@ -508,15 +518,6 @@ def test_an_output_that_takes_nothing(
     assert started(None, arguments, monkeypatch) == 0  # closed, which nobody does by mistake
 
 
-def read_until(terminal: int, mark: bytes, patience: float = 40) -> bytes:
-    """What the terminal shows up to `mark`, or until the other end is closed."""
-    seen, end = b"", time.monotonic() + patience
-    with contextlib.suppress(OSError):  # the other end is closed
-        while mark not in seen and time.monotonic() < end:
-            seen += os.read(terminal, 4096)
-    return seen
-
-
 @pytest.mark.program("-m", "thinwire", *SMALL, COLUMNS="100", TERM="xterm-256color")
 def test_in_a_pipe_there_are_no_colours_and_no_bar(program: Ended) -> None:
     assert (program.status, program.err) == (0, ""), program.told
@@ -524,30 +525,19 @@ def test_in_a_pipe_there_are_no_colours_and_no_bar(program: Ended) -> None:
     assert "lloyd2" in program.out
 
 
-def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(tmp_path: Path) -> None:
-    path = tmp_path / "part.json"
-    command = [sys.executable, "-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4",
-               "--numel", "1000000", "--threads", "1,2", "--json", str(path)]  # fmt: skip
-    source = str(Path(thinwire.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    environment.pop("NO_COLOR", None)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    try:
-        shown = read_until(ours, b"1/18")
-        process.send_signal(signal.SIGINT)
-        shown += read_until(ours, b"nothing more than the end")
-        assert process.wait(timeout=20) == 130, shown
-    finally:
-        process.kill()
-        os.close(ours)
-    assert b"encode lloyd4 float32, 1 threads" in shown
-    assert b"left" in shown
-    assert re.search(rb"\x1b\[[0-9;]*m", shown)  # the bar's colours
-    assert b"\x1b[1mBackend" in shown  # the title of the table, in bold
-    assert b"finished rows kept" in shown
-    kept = record.read(str(path))
+KERNELS = ("-m", "thinwire", "bench", "kernels", "--device", "cpu", "--codecs", "lloyd4", "--numel", "1000000",
+           "--threads", "1,2", "--json", "part.json")  # fmt: skip
+
+
+@pytest.mark.program(Path(__file__).with_name("terminal.py"), "1/18", *KERNELS)
+def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(program: Ended) -> None:
+    assert program.status == 130, program.told
+    assert "encode lloyd4 float32, 1 threads" in program.out
+    assert "left" in program.out
+    assert re.search(r"\x1b\[[0-9;]*m", program.out)  # the bar's colours
+    assert "\x1b[1mBackend" in program.out  # the title of the table, in bold
+    assert "finished rows kept" in program.out
+    kept = record.read(str(program.folder / "part.json"))
     assert 1 <= len(kept.rows) < 18
     assert kept.conditions["interrupted"] is True
     assert str(kept.conditions["command"]).startswith("thinwire bench kernels --device cpu")

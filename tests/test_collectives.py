@@ -29,6 +29,7 @@ from cases import (
     needs_cuda,
     seeded,
     small_chunks,
+    thorough,
     wire_of,
 )
 from ranks import RankPool
@@ -118,9 +119,18 @@ def check_reduce(ranks: RankPool, world: int, cases: Sequence[Case], device: Dev
         reduced_range(case, world).assert_holds(got, str(case))
 
 
+PARTED = (EVERY_LENGTH[:2] + SOME_LENGTHS[:4], EVERY_LENGTH[2:], SOME_LENGTHS[4:])  # by turns each in one world
+
+
 @each_device
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("codecs", [EVERY_LENGTH, SOME_LENGTHS[:4], SOME_LENGTHS[4:]], ids=lambda codecs: codecs[0])
+@pytest.mark.parametrize(
+    ("world", "codecs"),
+    [
+        *((2 + turn, PARTED[turn]) for turn in range(3)),
+        *thorough(*((2 + i, codecs) for i in range(3) for turn, codecs in enumerate(PARTED) if i != turn)),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value[0],
+)
 def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(
     ranks: RankPool, world: int, codecs: Sequence[str], device: Device
 ) -> None:
@@ -151,7 +161,7 @@ def test_a_block_that_is_not_finite_stays_visible_and_alone(ranks: RankPool, wor
     check_reduce(ranks, world, [Case(c, n, a, broken=True) for c, a in pairs for n in (5, 129, 1777)], device)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [3, *thorough(2, 4)])
 def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
     kinds = [(0, "sum"), (1, "avg"), (300, "sum"), (300, -2.0), (5000, "avg")]
     cases = [Case("int8", n, a, f) for n, f in kinds for a in ("auto", *SHARED, "plain")]
@@ -458,7 +468,7 @@ def hierarchical_range(shape: tuple[int, int], pair: tuple[str, str], numel: int
 
 
 @each_device
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), *thorough(((1, 4),))])
 def test_hierarchical_sums_inside_and_across(ranks: RankPool, shape: tuple[int, int], device: Device) -> None:
     told = ranks(4).run(hierarchical, shape, device)
     kinds = [(pair, *kind) for pair in PAIRS for kind in ON_A_MESH]
@@ -705,16 +715,26 @@ def verb_ranges(codec: str, rank: int, world: int) -> dict[str, list[Range]]:
 
 
 def algorithms(codec: str, world: int, device: Device) -> tuple[str, ...]:
-    """plain does not depend on the codec; auto, which takes a while to measure, is one of the two."""
+    """plain, once in each world, has no codec; auto, which takes a while to measure, is one of the two."""
     if device.type != "cpu":
         return ("compressed",)
-    more = {("none", world): ("plain",), ("int8", 2): ("auto",)}
+    more = {
+        ("int8", 2): ("auto",),
+        ("none", 2): ("plain",),
+        ("int8", 3): ("plain",),
+        ("lloyd2:block=64", 4): ("plain",),
+    }
     return ("compressed", *more.get((codec, world), ()))
 
 
 @each_device
 @pytest.mark.parametrize(
-    ("world", "codec"), [(world, codec) for world in (2, 3, 4) for codec in VERB_CODECS[:: 1 if world < 4 else 3]]
+    ("world", "codec"),
+    [
+        *((2 + i % 2, codec) for i, codec in enumerate(VERB_CODECS)),
+        *((2, "int8"), (4, "lloyd2:block=64")),
+        *thorough((2, VERB_CODECS[3]), *((3, codec) for codec in VERB_CODECS[::2]), (4, "none")),
+    ],
 )
 def test_every_verb_is_within_one_rounding_for_any_length_and_split(
     ranks: RankPool, world: int, codec: str, device: Device

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import thinwire
-from cases import ROUND, assert_same, digest
+from cases import ROUND, assert_same, by_turns, digest, thorough
 from ranks import RankPool
 from replicas import (
     OPTIMIZERS,
@@ -45,7 +45,7 @@ from thinwire.integrations import auto
 from thinwire.optim import OneBitAdam
 
 State = dict[str, Any]
-MORE = 3  # steps after a checkpoint
+MORE = 2  # steps after a checkpoint
 
 
 class Run(NamedTuple):
@@ -164,12 +164,15 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
-IN_SHARDS = ("classic", "ef21", "by an optimiser that is seen", "bits by layer", "a schedule", "dtypes")
+IN_THREE = ("classic", "ef21", "by an optimiser that is seen", "dtypes", "parameters without elements")
 
 
 @pytest.mark.parametrize(
     ("world", "kind"),
-    [*((2, kind) for kind in RUNS), *((3, kind) for kind in (*IN_SHARDS, "parameters without elements"))],
+    [
+        *((2 + (kind in IN_THREE), kind) for kind in RUNS),
+        *thorough(*((2, kind) for kind in IN_THREE), (3, "bits by layer"), (3, "a schedule")),
+    ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, world: int, kind: str) -> None:
     """A new DDP begins with one bucket of everything, where the old one had rebuilt its own."""
@@ -192,11 +195,11 @@ def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, s
     first.go(range(3))
     state, gradients = through_files(first.save()), draw(group.rank(), 3)
     want = flat(backward(first.model, gradients))
-    for cap in caps:
-        for options in ({"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-            second = Training(group, run._replace(cap=cap, ddp=options))
-            second.load(state)
-            found.append((digest(want), digest(flat(backward(second.model, gradients)))))
+    for i, cap in enumerate(caps):
+        option = ("find_unused_parameters", "gradient_as_bucket_view")[(i + group.size()) % 2]
+        second = Training(group, run._replace(cap=cap, ddp={option: True}))
+        second.load(state)
+        found.append((digest(want), digest(flat(backward(second.model, gradients)))))
     return found
 
 
@@ -509,8 +512,7 @@ def by_pickle(group: Group, options: Mapping[str, Any], named: bool, how: str) -
     return digest(want), digest(go(other, range(3, 6)))
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@by_turns("how, named", ["pickle", "deepcopy"], [True, False])
 def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None:
     cases: list[dict[str, Any]] = [
         CLASSIC,
@@ -585,8 +587,7 @@ def resume_onebit(group: Group, split: int) -> tuple[str, str, bool]:
     return digest(want), digest(got), same_everywhere(group, got)
 
 
-@pytest.mark.parametrize("split", [2, 3, 5])
-@pytest.mark.parametrize("world", [2, 3])
+@by_turns("split, world", [2, 3, 5], [3, 2])
 def test_one_bit_adam_is_resumed(ranks: RankPool, world: int, split: int) -> None:
     """In its warm-up, at its end, and after it."""
     for want, got, alike in ranks(world).run(resume_onebit, split):

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import thinwire
-from cases import CPU, ROUND, assert_same, each_device, small_chunks
+from cases import CPU, ROUND, assert_same, by_turns, each_device, small_chunks, thorough
 from ranks import RankPool
 from replicas import (
     CODED,
@@ -79,8 +79,7 @@ def check_conserved(answers: list[tuple[Tensor, Tensor]], steps: int, lost: Call
 
 
 @each_device
-@pytest.mark.parametrize("algorithm", CODED)
-@pytest.mark.parametrize("world", WORLDS)
+@by_turns("world, algorithm", WORLDS, CODED)
 def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     for name in ("lloyd2:block=64", "lloyd1:block=64", "int3:block=64", "byname(a=lloyd1:block=64; *=int2:block=64)"):
         answers = ranks(world).run(conserve, {"codec": name, "algorithm": algorithm}, 5, False, device)
@@ -88,8 +87,7 @@ def test_what_is_not_sent_is_owed(ranks: RankPool, world: int, algorithm: str, d
 
 
 @each_device
-@pytest.mark.parametrize("algorithm", CODED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@by_turns("dtype, algorithm", [torch.bfloat16, torch.int8], CODED)
 def test_shorter_residuals_lose_their_own_rounding_only(
     ranks: RankPool, dtype: torch.dtype, algorithm: str, device: Device
 ) -> None:
@@ -104,13 +102,12 @@ def conserve_in_chunks(group: Group, options: Mapping[str, Any], steps: int) -> 
         return conserve(group, options, steps)
 
 
-@pytest.mark.parametrize("algorithm", CODED)
-def test_chunks_owe_what_they_lose(ranks: RankPool, algorithm: str) -> None:
+@by_turns("world, algorithm", [2, 3], CODED)
+def test_chunks_owe_what_they_lose(ranks: RankPool, world: int, algorithm: str) -> None:
     """Lanes of one message may differ in how many chunks they have."""
     for name in ("lloyd2:block=64", "byname(a=lloyd1:block=64; b=int4:block=64; *=int2:block=64)"):
-        for world in (2, 3):
-            answers = ranks(world).run(conserve_in_chunks, {"codec": name, "algorithm": algorithm}, 4)
-            check_conserved(answers, 4, lambda most: 0.0)
+        answers = ranks(world).run(conserve_in_chunks, {"codec": name, "algorithm": algorithm}, 4)
+        check_conserved(answers, 4, lambda most: 0.0)
 
 
 SCHEDULES: list[dict[int, str]] = [
@@ -175,8 +172,7 @@ def track(
 
 
 @each_device
-@pytest.mark.parametrize("algorithm", CODED)
-@pytest.mark.parametrize("world", WORLDS)
+@by_turns("world, algorithm", WORLDS, CODED[::-1])
 def test_ef21_comes_closer_at_every_step(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     """A step leaves sqrt(0.1175) = 0.343 of a distance at 2 bits, 0.603 at 1 bit; two phases add another's rounding."""
     for name, rate, steps in (("lloyd2:block=64", 0.36, 8), ("lloyd1:block=64", 0.63, 10)):
@@ -345,10 +341,14 @@ def break_one(
     return Broken(got, flat(backward(model, gradients)), unchanged, counted, after)
 
 
+FEEDBACK_KINDS = ("none", "classic", "ef21")
+BROKEN = [(2 + (i + j) % 2, a, f) for i, a in enumerate(CODED) for j, f in enumerate(FEEDBACK_KINDS)]
+
+
 @each_device
-@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
-@pytest.mark.parametrize("algorithm", CODED)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "algorithm", "feedback"), [*BROKEN, *thorough(*((5 - world, *rest) for world, *rest in BROKEN))]
+)
 def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
     ranks: RankPool, world: int, algorithm: str, feedback: str, device: Device
 ) -> None:
@@ -367,18 +367,17 @@ def test_a_bad_number_spoils_its_block_and_nothing_that_is_remembered(
             assert found.after.isfinite().all()
 
 
-@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
-def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str) -> None:
+@by_turns("feedback, world", FEEDBACK_KINDS, [2, 3])
+def test_a_bad_exempt_number_spoils_itself_only(ranks: RankPool, feedback: str, world: int) -> None:
     """It lies between weights and travels in their message; their residuals wait as well."""
-    for world in (2, 3):
-        options = {"codec": "lloyd2", "feedback": feedback}
-        for found in ranks(world).run(break_one, options, 2000 + 5, math.inf, SHAPES):
-            want = found.want.clone()
-            want[2005] = math.nan
-            assert_same(torch.where(found.got.isinf(), math.nan, found.got), want)
-            assert not found.got[2005].isfinite()
-            assert found.unchanged
-            assert found.counted == 1
+    options = {"codec": "lloyd2", "feedback": feedback}
+    for found in ranks(world).run(break_one, options, 2000 + 5, math.inf, SHAPES):
+        want = found.want.clone()
+        want[2005] = math.nan
+        assert_same(torch.where(found.got.isinf(), math.nan, found.got), want)
+        assert not found.got[2005].isfinite()
+        assert found.unchanged
+        assert found.counted == 1
 
 
 def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, Tensor, int]:
@@ -401,8 +400,7 @@ def break_chunk(group: Group, feedback: str) -> tuple[tuple[int, int], Tensor, T
     return (span.begin, span.end), changed > 0, got.isnan(), handle.stats().nonfinite
 
 
-@pytest.mark.parametrize("feedback", ["classic", "ef21"])
-@pytest.mark.parametrize("world", [2, 3])
+@by_turns("world, feedback", [2, 3], ["classic", "ef21"])
 def test_other_chunks_remember_as_ever(ranks: RankPool, world: int, feedback: str) -> None:
     for (begin, end), changed, bad, counted in ranks(world).run(break_chunk, feedback):
         assert 0 < begin < end < 4000

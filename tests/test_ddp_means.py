@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases import Range, assert_same, decoded, digest, each_device, given, wire_of
+from cases import Range, assert_same, by_turns, decoded, digest, each_device, given, thorough, wire_of
 from ranks import RankPool
 from replicas import (
     CODED,
@@ -92,10 +92,13 @@ CODECS: dict[str, Any] = {
 }
 
 
+EVERYWHERE = ("none", "int8", "lloyd2")
+USUAL = [(w, n) for i, n in enumerate(CODECS) for w in WORLDS if n in EVERYWHERE or w == WORLDS[i % 3]]
+
+
 @each_device
 @pytest.mark.parametrize(
-    ("world", "name"),
-    [*((w, n) for w in (2, 3) for n in CODECS), *((4, n) for n in ("none", "bf16", "int8", "lloyd2"))],
+    ("world", "name"), [*USUAL, *thorough(*((w, n) for w in WORLDS for n in CODECS if (w, n) not in USUAL))]
 )
 def test_the_first_mean_is_within_its_error_and_the_same_on_all_ranks(
     ranks: RankPool, world: int, name: str, device: Device
@@ -112,8 +115,7 @@ def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("world", [2, 3])
+@by_turns("dtype, world", [torch.bfloat16, torch.float16, torch.float64], [3, 2])
 def test_means_come_back_in_their_dtype(ranks: RankPool, world: int, dtype: torch.dtype, device: Device) -> None:
     names = ("none", "bf16", "int8", "lloyd4:block=64", "lloyd2:block=64")
     cases = [Mean(name, a, f, dtype) for name in names for a in CODED for f in ("none", "classic")]

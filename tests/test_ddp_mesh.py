@@ -141,9 +141,9 @@ TRAINED: list[Any] = ["none", "lloyd4", {0: "none", 5: "int8", 10: "lloyd4"}, "a
 def train(group: Group, shape: Shape) -> list[tuple[list[float], bool, str]]:
     mesh, found = mesh_of(shape), []
     for given_codec in TRAINED:
-        model = wrap(network(norm=True), group)
+        model = wrap(network(), group)
         handle = compress_ddp(model, given_codec, mesh=mesh, inside="int8")
-        losses = learn(model, torch.optim.SGD(model.parameters(), 0.03, momentum=0.9), group.rank(), range(40))
+        losses = learn(model, torch.optim.Adam(model.parameters(), 1e-2), group.rank(), range(28))
         same = same_everywhere(group, *[p.data for p in model.parameters()])
         found.append((losses, same, handle.stats().feedback))
     return found

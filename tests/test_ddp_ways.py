@@ -19,7 +19,18 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import CPU, CUDA, assert_same, digest, each_device, half_ulp, needs_cuda, small_chunks
+from cases import (
+    CPU,
+    CUDA,
+    assert_same,
+    by_turns,
+    digest,
+    each_device,
+    half_ulp,
+    needs_cuda,
+    small_chunks,
+    thorough,
+)
 from ranks import RankPool
 from replicas import (
     CAP,
@@ -190,7 +201,9 @@ def use(group: Group, name: str, device: Device) -> tuple[float, dict[str, tuple
 SOME = ("several buckets", "parameters left out", "Join", "lanes of one element", "mixed dtypes")
 THREE = (*SOME, "gradients are views of buckets", "kept views", "odd lengths", "no_sync", "bfloat16", "complex64")
 MOST = ("several buckets", "mixed dtypes")
-WORLD_WAYS = [*((2, name) for name in WAYS), *((3, name) for name in THREE), *((4, name) for name in MOST)]
+WORLD_WAYS = [*((2, name) for name in WAYS if name not in THREE), (2, "several buckets")]
+WORLD_WAYS += [*((3, name) for name in THREE if name not in MOST), *((4, name) for name in MOST)]
+MORE_WAYS = [*((2, name) for name in THREE[1:]), *((3, name) for name in MOST)]
 ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in SOME)]
 
 
@@ -198,6 +211,7 @@ ON_CUDA = [*((2, name) for name in WAYS), *((3, name) for name in SOME)]
     ("world", "name", "device"),
     [
         *(pytest.param(*way, CPU, id="-".join(map(str, way))) for way in WORLD_WAYS),
+        *thorough(*((*way, CPU) for way in MORE_WAYS)),
         *(pytest.param(*way, CUDA, id="-".join(map(str, (*way, "cuda"))), marks=needs_cuda) for way in ON_CUDA),
     ],
 )
@@ -272,7 +286,7 @@ def in_world(group: Group, options: Mapping[str, Any]) -> Tensor:
     return flat([g for step in range(3) for g in backward(model, draw(group.rank(), step))])
 
 
-@pytest.mark.parametrize("name", ["none", "int8", "lloyd2 classic", "lloyd1 ef21"])
+@pytest.mark.parametrize("name", ["none", "lloyd2 classic", *thorough("int8", "lloyd1 ef21")])
 def test_a_subgroup_averages_among_itself(ranks: RankPool, name: str) -> None:
     want = ranks(2).run(in_world, RUNS[name])
     _, *got = ranks(3).run(in_subgroup, RUNS[name])
@@ -344,7 +358,7 @@ def by_hand(group: Group, options: Mapping[str, Any]) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("name", ["none", "int8", "lloyd2 classic", "lloyd1 ef21"])
+@pytest.mark.parametrize("name", ["int8", "lloyd1 ef21", *thorough("none", "lloyd2 classic")])
 def test_a_state_by_hand_does_the_same(ranks: RankPool, name: str) -> None:
     for found in ranks(3).run(by_hand, RUNS[name]):
         for other in found[1:]:
@@ -441,8 +455,7 @@ def under_delays(group: Group, options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["int8", "lloyd2 classic", "lloyd1 ef21"])
-@pytest.mark.parametrize("world", [2, 4])
+@by_turns("name, world", ["int8", "lloyd2 classic", "lloyd1 ef21"], [4, 2])
 def test_delays_change_no_result(ranks: RankPool, world: int, name: str) -> None:
     answers = ranks(world).run(under_delays, RUNS[name])
     assert {told for answer in answers for told in answer} == {answers[0][0]}

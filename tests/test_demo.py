@@ -2,15 +2,11 @@
 
 import math
 import os
-import pty
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -143,45 +139,15 @@ def check_rows(rows: Sequence[Row]) -> None:
     assert all(row["identical"] is True and row["loss_log_ratio"] is not None for row in rows)
 
 
-LONG = ("demo", "--quick", "--steps", "30", "--codecs", "int8,lloyd2")
+LONG = ("-m", "thinwire", "demo", "--quick", "--steps", "15", "--codecs", "int8,lloyd2")
 
 
-def interrupted_on_a_terminal() -> None:
-    """A program for the test below: run a demo on a terminal, press Ctrl-C in its second run, print what was shown."""
-    signal.signal(signal.SIGINT, ignored)
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "thinwire", *LONG], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    shown, pressed = b"", False
-    while data := read(ours):
-        shown += data
-        if not pressed and re.search(rb"int8[^\n]+loss", shown):
-            os.killpg(0, signal.SIGINT)  # as a terminal does: to every process of the group
-            pressed = True
-    sys.stdout.write(shown.decode(errors="replace"))
-    raise SystemExit(process.wait())
-
-
-def ignored(number: int, frame: FrameType | None) -> None:
-    """Unlike SIG_IGN, not inherited by what is started."""
-
-
-def read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # the other end is closed
-        return b""
-
-
-@pytest.mark.program("-c", "import test_demo; test_demo.interrupted_on_a_terminal()")
+@pytest.mark.program(Path(__file__).with_name("terminal.py"), r"int8[^\n]+loss", *LONG)
 def test_on_a_terminal_there_are_bars_and_ctrl_c_keeps_what_was_finished(program: Ended) -> None:
     assert program.status == 130, program.told
     assert program.alone
     assert "timing steps" in program.out
-    assert re.search(r"none[^\n]+\d+/60 .*loss \d\.\d+.*\d\.\d MB.*\d+ s left", program.out), program.told
+    assert re.search(r"none[^\n]+\d+/30 .*loss \d\.\d+.*\d\.\d MB.*\d+ s left", program.out), program.told
     assert "\x1b[1mMeasured here" in program.out
     assert re.search(r"interrupted; kept: none(, int8)?$", program.out, re.MULTILINE), program.told
     found = record.read(str(program.folder / "thinwire-report" / "demo.json"))

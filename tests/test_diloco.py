@@ -333,7 +333,10 @@ def misloaded(group: Group) -> dict[str, str]:
 def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks(4).run(misloaded)):
         assert "rounds under way of 2 fragments, got 1" in found["fragments"]
-        assert f"goes on from what ranks {rank} of 4 remember, got that of {(rank - 1) % 4}:" in found["rank"]
+        assert (
+            f"rank {rank} of 4 goes on from what ranks {rank} of 4 remember, got that of {(rank - 1) % 4}"
+            in (found["rank"])
+        )
         assert "gather=True: parameters are sharded" in found["sharded"]
         assert found["own"] == "accepted!"
 
@@ -418,7 +421,7 @@ def test_all_ranks_begin_with_the_first_ones_parameters(ranks: RankPool) -> None
 
 
 def closed_after_a_round(group: Group, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether the end of a run leaves a model alone that learnt nothing since the last round, and the rounds."""
+    """Whether the end of a run changes a model that learnt nothing since the last round; the rounds that there were."""
     model = network().to(dtype)
     optimizer = inner(model)
     diloco = DiLoCo(model, optimizer, every=4)
@@ -438,7 +441,7 @@ def test_an_end_right_after_a_round_changes_nothing(ranks: RankPool, dtype: torc
 
 
 def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
-    """Of ranks whose frozen parameters and buffers differ: whether all is the same at first, between, at the end."""
+    """Ranks whose models differ in frozen parameters and buffers: whether they are alike at first and in the end."""
     model = network(norm=True)
     model.register_buffer("phase", torch.full((2, 3), 1j * group.rank()).T)
     model.register_buffer("mask", torch.tensor([group.rank() == 0, False]))
@@ -486,7 +489,7 @@ FALLEN: dict[str, dict[str, Any]] = {
 
 
 def fallen(group: Group, name: str) -> tuple[int, bool, bool]:
-    """Rounds that were skipped after one NaN on one rank, and whether all is finite and the same at the end."""
+    """Rounds that were skipped after one loss was NaN on one rank; whether all is finite and the same in the end."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     with DiLoCo(model, optimizer, **FALLEN[name]) as diloco:

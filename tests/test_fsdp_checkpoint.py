@@ -1,6 +1,6 @@
 """Checkpoints of compressed FSDP2 runs: the same bits on the same ranks, the same sum of residuals on others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import thinwire
+from cases import by_turns, thorough
 from ranks import RankPool
 from replicas import Group
 from thinwire import CollectiveError, FSDPState
 
 Options = Mapping[str, Any]
 SAVED_AT = 2
-STEPS = 4
+STEPS = 3
 CLASSIC: Options = {"gradients": "lloyd2", "feedback": "classic"}
 EF21: Options = {"gradients": "lloyd2", "feedback": "ef21"}
 COPIES: Options = {"gradients": "lloyd4", "weights": "lloyd4", "replica": True}
-ALL = [
-    CLASSIC,
-    EF21,
-    COPIES,
-    {**CLASSIC, "residual_dtype": torch.bfloat16},
-    {"gradients": "auto:3", "optimizer": "adaptive"},
-]
+NARROW: Options = {**CLASSIC, "residual_dtype": torch.bfloat16}
+AUTO: Options = {"gradients": "auto:3", "optimizer": "adaptive"}
 
 
 class Net(nn.Module):
@@ -55,7 +51,7 @@ class Run:
         fully_shard(self.model.across, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
         fully_shard(self.model, mesh=mesh)
         self.handle: FSDPState = thinwire.compress_fsdp(self.model, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
         self.rank = mesh.get_rank()
 
     def train(self, begin: int, end: int) -> None:
@@ -86,11 +82,11 @@ def mesh_of(group: Group, replicated: bool) -> DeviceMesh:
     return init_device_mesh("cpu", (group.size(),))
 
 
-def resumed(group: Group, folder: str, replicated: bool) -> list[str]:
+def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]) -> list[str]:
     """Options with which a resumed run differs from one that was never interrupted."""
     mesh = mesh_of(group, replicated)
     wrong = []
-    for at, options in enumerate(ALL):
+    for at, options in enumerate(runs):
         first = Run(mesh, options)
         first.train(0, SAVED_AT)
         first.save(f"{folder}/{at}")
@@ -103,9 +99,15 @@ def resumed(group: Group, folder: str, replicated: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "replicated"), [(3, False), (4, True)])
-def test_a_resumed_run_has_the_same_bits(ranks: RankPool, tmp_path: Path, world: int, replicated: bool) -> None:
-    assert ranks(world).run(resumed, str(tmp_path), replicated) == [[]] * world
+@pytest.mark.parametrize(
+    ("world", "replicated", "more"),
+    [(3, False, NARROW), (4, True, AUTO), *thorough((3, False, AUTO), (4, True, NARROW))],
+    ids=str,
+)
+def test_a_resumed_run_has_the_same_bits(
+    ranks: RankPool, tmp_path: Path, world: int, replicated: bool, more: Options
+) -> None:
+    assert ranks(world).run(resumed, str(tmp_path), replicated, [CLASSIC, EF21, COPIES, more]) == [[]] * world
 
 
 def whole(value: Tensor) -> Tensor:
@@ -131,9 +133,11 @@ def loaded_by(group: Group, path: str, replicated: bool, options: Options, world
     return {name: whole(value) for name, value in own.items()}
 
 
-@pytest.mark.parametrize("options", [CLASSIC, EF21], ids=["classic", "ef21"])
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3)])
-def test_the_sum_of_residuals_is_kept(ranks: RankPool, tmp_path: Path, old: int, new: int, options: Options) -> None:
+@by_turns("worlds, options", [(4, 2), (2, 3)], [CLASSIC, EF21])
+def test_the_sum_of_residuals_is_kept(
+    ranks: RankPool, tmp_path: Path, worlds: tuple[int, int], options: Options
+) -> None:
+    old, new = worlds
     saved = ranks(old).run(saved_by, str(tmp_path), False, options)
     loaded = ranks(new).run(loaded_by, str(tmp_path), False, options, old)
     assert set(saved[0]) == {"block.1.weight", "block.3.weight", "across.weight", "head.weight"}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cases import Range, digest, seeded
+from cases import Range, by_turns, digest, seeded, thorough
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
 from thinwire import codec, compress_fsdp
@@ -92,27 +92,32 @@ def given(rank: int) -> list[Tensor]:
     return [1000 * g if g.ndim == 1 else g for g in draw(rank)]
 
 
-def means(group: Group) -> list[list[Tensor]]:
+def means(group: Group, table: Sequence[tuple[Case, str]]) -> list[list[Tensor]]:
     found = []
     mesh = mesh_of(group.size())
-    for case in CASES:
-        for op, factor in SCALES.items():
-            model = wrap(group, mesh=mesh)
-            if case.options["gradients"] == {0: "none"} and op == "premul":
-                continue  # gloo has no such sum
-            if factor is not None:
-                model.set_gradient_divide_factor(factor)
-            model.set_force_sum_reduction_for_comms(op == "sum")
-            handle = compress_fsdp(model, **case.options)
-            found.append(backward(model, given(group.rank())))
-            handle.close()
+    for case, op in table:
+        model = wrap(group, mesh=mesh)
+        if (factor := SCALES[op]) is not None:
+            model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(op == "sum")
+        handle = compress_fsdp(model, **case.options)
+        found.append(backward(model, given(group.rank())))
+        handle.close()
     return found
 
 
-@each_world
-def test_gradients_are_within_the_error_of_their_codecs(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(means)
-    table = [(case, op) for case in CASES for op in SCALES if (case, op) != (CASES[-1], "premul")]
+@pytest.mark.parametrize(
+    ("world", "turn"),
+    [
+        *((world, world % 3) for world in WORLDS),
+        *thorough(*((w, turn) for w in WORLDS for turn in range(3) if turn != w % 3)),
+    ],
+)
+def test_gradients_are_within_the_error_of_their_codecs(ranks: RankPool, world: int, turn: int) -> None:
+    """Every case with every scale, by turns in one world."""
+    pairs = [(case, list(SCALES)[(i + turn) % 3]) for i, case in enumerate(CASES)]
+    table = [pair for pair in pairs if pair != (CASES[-1], "premul")]  # gloo has no such sum
+    answers = ranks(world).run(means, table)
     places = {name: i for i, name in enumerate(SHAPES)}
     for (case, op), *found in zip(table, *answers, strict=True):
         assert len({digest(*each) for each in found}) == 1
@@ -205,8 +210,7 @@ def gathered(group: Group, options: Options, dtype: torch.dtype | None) -> tuple
     return model.seen, same_everywhere(group, *model.seen), whole(list(model.parameters()))
 
 
-@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-@each_world
+@by_turns("world, dtype", WORLDS, [None, BF16])
 def test_gathered_weights_are_within_the_error_and_the_same_on_all_ranks(
     ranks: RankPool, world: int, dtype: torch.dtype | None
 ) -> None:
@@ -266,8 +270,7 @@ def copies(group: Group, options: Options, dtype: torch.dtype | None) -> Copies:
     return Copies(off, same, sent[1:], plain[1:], handle.stats().replica_bytes, numel)
 
 
-@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-@each_world
+@by_turns("world, dtype", WORLDS, [BF16, None])
 def test_differences_come_closer_and_a_backward_pass_sends_nothing(
     ranks: RankPool, world: int, dtype: torch.dtype | None
 ) -> None:
@@ -314,8 +317,7 @@ def break_weight(group: Group, bad: float, at: int) -> list[Tensor]:
     return [*found, flat(whole(list(model.parameters())))]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("at", [0, 2])
+@by_turns("bad, at", [math.nan, math.inf], [0, 2])
 def test_a_bad_weight_is_seen_and_not_kept(ranks: RankPool, bad: float, at: int) -> None:
     for *seen, kept in ranks(2).run(break_weight, bad, at):
         assert [bool(weights.isfinite().all()) for weights in seen] == [step != at for step in range(5)]
@@ -359,8 +361,7 @@ def off(got: Tensor, exact: Tensor) -> float:
     return float((got - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("factor", [None, 5.0])
-@each_world
+@by_turns("world, factor", WORLDS, [None, 5.0])
 def test_means_of_classic_feedback_come_to_the_exact_one(ranks: RankPool, world: int, factor: float | None) -> None:
     """lloyd2 loses the share s of a message; what is owed stays below s / (1 - s) of a gradient, and is divided."""
     options = {"gradients": "lloyd2:block=64", "feedback": "classic"}
@@ -373,8 +374,7 @@ def test_means_of_classic_feedback_come_to_the_exact_one(ranks: RankPool, world:
         assert none[0] > 2 * none[1] > 4 * none[2]
 
 
-@pytest.mark.parametrize("factor", [None, 5.0])
-@each_world
+@by_turns("world, factor", WORLDS, [5.0, None])
 def test_results_of_ef21_come_to_the_exact_one(ranks: RankPool, world: int, factor: float | None) -> None:
     options = {"gradients": "lloyd2:block=64", "feedback": "ef21"}
     for found, exact, _ in ranks(world).run(results, options, 10, factor, ()):
@@ -441,8 +441,7 @@ def break_one(group: Group, options: Options, bad: float) -> tuple[list[Tensor],
     return found[:4], found[4:], count
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@each_world
+@by_turns("world, bad", WORLDS, [math.nan, math.inf])
 def test_a_bad_number_spoils_its_block_and_no_memory(ranks: RankPool, world: int, bad: float) -> None:
     owner = 700 // (1200 // world)
     for feedback in ("none", "classic", "ef21"):

@@ -1,16 +1,16 @@
 """Corrupted wires: no crash, no byte written outside the output, the same numbers from every backend."""
 
-import faulthandler
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import cases
 from cases import CPU, Place
-from programs import Ended
+from ranks import RankPool
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, WireError, use_backend
 
 CODECS = [
@@ -153,8 +153,7 @@ def test_every_pair_of_scales_is_read_alike(codec: Codec, place: Place) -> None:
 
 
 def torture(rounds: int) -> None:
-    """Broken wires through every codec, length and way; run where a crash ends a child."""
-    faulthandler.enable()
+    """Broken wires through every codec, length and way; run where a crash ends a rank."""
     rng = random.Random(rounds)
     for i in range(rounds):
         codec = rng.choice([*cases.CODECS, *CODECS])
@@ -171,18 +170,15 @@ def torture(rounds: int) -> None:
             assert len(spoiled) == 1, f"{codec} took a broken header"  # the key of a wire alone is any
 
 
-TORTURE = "\n".join(
-    [
-        "from test_fuzz import torture",
-        "from thinwire import use_backend",
-        *(f"with use_backend({name!r}): torture({700 if name in cases.OTHERS else 40})" for name in cases.SERVING),
-    ]
-)
+def tortured(group: dist.ProcessGroup) -> None:
+    for name in cases.SERVING:
+        with use_backend(name):
+            torture(400 if name in cases.OTHERS else 25)
 
 
-@pytest.mark.program("-c", TORTURE)
-def test_no_wire_crashes_the_process(program: Ended) -> None:
-    assert program.status == 0, program.told
+def test_no_wire_crashes_the_process(ranks: RankPool) -> None:
+    """A rank that died would be told of."""
+    ranks(1).run(tortured)
 
 
 # --- headers and lengths ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import thinwire
 from cases import assert_same
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
-from thinwire import CodecError, CollectiveError, DDPState, compress_ddp, compress_fsdp
+from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
 from thinwire.integrations.names import plain_name
 from thinwire.integrations.policy import Rules, family
 from thinwire.integrations.wrapped import bare_optimizer
@@ -319,15 +320,9 @@ def test_one_file_of_all_shards_resumes_bit_by_bit(
 # What is told, and when.
 
 
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-
 class Tracker:
+    """What a run of Weights & Biases is asked for: log(dict). The service itself needs an account."""
+
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
@@ -335,30 +330,51 @@ class Tracker:
         self.rows.append(row)
 
 
-def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], list[Any], int]:
+def logged(group: Group, path: str) -> tuple[list[dict[str, Any]], list[Any], int]:
     model = wrap(network(), group)
-    writer = Writer()
     tracker = Tracker()
     called: list[dict[str, Any]] = []
     own = f"{path}.{group.rank()}"
-    handle = compress_ddp(model, "int8").log_to(own, every=2).log_to(writer, every=3)
+    handle = compress_ddp(model, "int8").log_to(own, every=2)
     handle.log_to(tracker, every=4).log_to(called.append, every=100)
     learn(model, OPTIMIZERS["sgd"](model.parameters()), group.rank(), range(7))
     assert called == []
     lines = Path(own).read_text().splitlines() if Path(own).exists() else []
-    return [json.loads(line) for line in lines], writer.scalars, tracker.rows, handle.stats().bytes_sent
+    return [json.loads(line) for line in lines], tracker.rows, handle.stats().bytes_sent
 
 
 def test_a_handle_logs_what_it_did(ranks: RankPool, tmp_path: Path) -> None:
-    (lines, scalars, rows, sent), other = ranks(2).run(logged, str(tmp_path / "log"))
-    assert other[:3] == ([], [], [])  # the first rank writes
+    (lines, rows, sent), other = ranks(2).run(logged, str(tmp_path / "log"))
+    assert other[:2] == ([], [])  # the first rank writes
     assert [line["steps"] for line in lines] == [2, 4, 6]
     assert lines[-1]["bytes_sent"] * 7 == sent * 6
     assert lines[-1]["codec"] == "int8"
-    assert {step for _, _, step in scalars} == {3, 6}
-    assert {"thinwire/ratio", "thinwire/relative_error", "thinwire/bytes_sent"} <= {name for name, _, _ in scalars}
-    assert not any(isinstance(value, str) for _, value, _ in scalars)
     assert [row["thinwire/steps"] for row in rows] == [4]
+
+
+def to_tensorboard(group: Group, path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TensorBoard's own
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(path) as writer:
+            model = wrap(network(), group)
+            compress_ddp(model, "int8").log_to(writer, every=3)
+            learn(model, OPTIMIZERS["sgd"](model.parameters()), group.rank(), range(7))
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_has_the_figures(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ranks(2).run(to_tensorboard, str(tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = events.Tags()["scalars"]
+    assert {"thinwire/ratio", "thinwire/relative_error", "thinwire/bytes_sent"} <= set(names)
+    assert "thinwire/codec" not in names
+    assert [event.step for event in events.Scalars("thinwire/ratio")] == [3, 6]
+    assert events.Scalars("thinwire/ratio")[-1].value > 3
 
 
 def test_a_handle_does_not_log_to_anything() -> None:
@@ -434,3 +450,55 @@ def profiled(group: Group) -> set[str]:
 
 def test_a_profile_has_ranges(ranks: RankPool) -> None:
     assert {"thinwire::encode", "thinwire::wire", "thinwire::decode"} <= ranks(2).run(profiled)[0]
+
+
+# States that are damaged.
+
+
+def damages(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies of a state with something wrong in each."""
+    found: dict[str, Any] = {f"without {key}": {k: v for k, v in state.items() if k != key} for key in state}
+    ((rank, own),) = state["ranks"].items()
+    name = next(iter(own))
+    worse = {
+        "a negative step": {"step": -1},
+        "no ranks": {"world": 0},
+        "a step in words": {"step": "three"},
+        "NaN": {"ranks": {rank: {**own, name: torch.full_like(own[name], float("nan"))}}},
+        "integers": {"ranks": {rank: {**own, name: torch.zeros(own[name].shape, dtype=torch.int64)}}},
+        "a list": {"ranks": [own]},
+        "a wrong length": {"ranks": {rank: {**own, name: own[name][:-1]}}},
+        "an unknown codec": {"decisions": {**state["decisions"], "chosen": "nope"}},
+        "no widths": {"decisions": {"optimizer": "", "chosen": "", "why": ""}},
+        "feedback that is no list": {"feedback": 3},
+    }
+    return found | {what: {**state, **wrong} for what, wrong in worse.items()} | {"nothing": None, "a number": 3}
+
+
+def damaged(group: Group) -> tuple[list[str], bool]:
+    """Damaged states that were loaded, or refused in other words; whether the run went on as if nothing happened."""
+    runs = []
+    accepted: list[str] = []
+    for spoilt in (False, True):
+        model = wrap(network(), group)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        handle = compress_ddp(model, "lloyd2", feedback="classic")
+        learn(model, optimizer, group.rank(), range(3))
+        if spoilt:
+            for what, state in damages(handle.state_dict()).items():
+                try:
+                    handle.load_state_dict(state)
+                    accepted.append(what)
+                except ThinwireError:
+                    pass
+                except Exception as error:
+                    accepted.append(f"{what}: {error!r}")
+        learn(model, optimizer, group.rank(), range(3, 5))
+        runs.append(flat(list(model.parameters())))
+    return accepted, torch.equal(*runs)
+
+
+def test_a_damaged_state_is_refused_and_changes_nothing(ranks: RankPool) -> None:
+    for accepted, same in ranks(2).run(damaged):
+        assert accepted == []
+        assert same

@@ -210,12 +210,13 @@ PROBE = """if True:
         "modules": sorted(set(sys.modules) - modules_of_torch),
     }, open(sys.argv[1], "w"))
 """
-HEAVY = {"typer", "rich", "sklearn", "matplotlib", "lightning", "pytorch_lightning"}
+HEAVY = {"typer", "rich", "sklearn", "matplotlib", "lightning", "pytorch_lightning", "accelerate", "transformers"}
+SHARE = 0.15  # of the time that torch takes
 
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What three fresh interpreters saw when they imported torch, then thinwire."""
+    """What fresh interpreters saw when they imported torch, then thinwire: one, or up to three where it took long."""
     facts = tmp_path_factory.mktemp("probe") / "facts.json"
     # Bytecode is written as on any user's machine, or compiling would be counted as importing.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
@@ -225,6 +226,8 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
         assert run.returncode == 0, run.stderr
         seen.append(json.loads(facts.read_text()) | {"output": run.stdout + run.stderr})
+        if seen[-1]["thinwire_s"] <= SHARE * seen[-1]["torch_s"]:
+            break  # the others are against noise
     return seen
 
 
@@ -247,7 +250,7 @@ def test_import_loads_nothing_heavy(probes: list[dict[str, Any]]) -> None:
 
 def test_import_costs_little_beyond_torch(probes: list[dict[str, Any]]) -> None:
     torch_s, thinwire_s = (min(probe[key] for probe in probes) for key in ("torch_s", "thinwire_s"))
-    assert thinwire_s <= 0.15 * torch_s, f"import thinwire adds {thinwire_s:.3f} s to torch's {torch_s:.3f} s"
+    assert thinwire_s <= SHARE * torch_s, f"import thinwire adds {thinwire_s:.3f} s to torch's {torch_s:.3f} s"
 
 
 # Spelt in two parts so that this file does not hold them.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CPU, ROUND, Range, blocks_of, digest, given, seeded, small_chunks
+from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, seeded, small_chunks
 from ranks import RankPool
 from replicas import Group
 from test_nccl import OWN, Outputs, Place
@@ -90,8 +90,7 @@ def check_values(kind: Kind, world: int, answers: Sequence[tuple[list[Tensor], l
             want.assert_holds(got, f"{kind}, lane {lane}, row {rank}")
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in chunks"])
-@each_world
+@by_turns("world, cut", [2, 3, 4], [False, True])
 def test_every_lane_is_within_the_error_of_its_codec(ranks: RankPool, world: int, cut: bool) -> None:
     for kind, *answers in zip(KINDS, *ranks(world).run(both, KINDS, cut), strict=True):
         check_values(kind, world, answers)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import CPU, digest, generated, given, small_chunks
+from cases import CPU, digest, generated, given, small_chunks, thorough
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
 from thinwire.collectives.channel import Channel
@@ -107,7 +107,7 @@ def storm(group: Group, rounds: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("world", "rounds"), [(2, 40), (4, 20)])
+@pytest.mark.parametrize(("world", "rounds"), [(2, 20), (4, 10), *thorough((2, 40), (4, 20))])
 def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
     ranks: RankPool, world: int, rounds: int
 ) -> None:

@@ -10,14 +10,8 @@ from programs import Ended
 HERE = Path(__file__).parent
 APART = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 PROGRAMS = [
-    *(
-        pytest.param(marks=pytest.mark.program(HERE / "interpreted.py", half, **APART), id=half)
-        for half in ("even", "odd")
-    ),
-    *(
-        pytest.param(marks=pytest.mark.program(HERE / f"interpreted_{name}.py", **APART), id=name)
-        for name in ("fakes", "rows")
-    ),
+    pytest.param(marks=pytest.mark.program(HERE / f"{name}.py", **APART), id=name)
+    for name in ("interpreted", "interpreted_fakes", "interpreted_rows")
 ]
 
 

@@ -1,12 +1,15 @@
-"""thinwire in the frameworks that people train with: DDP, FSDP2, DiLoCo.
+"""thinwire in the frameworks that people train with: DDP, FSDP2, DiLoCo, Lightning, Accelerate, the Trainer.
 
 The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → averager (lanes, messages, feedback) →
 collectives. That of a sharded model's gradients: fsdp_torch (torch's private names) → fsdp (the handle) → sharded and
-columns (rows in lanes) → collectives; between replicas of shards the averager again. Beside them: options (what was
-asked for), decisions, policy and auto (what travels how), names, lanes, stats and checkpoint.
+columns (rows in lanes) → collectives; between replicas of shards the averager again. DiLoCo's rounds take the
+averager's road too. Beside them: options (what was asked for), wrapped (the model inside a framework's), decisions,
+policy and auto (what travels how), names, lanes, handle, stats and checkpoint. On top: lightning, accelerate and
+transformers, which call `compress_ddp` or `compress_fsdp` at the right time, and put the handle's state into the
+framework's checkpoints.
 
-To add a framework: a function that takes its own object (`compress_ddp(model, ...)`), returns a handle with `stats`,
-`state_dict`, `load_state_dict` and `close`, and averages `GradientSet`s with an `Averager`.
+To add a framework: do what those three do. To add another kind of parallelism: a `Handle` that averages `GradientSet`s
+with an `Averager`.
 """
 
 import importlib

@@ -1,13 +1,15 @@
 """The state of a compressed run as plain data, and back, on the same number of ranks or another."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from thinwire import feedback
-from thinwire.errors import CollectiveError
+from thinwire.codecs.checks import is_int
+from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.averager import Averager, ByName
 from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.restore import Restorer
@@ -87,8 +89,41 @@ def load(
 
     Gives the step to go on with; raises before anything has changed.
     """
+    with reading():
+        return _load(states, rank, world, names, averager, restorer)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """What goes wrong inside with a state that is damaged, or a stranger's, is told as that."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if isinstance(error, ThinwireError):
+            raise
+        raise CollectiveError(
+            f"load_state_dict: the state is damaged, or no state of thinwire's ({type(error).__name__}: {error}); "
+            "nothing was loaded"
+        ) from error
+
+
+def check_numbers(step: Any, world: Any, *parts: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless these can be a step, a number of ranks and what they remember."""
+    if not is_int(step) or step < 0 or not is_int(world) or world < 1:
+        raise CollectiveError(f"load_state_dict: expected a step and a number of ranks, got {step!r} and {world!r}")
+    for name, values in (item for part in parts for item in part.items()):
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            raise CollectiveError(f"load_state_dict: expected numbers of {name}, got {type(values).__name__}")
+        if not bool(torch.isfinite(values).all()):
+            raise CollectiveError(f"load_state_dict: what is remembered of {name} is not finite")
+
+
+def _load(
+    states: Sequence[State], rank: int, world: int, names: ParameterNames, averager: Averager, restorer: Restorer
+) -> int:
     head = _head(states)
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
+    check_numbers(head["step"], head["world"], head["mean"], *parts.values())
     wanted = list(range(rank, head["world"], world))
     if any(k not in parts for k in wanted):
         raise CollectiveError(
@@ -104,11 +139,14 @@ def load(
                 f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
             )
     same = head["world"] == world
-    errors = {k: found for state in states for k, found in state["errors"].items()}
+    errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
+    own = errors[str(rank)] if same else {}
     residuals = feedback.deal(parts, head["world"], rank, world)
-    averager.go_on(residuals, head["mean"], dict(head["feedback"]), dict(errors[str(rank)]) if same else {})
-    restorer.restore([tuple(found) for found in head["layout"]] if same and head["layout"] else None)
-    averager.decisions.load_state_dict(head["decisions"], head["step"])
+    kinds = dict(head["feedback"])
+    layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
+    averager.decisions.load_state_dict(head["decisions"], head["step"])  # from here on nothing fails
+    averager.go_on(residuals, head["mean"], kinds, own)
+    restorer.restore(layout)
     return int(head["step"])
 
 

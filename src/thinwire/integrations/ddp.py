@@ -171,7 +171,7 @@ class DDPState(Handle):
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = list(state) if isinstance(state, Sequence) else [state]
         self.step = checkpoint.load(states, self.rank, self.world, self._names, self._averager, self._restorer)
         self._ended = True
 

@@ -222,14 +222,18 @@ class Decisions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
-        """Go on from what was decided before `step`."""
-        if state["optimizer"]:
-            self.family = state["optimizer"]
+        """Go on from what was decided before `step`; raises before anything has changed."""
+        family = str(state["optimizer"])
+        why = str(state["why"])
+        chosen = registry.codec(state["chosen"]) if state["chosen"] else None
+        widths = {name: registry.codec(spec) for name, spec in state["widths"]}
+        if family:
+            self.family = family
             self.end_scout()
         self.race = None
-        self._chosen = registry.codec(state["chosen"]) if state["chosen"] else None
-        self.why = state["why"]
-        self._widths = {name: registry.codec(spec) for name, spec in state["widths"]}
+        self._chosen = chosen
+        self.why = why
+        self._widths = widths
         self._choice = self.schedule.at(max(0, step - 1))  # what the last step was under
         self._dealt = bool(self._widths)
 

@@ -155,8 +155,8 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        # Other ranks may have elements of parameters of which this one has none.
-        options.rules.check_names([plain_name(name) for name, _ in _bare(model).named_parameters()])
+        every_name = [plain_name(name) for name, _ in _bare(model).named_parameters()]  # as on other ranks
+        options.rules.check_names(every_name)
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[_Round] = []
@@ -254,7 +254,7 @@ class DiLoCo(Handle):
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            memories = self._averager.memories  # not of EF21, whose means are the sum of what it has sent
+            memories = self._averager.memories  # what EF21 has sent is no loss: its means have to stay the sum of it
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
         news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
@@ -274,7 +274,7 @@ class DiLoCo(Handle):
 
     @torch.no_grad()
     def _apply(self, done: _Round) -> None:
-        """Step with the average; move this rank's parameters by as much as the outer ones differ from what it sent."""
+        """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
         if not _is_finite(average):
@@ -291,7 +291,7 @@ class DiLoCo(Handle):
             own.copy_(values)
 
     def _drop(self, index: int) -> None:
-        """Leave out a round that is not finite, which all ranks see alike: they go on from the outer parameters.
+        """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.
 
         The rank that it comes from does so with all fragments, and forgets what its optimizer remembers of it: numbers
         that are not finite would come back from there at the next step.
@@ -396,27 +396,31 @@ class DiLoCo(Handle):
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
-        if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
-            raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
-        if state["under_way"] and state["fragments"] != len(self._fragments):
-            raise CollectiveError(
-                f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
-                f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
+        group = self._group
+        with checkpoint.reading():
+            if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
+                raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
+            if state["under_way"] and state["fragments"] != len(self._fragments):
+                raise CollectiveError(
+                    f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
+                    f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
+                )
+            checkpoint.check_numbers(state["steps"], group.size(), state["outer"])
+            self._check_ranks(state["compression"])
+            skipped = int(state["skipped"])
+            under_way = [self._resumed(one) for one in state["under_way"]]
+            for one in self._under_way:
+                one.wait()  # it must not write into what is loaded
+            self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+            self.rounds = checkpoint.load(
+                [state["compression"]], group.rank(), group.size(), self._names, self._averager, self._restorer
             )
-        self._check_ranks(state["compression"])
-        for one in self._under_way:
-            one.wait()  # it must not write into what is loaded
-        rank = self._group.rank()
-        self.rounds = checkpoint.load(
-            [state["compression"]], rank, self._group.size(), self._names, self._averager, self._restorer
-        )
         self.steps = int(state["steps"])
-        self.skipped = int(state["skipped"])
-        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        self.skipped = skipped
+        self._under_way = under_way
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(state["outer"][name])
-        self._under_way = [self._resumed(one) for one in state["under_way"]]
 
     def _check_ranks(self, compression: Mapping[str, Any]) -> None:
         """Raise unless a state has what this rank goes on from."""
@@ -424,8 +428,9 @@ class DiLoCo(Handle):
         if not compression["ranks"].keys() >= set(wanted):
             raise CollectiveError(
                 f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
-                f"{', '.join(wanted)} of {compression['world']} remember, got that of {', '.join(compression['ranks'])}"
-                ": load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+                f"{', '.join(wanted)} of {compression['world']} remember, got that of "
+                f"{', '.join(compression['ranks'])}: "
+                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
             )
 
     def _resumed(self, saved: Mapping[str, Any]) -> _Round:
@@ -462,10 +467,9 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
     if not isinstance(model, nn.Module):
         raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    named: list[tuple[str, Tensor]] = [
-        (plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad
-    ]
-    found = [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
+    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
+    found: list[tuple[str, Tensor]] = []
+    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
     complex_ones = [name for name, p in found if p.is_complex()]
     if complex_ones or not found:
         what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"

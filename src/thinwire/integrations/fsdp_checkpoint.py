@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thinwire import feedback
 from thinwire.errors import CollectiveError
@@ -199,7 +200,17 @@ def load(
     gatherers: Sequence[Gatherer],
 ) -> dict[str, int]:
     """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
-    states = [state] if isinstance(state, Mapping) else list(state)
+    with checkpoint.reading():
+        return _load(state, layout, averager, gatherers)
+
+
+def _load(
+    state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    layout: Layout,
+    averager: Averager,
+    gatherers: Sequence[Gatherer],
+) -> dict[str, int]:
+    states = list(state) if isinstance(state, Sequence) else [state]
     if not states or any(not isinstance(s, Mapping) or s.get("version") != _VERSION for s in states):
         raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
     head = states[0]
@@ -219,15 +230,23 @@ def load(
             "ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
         )
     known = {k: part for k, part in wanted.items() if part is not None}
+    for step in steps.values():
+        checkpoint.check_numbers(step, old, *({n: _local(v) for n, v in part.items()} for part in known.values()))
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
     if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
         own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
-    averager.go_on(layout.spread(dealt), means, dict(head["feedback"]), own)
-    averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
+    residuals = layout.spread(dealt)
+    kinds = dict(head["feedback"])
     sent = dict(head["sent"])
+    averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
+    averager.go_on(residuals, means, kinds, own)
     for gatherer in gatherers:
         gatherer.load(head["replica"], sent.get(gatherer.name, 0))
     return steps
+
+
+def _local(values: Tensor) -> Tensor:
+    return values.to_local() if isinstance(values, DTensor) else values

@@ -1,0 +1,137 @@
+"""Hugging Face's Trainer: a callback that lets what its ranks send each other travel compressed.
+
+trainer = Trainer(model, args, train_dataset=..., callbacks=[Compress("int8")])    # the rest of the script stays
+"""
+
+import gc
+import os
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from thinwire.errors import CollectiveError, MissingPackageError
+from thinwire.integrations.options import CodecChoice
+
+if find_spec("transformers") is None or find_spec("accelerate") is None:
+    raise MissingPackageError(
+        "thinwire.integrations.transformers needs transformers and accelerate, not installed here: "
+        "pip install 'thinwire[transformers]'"
+    )
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from thinwire.integrations.accelerate import Alone, Handle, Keywords, check_options, compress_prepared, load_shared
+
+_FILE = "thinwire.pt"  # in a checkpoint's folder
+_KEY = "thinwire"  # in trainer_state.json
+_LOGGED = ("bytes_sent", "ratio", "bits_per_element", "relative_error", "nonfinite")
+
+
+class Compress(TrainerCallback):  # type: ignore[misc]
+    """Let what a Trainer's ranks send each other in `train` travel compressed.
+
+    A model in DDP goes to `thinwire.compress_ddp`, one that FSDP2 shards to `thinwire.compress_fsdp`. Options are those
+    of these functions; `optimizer` need not be given, since the Trainer's own is known. `handle` is what they returned:
+    `handle.stats()` tells what was sent. Bytes and errors go into the Trainer's logs as `thinwire/...`. Checkpoints
+    hold what feedback remembers on all ranks, in the file thinwire.pt, and `resume_from_checkpoint` goes on from it.
+    """
+
+    def __init__(self, codec: CodecChoice = "int8", **options: Unpack[Keywords]) -> None:
+        check_options(codec, options)
+        self.handle: Handle | None = None
+        self._codec = codec
+        self._options = options
+        self._model: Callable[[], Any] = lambda: None  # what is compressed, as long as it lives
+        self._run = ""  # the name of this run, in the checkpoints that it writes
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The model is wrapped, and weights and optimizer come from the checkpoint if there is one."""
+        trainer = _trainer_of(state)
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log before others
+        if self.handle is None or trainer.model_wrapped is not self._model():
+            options: Any = {"optimizer": trainer.optimizer, **self._options}
+            self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, **options)
+            self._model = weakref.ref(trainer.model_wrapped)
+        if isinstance(self.handle, Alone):
+            return
+        if state.global_step:
+            load_shared(self.handle, self._read(args, state))
+        self._run = uuid.uuid4().hex
+        _stateful(state)[_KEY] = {"run": self._run}
+
+    def _read(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+        """What the checkpoint that the Trainer goes on from holds of ours; it does not say where that is."""
+        run = _stateful(state).get(_KEY, {}).get("run")
+        folders = [_folder(args, state)]
+        if isinstance(args.resume_from_checkpoint, str):
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        for path in (folder / _FILE for folder in folders):
+            if run is not None and path.is_file():
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                if (saved["run"], saved["step"]) == (run, state.global_step):
+                    return dict(saved["state"])
+        if run is not None and state.is_world_process_zero:
+            warnings.warn(
+                f"the run goes on from step {state.global_step} without what compression remembered there: its "
+                f"{_FILE} is not in {' nor in '.join(map(str, folders))}. Where the checkpoint lies elsewhere, say so "
+                "in TrainingArguments(resume_from_checkpoint=...) too",
+                stacklevel=2,
+            )
+        return {}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Losses are logged: add what was sent, before others report them."""
+        if self.handle is None or not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        stats = self.handle.stats()
+        found = {f"thinwire/{name}": value for name in _LOGGED if (value := getattr(stats, name)) is not None}
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The Trainer has written a checkpoint, from which rank 0's file is still missing."""
+        if self.handle is None or self.handle.closed or args.save_only_model or state.is_hyper_param_search:
+            return
+        saved = self.handle.state_dict(gather=True)
+        if not saved:
+            return
+        path = _folder(args, state) / _FILE
+        begun = path.with_suffix(".tmp")
+        torch.save({"run": self._run, "step": state.global_step, "state": saved}, begun)
+        os.replace(begun, path)
+
+
+def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:
+    """What callbacks keep in trainer_state.json; a list only before the Trainer has begun."""
+    found: Any = state.stateful_callbacks
+    kept: dict[str, dict[str, str]] = found
+    return kept
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer keeps the checkpoint of this step."""
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _trainer_of(state: TrainerState) -> Trainer:
+    """The Trainer whose state this is. It tells callbacks neither of itself nor of the wrapped model."""
+    for found in gc.get_objects():
+        if issubclass(type(found), Trainer) and vars(found).get("state") is state:
+            trainer: Trainer = found
+            return trainer
+    raise CollectiveError("Compress: expected to be called by a transformers.Trainer, and none has this state")

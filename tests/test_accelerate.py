@@ -1,0 +1,393 @@
+"""compress() for Accelerate, with the real package: bits, bounds and bytes, checkpoints, FSDP2, and what is refused."""
+
+import importlib
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import thinwire
+from cases import seeded
+from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
+from ranks import RankPool
+from replicas import Group, flat, message_of, same_everywhere
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install 'thinwire[accelerate]'")
+
+RATE = 0.1
+Options = Mapping[str, Any]
+
+
+class Net(nn.Module):
+    """Two weights that are large enough to be compressed. The same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(20, 64)
+        self.down = nn.Linear(64, 32)
+        self.out = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.down(self.up(x).relu()).relu())  # type: ignore[no-any-return]
+
+
+def loader() -> "DataLoader[tuple[Tensor, ...]]":
+    """Twelve batches for two ranks, which Accelerate deals out."""
+    x = torch.randn(24 * 8, 20, generator=seeded(1))
+    return DataLoader(TensorDataset(x, x @ torch.linspace(-1, 1, 20)[:, None]), batch_size=8)
+
+
+class Run(NamedTuple):
+    """A training with Accelerate, and what is done to it."""
+
+    options: Options | None = None  # of compress; None trains without it
+    accelerator: Mapping[str, Any] = {}
+    optimizer: str = "adamw"
+    steps: int = 4
+    save: tuple[str, int] = ("", 0)  # where, and after how many steps
+    resume: tuple[str, int] = ("", 0)  # from where, and how many steps that has had
+    sharded: bool = False
+    watched: bool = False  # whether the ranks' own gradients are looked at
+
+
+class Found(NamedTuple):
+    """What a run gave."""
+
+    weights: list[Tensor]
+    peak: float  # of the ranks' own gradients, where they were watched
+    stats: "thinwire.Stats | None"
+    owed: Tensor  # what this rank remembers
+    graphs: int  # that torch.compile captured
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, RATE),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 3e-3),
+}
+
+
+def accelerated(run: Run) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    if not run.sharded:
+        return Accelerator(cpu=True, **run.accelerator)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **run.accelerator)
+    shard_on_cpu(accelerator, plugin)
+    return accelerator
+
+
+def train(group: Group, run: Run, local_rank: int | None = None) -> Found:
+    """Train as Accelerate's users do."""
+    from thinwire.integrations.accelerate import compress
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with launched(group, local_rank=local_rank):
+        accelerator = accelerated(run)
+        net = Net()
+        peaks = watch_gradients(net) if run.watched else {}
+        model, optimizer, batches = accelerator.prepare(net, OPTIMIZERS[run.optimizer](net.parameters()), loader())
+        handle = None if run.options is None else compress(accelerator, model, **run.options)
+        if run.resume[0]:
+            accelerator.load_state(run.resume[0])
+            batches = accelerator.skip_first_batches(batches, run.resume[1] * accelerator.gradient_accumulation_steps)
+        step = run.resume[1]
+        for x, y in batches:
+            if step == run.steps:
+                break
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+                if accelerator.sync_gradients and run.optimizer != "sgd":
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            step += accelerator.sync_gradients
+            if accelerator.sync_gradients and run.save == (run.save[0], step):
+                accelerator.save_state(run.save[0])
+        weights = [p.detach().full_tensor() if run.sharded else p.detach() for p in model.parameters()]
+        assert same_everywhere(group, *weights)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        owed = torch.zeros(0) if handle is None else remembered(handle)
+        stats = None if handle is None else handle.stats()
+        return Found([w.clone() for w in weights], largest(group, peaks), stats, owed, graphs)
+
+
+def remembered(handle: Any) -> Tensor:
+    (kept,) = handle.state_dict()["ranks"].values()
+    return flat([torch.zeros(0), *(kept[name] for name in sorted(kept))])
+
+
+# --- bits, bounds and bytes -------------------------------------------------------------------------------------------
+
+WAYS: dict[str, Options] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "bf16": {"mixed_precision": "bf16"},
+    "compiled": {"dynamo_backend": "eager"},
+}
+
+
+def both(group: Group, accelerator: Options) -> list[Found]:
+    """Four steps of AdamW, and one of SGD: without thinwire, and with what rounds nothing or int8."""
+    runs = [
+        Run(None, accelerator),
+        Run({"codec": "none"}, accelerator),
+        Run(None, {**accelerator, "dynamo_backend": "no"}, optimizer="sgd", steps=1, watched=True),
+        Run({}, accelerator, optimizer="sgd", steps=1),
+    ]
+    return [train(group, run) for run in runs]
+
+
+@pytest.mark.parametrize(("way", "world"), [*((way, 2) for way in WAYS), ("accumulated", 3)])
+def test_a_prepared_model_is_compressed(ranks: RankPool, way: str, world: int) -> None:
+    for plain, none, exact, int8 in ranks(world).run(both, WAYS[way]):
+        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+        assert none.stats.steps == 4
+        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+        assert int8.stats.steps == 1
+        assert int8.stats.bytes_sent < 0.31 * int8.stats.bytes_plain
+        assert (int8.graphs > 0) == (way == "compiled")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+REMEMBERED: dict[str, Run] = {
+    "ef21": Run({"codec": "lloyd2"}),
+    "classic": Run({"codec": "lloyd2"}, optimizer="sgd"),
+    "accumulated": Run({"codec": "lloyd2"}, {"gradient_accumulation_steps": 2}),
+    "sharded": Run({"codec": "lloyd2", "feedback": "ef21", "weights": "lloyd4", "replica": True}, sharded=True),
+}
+
+
+def whole_and_resumed(group: Group, run: Run, folder: str) -> tuple[Found, Found]:
+    """Six steps, saved after three; and the last three again, from what was saved."""
+    kept = f"{folder}/checkpoint"
+    whole = train(group, run._replace(steps=6, save=(kept, 3)))
+    return whole, train(group, run._replace(steps=6, resume=(kept, 3)))
+
+
+@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in REMEMBERED), ("classic", 3)])
+def test_load_state_goes_on_with_the_same_bits(ranks: RankPool, kind: str, world: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        answers = ranks(world).run(whole_and_resumed, REMEMBERED[kind], folder)
+        assert (Path(folder) / "checkpoint" / "custom_checkpoint_0.pkl").is_file()
+    for whole, resumed in answers:
+        assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
+        assert torch.equal(resumed.owed, whole.owed)
+        assert whole.owed.abs().max() > 1e-3
+        assert whole.stats.bytes_sent < 0.3 * whole.stats.bytes_plain
+    assert not torch.equal(answers[0][0].owed, answers[1][0].owed)
+
+
+def test_load_state_goes_on_with_fewer_ranks(ranks: RankPool) -> None:
+    """What all ranks together remember stays."""
+    run = REMEMBERED["classic"]._replace(steps=3)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = ranks(3).run(train, run._replace(save=(folder, 3)))
+        loaded = ranks(2).run(train, run._replace(resume=(folder, 3)))
+        later = ranks(2).run(train, run._replace(resume=(folder, 3), steps=4))
+    before, after = (torch.stack([found.owed for found in answers]).sum(0) for answers in (saved, loaded))
+    assert before.abs().max() > 1e-3
+    assert torch.allclose(after, before, rtol=0, atol=4 * torch.finfo(torch.float32).eps * float(before.abs().max()))
+    assert [found.stats.steps for found in later] == [4, 4]
+
+
+def nodes(group: Group, run: Run, folder: str) -> tuple[Found, Found]:
+    """Each rank is a node of its own, and saves in a folder that the other does not see."""
+    from accelerate.utils import ProjectConfiguration
+
+    alone = run._replace(accelerator={"project_config": ProjectConfiguration(save_on_each_node=True)}, steps=6)
+    kept = f"{folder}/{group.rank()}"
+    whole = train(group, alone._replace(save=(kept, 3)), 0)
+    return whole, train(group, alone._replace(resume=(kept, 3)), 0)
+
+
+def test_nodes_without_a_common_disk_are_resumed(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for whole, resumed in ranks(2).run(nodes, REMEMBERED["classic"], folder):
+            assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def sharded(group: Group, accelerator: Options) -> list[Found]:
+    """FSDP2 without thinwire, and with it; one step of SGD, in DDP and in FSDP2."""
+    step = Run(None, {**accelerator, "dynamo_backend": "no"}, optimizer="sgd", steps=1)
+    runs = [
+        Run(None, accelerator, sharded=True),
+        Run({"codec": "none"}, accelerator, sharded=True),
+        Run({"weights": "int8"}, accelerator, sharded=True),
+        step._replace(watched=True),
+        step._replace(options={}, sharded=True),
+    ]
+    return [train(group, run) for run in runs]
+
+
+@pytest.mark.parametrize("way", ["accumulated", "compiled"])
+def test_a_model_of_the_fsdp_plugin_is_compressed(ranks: RankPool, way: str) -> None:
+    for plain, none, rounded, exact, int8 in ranks(2).run(sharded, WAYS[way]):
+        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+        assert rounded.stats.codec == "int8, weights int8"
+        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+        for found in (rounded, int8):
+            assert found.stats.bytes_sent < 0.31 * found.stats.bytes_plain
+        assert (rounded.graphs > 0) == (way == "compiled")
+
+
+def ignored_plugin(group: Group) -> tuple[str, str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    from thinwire.integrations.accelerate import compress
+
+    with launched(group):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        model = accelerator.prepare(Net())
+        return type(model).__name__, message_of(lambda: compress(accelerator, model, weights="int8"))
+
+
+def test_accelerate_leaves_the_fsdp_plugin_unused_on_a_cpu(ranks: RankPool) -> None:
+    for kind, told in ranks(2).run(ignored_plugin):
+        assert kind == "DistributedDataParallel"
+        assert "weights=" in told
+        assert "on GPUs only" in told
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_trains_and_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import compress
+
+    caplog.set_level(logging.INFO, "thinwire")
+    with launched(None):
+        accelerator = Accelerator(cpu=True)
+        net = Net()
+        model, optimizer, batches = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()), loader())
+        handle = compress(accelerator, model, "lloyd2", optimizer=optimizer, weights="int8")
+        for x, y in batches:
+            accelerator.backward((model(x) - y).square().mean())
+            optimizer.step()
+        accelerator.save_state(str(tmp_path / "kept"))
+        accelerator.load_state(str(tmp_path / "kept"))
+    assert handle.stats().bytes_sent == 0
+    assert handle.state_dict() == {}
+    assert caplog.text.count("nothing to compress") == 1
+
+
+def alone_in_company(group: Group) -> str:
+    """torchrun without GPUs, and without cpu=True: Accelerate sees one process."""
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import compress
+
+    with launched(group):
+        accelerator = Accelerator()
+        with pytest.warns(UserWarning, match="cpu=True") as told:
+            compress(accelerator, accelerator.prepare(Net()))
+        assert told[0].filename == __file__
+        return str(told[0].message)
+
+
+def test_processes_that_train_alone_are_told(ranks: RankPool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Accelerate takes the GPUs")
+    for told in ranks(2).run(alone_in_company):
+        assert "2 processes were launched" in told
+
+
+def one_rank(group: Group) -> Found:
+    return train(group, Run({"codec": "lloyd2"}))
+
+
+def test_a_world_of_one_rank_trains(ranks: RankPool) -> None:
+    """Under torchrun Accelerate wraps one rank in DDP, too."""
+    (found,) = ranks(1).run(one_rank)
+    assert found.stats.steps == 4
+    assert found.stats.bytes_sent == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refuse(group: Group) -> dict[str, str]:
+    from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    from thinwire.integrations.accelerate import compress
+
+    found = {}
+    with launched(group):
+        accelerator = Accelerator(cpu=True)
+        bare = Net()
+        model = accelerator.prepare(bare)
+        found["bare"] = message_of(lambda: compress(accelerator, bare))
+        found["swapped"] = message_of(lambda: compress(model, accelerator))  # type: ignore[arg-type]
+        found["no model"] = message_of(lambda: compress(accelerator, None))  # type: ignore[arg-type]
+        found["codec"] = message_of(lambda: compress(accelerator, model, "int99"))
+        found["weights"] = message_of(lambda: compress(accelerator, model, weights="int8", replica=True))
+        found["option"] = message_of(lambda: compress(accelerator, model, colour="red"))  # type: ignore[call-arg]
+    with launched(group):
+        hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[hooked])
+        model = accelerator.prepare(Net())
+        found["fp16"] = message_of(lambda: compress(accelerator, model))
+    with launched(group):
+        accelerator = accelerated(Run(sharded=True))
+        net = Net()
+        model, _ = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
+        found["algorithm"] = message_of(lambda: compress(accelerator, model, algorithm="two_phase"))
+        accelerator.state.fsdp_plugin = None
+    return found
+
+
+def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
+    words = {"bare": "accelerator.prepare", "swapped": "compress(accelerator, model", "no model": "NoneType"}
+    words |= {"codec": "int99", "weights": "weights= and replica=", "option": "TypeError!: DDPOptions", "fp16": "fp16"}
+    words["algorithm"] = "algorithm="
+    for found in ranks(2).run(refuse):
+        assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}
+
+
+def ignored_hook(group: Group) -> tuple[int, str, int]:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    from thinwire.integrations.accelerate import compress
+
+    with launched(group):
+        ours = DistributedDataParallelKwargs(comm_hook=thinwire.ddp_hook)  # type: ignore[arg-type]
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[ours])
+        model = accelerator.prepare(Net())
+        hooks = len(model._comm_hooks)
+        with pytest.warns(UserWarning, match="comm_hook") as told:
+            handle = compress(accelerator, model)
+        accelerator.backward(model(torch.randn(4, 20)).sum())
+        assert told[0].filename == __file__
+        return hooks, str(told[0].message), handle.stats().bytes_sent
+
+
+def test_a_hook_that_accelerate_ignores_is_told(ranks: RankPool) -> None:
+    for hooks, told, sent in ranks(2).run(ignored_hook):
+        assert hooks == 0, "Accelerate registers other hooks now: say so in docs/huggingface.md"
+        assert "comm_hook=ddp_hook" in told
+        assert sent > 0
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"thinwire.integrations.{name}", raising=False)
+    with pytest.raises(thinwire.MissingPackageError, match=rf"pip install 'thinwire\[{name}\]'"):
+        importlib.import_module(f"thinwire.integrations.{name}")

@@ -1,0 +1,357 @@
+"""Compress for Hugging Face's Trainer, with the real package: bits, bounds and bytes, logs, checkpoints, FSDP2."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from cases import seeded
+from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
+from ranks import RankPool
+from replicas import Group, flat, message_of, same_everywhere
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install 'thinwire[transformers]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'thinwire[transformers]'")
+
+pytestmark = pytest.mark.timeout(180)  # ranks import transformers, for three times as long as torch
+RATE = 0.1
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+class Run(NamedTuple):
+    """A training with the Trainer, and what is done to it."""
+
+    options: Mapping[str, Any] | None = None  # of Compress; None trains without it
+    args: Mapping[str, Any] = {}
+    folder: str = ""
+    resume: str | bool | None = None
+    sharded: bool = False
+    watched: bool = False  # whether the ranks' own gradients are looked at
+    times: int = 1  # that train() is called
+
+
+class Found(NamedTuple):
+    """What a run gave."""
+
+    weights: list[Tensor]
+    peak: float  # of the ranks' own gradients, where they were watched
+    stats: "thinwire.Stats | None"
+    owed: Tensor  # what this rank remembers
+    logs: list[dict[str, Any]]
+    reported: list[dict[str, Any]]  # by a callback that stands before ours
+    graphs: int  # that torch.compile captured
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def texts() -> list[dict[str, Tensor]]:
+    drawn = torch.randint(0, 64, (48, 16), generator=seeded(2))
+    return [{"input_ids": tokens, "labels": tokens} for tokens in drawn]
+
+
+def trainer_of(run: Run, model: nn.Module, callbacks: list[Any], **more: Any) -> Any:
+    from accelerate import FullyShardedDataParallelPlugin
+    from transformers import Trainer, TrainingArguments
+
+    args = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 3e-3, "logging_steps": 1}
+    args |= {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, **run.args}
+    with tempfile.TemporaryDirectory() as unused:
+        arguments = TrainingArguments(output_dir=run.folder or unused, **args)
+        trainer = Trainer(
+            model, arguments, train_dataset=texts(), eval_dataset=texts()[:4], callbacks=callbacks, **more
+        )
+    if run.sharded:
+        shard_on_cpu(trainer.accelerator, FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args))
+        trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def train(group: Group, run: Run) -> Found:
+    """Train as the Trainer's users do."""
+    from transformers import TrainerCallback
+
+    from thinwire.integrations.transformers import Compress
+
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, *given: Any, logs: dict[str, Any], **more: Any) -> None:
+            reported.append(dict(logs))
+
+    reported: list[dict[str, Any]] = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with launched(group):
+        compress = None if run.options is None else Compress(**run.options)
+        model = llama()
+        peaks = watch_gradients(model) if run.watched else {}
+        trainer = trainer_of(run, model, [Reporter(), *([] if compress is None else [compress])])
+        for _ in range(run.times):
+            trainer.train(resume_from_checkpoint=run.resume)
+        weights = [p.detach().full_tensor() if run.sharded else p.detach() for p in trainer.model.parameters()]
+        assert same_everywhere(group, *weights)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        kept = [w.clone() for w in weights]
+        if compress is None or compress.handle is None:
+            return Found(kept, largest(group, peaks), None, torch.zeros(0), [], reported, graphs)
+        (owed,) = compress.handle.state_dict()["ranks"].values()
+        remembered = flat([torch.zeros(0), *(owed[name] for name in sorted(owed))])
+        return Found(kept, 0.0, compress.handle.stats(), remembered, trainer.state.log_history, reported, graphs)
+
+
+def imported(group: Group) -> None:
+    import transformers
+
+    assert transformers.Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ready(ranks: RankPool) -> None:
+    """On a busy machine an import takes longer than a test may."""
+    ranks(2).run(imported, timeout=150.0)
+
+
+# --- bits, bounds and bytes -------------------------------------------------------------------------------------------
+
+WAYS: dict[str, Mapping[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "recomputed": {"gradient_checkpointing": True},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+}
+
+
+def both(group: Group, args: Mapping[str, Any]) -> list[Found]:
+    """Four clipped steps of AdamW, and one of SGD: without thinwire, and with what rounds nothing or int8."""
+    step = {**args, "optim": "sgd", "learning_rate": RATE, "max_steps": 1, "max_grad_norm": 0.0}
+    runs = [
+        Run(None, args),
+        Run({"codec": "none"}, args),
+        Run(None, {**step, "torch_compile": False, "torch_compile_backend": None}, watched=True),
+        Run({}, step),
+    ]
+    return [train(group, run) for run in runs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_s_model_is_compressed(ranks: RankPool, way: str) -> None:
+    for plain, none, exact, int8 in ranks(2).run(both, WAYS[way]):
+        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+        assert none.stats.steps == 4
+        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+        assert int8.stats.steps == 1
+        assert int8.stats.bytes_sent < 0.3 * int8.stats.bytes_plain
+        assert (int8.graphs > 0) == (way == "compiled")
+
+
+def test_stats_are_in_the_trainer_s_logs(ranks: RankPool) -> None:
+    first, other = ranks(2).run(train, Run({"codec": "lloyd4"}, {"eval_strategy": "steps", "eval_steps": 2}))
+    ratios = [entry["thinwire/ratio"] for entry in first.logs if "loss" in entry]
+    assert len(ratios) == 4
+    assert ratios[-1] == pytest.approx(first.stats.ratio)
+    assert [entry["thinwire/ratio"] for entry in first.reported if "loss" in entry] == ratios
+    assert all("thinwire/ratio" not in entry for entry in first.logs if "eval_loss" in entry)
+    assert all("thinwire/ratio" not in entry for entry in other.logs)
+
+
+def test_train_may_be_called_again(ranks: RankPool) -> None:
+    for found in ranks(2).run(train, Run({"codec": "lloyd2"}, {"max_steps": 2}, times=2)):
+        assert found.stats.steps == 4
+        assert found.stats.feedback == "ef21"
+        assert found.stats.ratio > 12  # from the first step on: the optimizer is known
+
+
+def smaller_batches(group: Group) -> tuple[int, int]:
+    """The Trainer runs out of memory, and wraps the model anew for smaller batches."""
+    from thinwire.integrations.transformers import Compress
+
+    model = llama()
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    compress = Compress("int8")
+    with launched(group):
+        args = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "max_steps": 2}
+        trainer = trainer_of(Run(None, args), model, [compress])
+        trainer.train()
+        assert same_everywhere(group, flat(list(model.parameters())))
+    return trainer._train_batch_size, compress.handle.stats().steps
+
+
+def run_out(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    if len(inputs["input_ids"]) == 4:
+        raise RuntimeError("CUDA out of memory.")
+
+
+def test_a_model_that_is_wrapped_anew_is_compressed(ranks: RankPool) -> None:
+    for size, steps in ranks(2).run(smaller_batches):
+        assert size < 4
+        assert steps == 2
+
+
+def one_bit(group: Group) -> tuple[bool, float]:
+    from thinwire.integrations.transformers import Compress
+
+    model = llama()
+    compress = Compress("lloyd1")
+    with launched(group):
+        optimizer = thinwire.optim.OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=2)
+        trainer = trainer_of(Run(None, {"max_steps": 6}), model, [compress], optimizers=(optimizer, None))
+        trainer.train()
+        return optimizer.frozen, compress.handle.stats().ratio
+
+
+def test_one_bit_adam_is_known_inside_accelerate_s_optimizer(ranks: RankPool) -> None:
+    for frozen, ratio in ranks(2).run(one_bit):
+        assert frozen
+        assert ratio > 2.5
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+REMEMBERED: dict[str, Run] = {
+    "ef21": Run({"codec": "lloyd2"}, SAVED),
+    "classic": Run({"codec": "lloyd2"}, {**SAVED, "optim": "sgd", "learning_rate": RATE}),
+    "sharded": Run({"codec": "lloyd2", "feedback": "ef21", "weights": "int8"}, {**SAVED, **FSDP}, sharded=True),
+}
+
+
+def assert_goes_on(resumed: Found, whole: Found) -> None:
+    assert all(torch.equal(mine, other) for mine, other in zip(resumed.weights, whole.weights, strict=True))
+    assert torch.equal(resumed.owed, whole.owed)
+
+
+@pytest.mark.parametrize("kind", REMEMBERED)
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, kind: str) -> None:
+    """From the last one in the folder of the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = REMEMBERED[kind]._replace(folder=folder)
+        whole = ranks(2).run(train, run)
+        kept = Path(folder) / "checkpoint-3"
+        assert (kept / "thinwire.pt").is_file()
+        assert not (kept / "thinwire.tmp").exists()
+        shutil.rmtree(Path(folder) / "checkpoint-6")
+        resumed = ranks(2).run(train, run._replace(resume=True))
+    for mine, other in zip(resumed, whole, strict=True):
+        assert_goes_on(mine, other)
+        assert other.owed.abs().max() > 1e-4
+        assert other.stats.bytes_sent < 0.3 * other.stats.bytes_plain
+    assert not torch.equal(whole[0].owed, whole[1].owed)
+
+
+def lost(group: Group, run: Run) -> list[str]:
+    if group.rank() > 0:
+        train(group, run)
+        return []
+    with pytest.warns(UserWarning, match="thinwire.pt") as told:
+        train(group, run)
+    return [str(warning.message) for warning in told]
+
+
+def test_a_checkpoint_elsewhere_is_found_or_missed_aloud(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        run = REMEMBERED["classic"]._replace(folder=first)
+        whole = ranks(2).run(train, run)
+        moved = f"{second}/moved"
+        shutil.move(f"{first}/checkpoint-3", moved)
+        other = run._replace(folder=f"{second}/run", resume=moved)
+        missing, _ = ranks(2).run(lost, other)
+        ranks(2).run(train, other._replace(resume=None, args={**run.args, "max_steps": 3, "seed": 7}))
+        strange, _ = ranks(2).run(lost, other)  # of the same step, and of another run
+        resumed = ranks(2).run(train, other._replace(args={**run.args, "resume_from_checkpoint": moved}))
+    for mine, one in zip(resumed, whole, strict=True):
+        assert_goes_on(mine, one)
+    for told in (missing, strange):
+        assert len(told) == 1
+        assert f"{second}/run/checkpoint-3" in told[0]
+
+
+def test_a_run_that_was_not_compressed_goes_on_compressed(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks(2).run(train, Run(None, {**SAVED, "max_steps": 3}, folder))
+        for found in ranks(2).run(train, Run({"codec": "lloyd2"}, SAVED, folder, resume=True)):
+            assert found.stats.steps == 3
+            assert found.stats.bytes_sent > 0
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def sharded(group: Group) -> list[Found]:
+    """FSDP2 without thinwire, and with it; one step of SGD, in DDP and in FSDP2."""
+    several = {**FSDP, "gradient_accumulation_steps": 2}
+    step = {"optim": "sgd", "learning_rate": RATE, "max_steps": 1, "max_grad_norm": 0.0}
+    runs = [
+        Run(None, several, sharded=True),
+        Run({"codec": "none"}, several, sharded=True),
+        Run(None, step, watched=True),
+        Run({}, {**step, **FSDP}, sharded=True),
+    ]
+    return [train(group, run) for run in runs]
+
+
+def test_a_sharded_model_is_compressed(ranks: RankPool) -> None:
+    for plain, none, exact, int8 in ranks(2).run(sharded):
+        assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
+        assert_within_int8(int8.weights, exact.weights, exact.peak, RATE)
+        assert int8.stats.bytes_sent < 0.3 * int8.stats.bytes_plain
+
+
+# --- one process, and what is refused ---------------------------------------------------------------------------------
+
+
+def one_process(group: Group, folder: str) -> tuple[int, list[str]]:
+    """A program that nobody launched."""
+    from thinwire.integrations.transformers import Compress
+
+    compress = Compress("lloyd2")
+    with launched(None):
+        run = Run(None, {**SAVED, "max_steps": 3}, folder)
+        trainer_of(run, llama(), [compress]).train()
+        trainer_of(run._replace(args=SAVED), llama(), [compress]).train(resume_from_checkpoint=True)
+    return compress.handle.stats().bytes_sent, [path.name for path in Path(folder).glob("*/thinwire.pt")]
+
+
+def test_one_process_trains(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert ranks(1).run(one_process, folder) == [(0, [])]
+
+
+def refuse(group: Group) -> dict[str, str]:
+    from transformers import TrainerControl, TrainerState
+
+    from thinwire.integrations.transformers import Compress
+
+    found = {"codec": message_of(lambda: Compress("int99"))}
+    found["weights"] = message_of(lambda: Compress(weights="int99"))
+    found["option"] = message_of(lambda: Compress(colour="red"))  # type: ignore[call-arg]
+    with launched(group):
+        trainer = trainer_of(Run(), llama(), [Compress(weights="int8")])
+        found["of FSDP2"] = message_of(trainer.train)
+        state = TrainerState()
+        found["no trainer"] = message_of(lambda: Compress().on_train_begin(trainer.args, state, TrainerControl()))
+    return found
+
+
+def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
+    words = {
+        "codec": "int99",
+        "weights": "int99",
+        "option": "TypeError!",
+        "of FSDP2": "weights=",
+        "no trainer": "Trainer",
+    }
+    for found in ranks(2).run(refuse):
+        assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}
