@@ -54,7 +54,7 @@ def gather(own: ByName, group: dist.ProcessGroup) -> list[dict[str, torch.Tensor
     """
     if group.size() == 1:
         return [dict(own)]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group).endswith("nccl") else "cpu"  # "nccl", or "cuda:nccl"
     first = group.rank() == 0
     found: list[dict[str, torch.Tensor]] = [{} for _ in range(group.size())] if first else []
     for name in sorted(own):
