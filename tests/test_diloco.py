@@ -568,6 +568,13 @@ def refused(group: Group) -> dict[str, str]:
     found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
     found["several"] = message_of(lambda: DiLoCo(model, [inner(model)], every=2))  # type: ignore[arg-type]
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
+    kept = DiLoCo(network(), None, every=2)
+    twice = network()
+    first = DiLoCo(twice, None, every=2)
+    found["twice"] = message_of(lambda: DiLoCo(twice, None, every=2))
+    first.close()
+    DiLoCo(twice, None, every=2)
+    assert not kept.closed
     found["state"] = message_of(lambda: DiLoCo(model, None, every=2).load_state_dict({}))
     return found
 
@@ -576,7 +583,12 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     told = {name: words for name, (_, words) in REFUSED.items()}
     told |= {"several": "got list: of several pass the one that steps last"}
     told |= {"part": "without 2.weight", "part made": "without 0.weight"}
-    told |= {"foreign": "with others", "no model": "pass the nn.Module", "state": "expected what state_dict()"}
+    told |= {
+        "foreign": "with others",
+        "no model": "pass the nn.Module",
+        "twice": "close() it first",
+        "state": "expected what state_dict()",
+    }
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
     assert issubclass(CollectiveError, ValueError)

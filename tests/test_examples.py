@@ -40,7 +40,6 @@ RUNS = [
     Run("ddp.py", 0, 2.9, 7.0),
     Run("fsdp2.py", 0, 3.0, 4.4),
     Run("hsdp.py", 0, 2.7, 3.3),
-    Run("hsdp.py", 1, 2.9, 7.0),
     Run("diloco.py", 0, 2.9, 50.0),
     Run("moe_all_to_all.py", 0, 2.9, 3.8),
     Run("qat.py", 0, 2.9, 7.0),

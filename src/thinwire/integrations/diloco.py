@@ -8,6 +8,7 @@ on every rank alike, and the rank goes on from the result. The average takes the
 """
 
 import math
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
 _LR = 0.7
 _MOMENTUM = 0.9
+
+
+_open: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DiLoCo]]" = weakref.WeakKeyDictionary()
 
 
 class _Fragment:
@@ -131,6 +135,9 @@ class DiLoCo(Handle):
         super().__init__()
         self._inner = _stepping(inner_optimizer)
         named = _trained(model)
+        before = _open.get(model, lambda: None)()
+        if before is not None and not before.closed:
+            raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
         _check(every, fragments, overlap, beta, len(named))
         self.every = every
         self.overlap = overlap
@@ -164,6 +171,7 @@ class DiLoCo(Handle):
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
+        _open[model] = weakref.ref(self)
         self._hook: Any = None
         if self._inner is not None:
             self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
