@@ -274,8 +274,6 @@ def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int,
         channel.close()
         for stream in (1, 2):
             os.dup2(log, stream)
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
         serve_calls(number, size, Connection(pipe), store)
     for handle in (pipe, log):
         os.close(handle)
@@ -305,7 +303,16 @@ def serve_calls(number: int, size: int, pipe: Connection, store: str) -> None:
     while True:
         call = calls.get()
         _end_groups(group)  # now, when all ranks have answered the call before
+        _tell_of_signals()
         pipe.send_bytes(_answer(call, group))
+
+
+def _tell_of_signals() -> None:
+    """Let faulthandler show stacks, anew before every call: frameworks set handlers of their own, and its are lost."""
+    faulthandler.disable()
+    faulthandler.enable()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _listen(pipe: Connection, calls: SimpleQueue[bytes]) -> None:

@@ -595,9 +595,7 @@ def opened_and_closed(group: Group, name: str) -> tuple[list[Tensor], list[Tenso
 def test_a_closed_handle_leaves_plain_fsdp_and_another_may_follow(ranks: RankPool, world: int) -> None:
     for plain, closed, told in ranks(world).run(opened_and_closed, "int8"):
         assert digest(*closed) == digest(*plain)
-        assert told[0].startswith(
-            "FSDPState(gradients='int8, weights int8', weights='int8', feedback='classic', steps=2"
-        )
+        assert told[0].startswith("FSDPState(codec='int8, weights int8', feedback='classic', steps=2")
         assert told[1].endswith(", closed)")
         assert told[2:6] == ["True", "0", "True", "0"]
         assert "steps=2" in told[6]
@@ -726,8 +724,8 @@ class _OwnGather(AllGather):
 
 
 REFUSED = {
-    "not sharded": "expected a model that fully_shard was called on, got Net: call",
-    "DDP": "a DistributedDataParallel model goes to thinwire.compress_ddp",
+    "not sharded": "expected a model that fully_shard was called on, got Net, which nothing wraps or shards",
+    "DDP": "a DistributedDataParallel model: call thinwire.compress_ddp",
     "no model": "expected a model that fully_shard was called on, got int",
     "FSDP to compress_ddp": "call thinwire.compress_fsdp",
     "an own scatter": "blocks.1 has a communication of its own, _OwnScatter",

@@ -41,8 +41,9 @@ def describe(given: object) -> str:
     if not isinstance(given, nn.Module):
         return f"{name}: pass the model"
     return (
-        f"{name}, which nothing wraps or shards: wrap the model first. Where a framework has done so, pass what it "
-        "made: accelerator.prepare's result, trainer.model_wrapped (transformers), trainer.strategy.model (Lightning)"
+        f"{name}, which nothing wraps or shards: wrap it in DistributedDataParallel, or call fully_shard, first. Where "
+        "a framework has done so, pass what it made: what accelerator.prepare gave, trainer.model_wrapped of "
+        "transformers, trainer.strategy.model of Lightning"
     )
 
 
