@@ -103,7 +103,7 @@ def count_messages(group: Group, options: Mapping[str, Any]) -> tuple[list[int],
     model = wrap(Given(LAYERS), group, 1024.0)
     compress_ddp(model, **options)
     messages, shakes = [], []
-    with counted(transport.PairTransport, "exchange") as sent, counted(handshake, "check") as shaken:
+    with counted(transport.PairTransport, "exchange") as sent, counted(handshake.Handshake, "check") as shaken:
         for step in range(4):
             backward(model, draw(group.rank(), step, LAYERS))
             messages.append(len(sent) - sum(messages))
@@ -246,7 +246,7 @@ def race_handshakes(group: Group) -> list[int]:
     model = wrap(Given(), group)
     compress_ddp(model, "auto")
     counts: list[int] = []
-    with counted(handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
+    with counted(handshake.Handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
         for step in range(RACE):
             backward(model, draw(group.rank(), step))
             counts.append(len(shaken) - sum(counts))

@@ -214,6 +214,6 @@ def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
-        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), known=False)
+        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
         _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
     return explain(tensor, members, codec=codec)
