@@ -117,8 +117,8 @@ def test_all_lanes_travel_in_one_message(ranks: RankPool, world: int) -> None:
     for options in ({"codec": "lloyd1"}, {"codec": "int8", "policy": {"a": "lloyd2", "e": "int4"}, "feedback": "none"}):
         for messages, shakes in ranks(world).run(count_messages, {"optimizer": "linear", **options}):
             assert messages == [world - 1] * 4
-            assert shakes[0] == 1
-            assert sum(shakes) <= 2  # DDP rebuilds its buckets
+            assert shakes[0] == 2  # the options, and the message
+            assert sum(shakes) <= 3  # DDP rebuilds its buckets
 
 
 def by_step(group: Group, options: Mapping[str, Any], steps: int) -> list[str]:

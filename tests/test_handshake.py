@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import by_turns
 from ranks import RankPool
-from thinwire.collectives import transport, watch
+from thinwire.collectives import board as boards, transport
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -141,7 +142,7 @@ def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any
         call_as(call, member, False)
     dist.barrier()
     start = time.monotonic()
-    with patch.object(watch, "LOOK_S", 0.1):
+    with patch.object(boards, "LOOK_S", 0.1):
         text = said(lambda: call_as(calls[group.rank() > 0], member, async_op))
     seconds = time.monotonic() - start
     return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), group=member, **BASE))
@@ -258,6 +259,30 @@ def test_ranks_of_different_settings_or_versions_are_told_so(ranks: RankPool) ->
     for text in ranks(2).run(other_versions):
         assert "rank 0 runs thinwire 0.0, wire format 1" in text
         assert "rank 1 runs thinwire 0.1, wire format 1" in text
+
+
+def other_options(group: Group, step: int, options: dict[str, Any]) -> str:
+    """What the first backward pass says: rank 1 has these options besides, or is at another step."""
+    model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
+    handle = thinwire.compress_ddp(model, "int8", **options if group.rank() else {})
+    handle.step = step * group.rank()
+    try:
+        model(torch.ones(2, 30)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_compress_gradients_in_different_ways_are_told_so(ranks: RankPool) -> None:
+    cases = (
+        (0, {"warmup_steps": 5}, "codec=int8,", "codec={0: none, 5: int8}"),
+        (0, {"exempt": ["bias"]}, "exempt=auto", "exempt=['bias']"),
+        (7, {}, "from step 0", "from step 7"),
+    )
+    for step, options, *both in cases:
+        answers = ranks(2).run(other_options, step, options)
+        assert len(set(answers)) == 1
+        assert all(side in answers[0] for side in both), answers
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------

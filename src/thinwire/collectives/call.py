@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from thinwire.collectives.board import Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.measuring import Trial, fastest
@@ -13,8 +14,9 @@ from thinwire.collectives.operations import Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
 from thinwire.collectives.programs import Copying, Program
-from thinwire.collectives.watch import Place
+from thinwire.collectives.transport import lost_in
 from thinwire.collectives.work import Work
+from thinwire.errors import ThinwireError
 
 
 class Call:
@@ -91,7 +93,12 @@ def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> t
     plan = channel.plans.get(key)
     call = Call(channel, str(key) if plan is None else plan.text)
     if plan is None:
-        plan = decide()
+        try:
+            plan = decide()
+        except ThinwireError:  # of all ranks alike, or told already
+            raise
+        except BaseException as error:
+            raise channel.board.ended(lost_in(error) or error, call.place) from None
         channel.remember(key, plan)
     return call, plan
 

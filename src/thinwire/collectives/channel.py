@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
+from thinwire.collectives.board import Board, Place, lookout
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
 from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refuse, serve
@@ -24,7 +25,6 @@ from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
 from thinwire.collectives.rooms import Room, Rooms
 from thinwire.collectives.transport import Group, Tags, Transport
-from thinwire.collectives.watch import Board, Place, watcher
 from thinwire.collectives.work import StreamWork, Work
 from thinwire.errors import CollectiveError
 
@@ -220,7 +220,7 @@ def _end_threads() -> None:
 
     What nobody waited for has a moment to end; then its connections are closed.
     """
-    watcher.end(_GRACE_S)
+    lookout.end(_GRACE_S)
     left = [(thread, channel) for thread, channel in _threads.items() if thread.is_alive()]
     for _, channel in left:
         channel.close()

@@ -3,18 +3,19 @@
 [Note: Handshake] A call is described in one line of text. At the first call of that line the ranks compare a hash of
 it, in about log2(world) messages per rank; where hashes differ, they send each other the lines, every rank raises the
 same error, and the group stays usable. Later calls of the same line are free: their messages carry tags made of the
-line and the step, so that calls which differ never mix ([Note: Watch] in watch.py tells what follows).
+line and the step, so that calls which differ never mix ([Note: Board] in board.py tells what follows).
 THINWIRE_DEBUG=1 compares every call. What all calls of a rank have in common (the versions, THINWIRE_DEBUG) is part of
 what is hashed.
 """
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 
 from thinwire import wire
+from thinwire.collectives.board import Board, Place
 from thinwire.collectives.transport import Transport
-from thinwire.collectives.watch import Board, Place
 from thinwire.errors import DisagreementError
 
 _PART = "\x1e"  # between the parts of what a rank tells
@@ -29,7 +30,8 @@ class Handshake:
 
     def check(self, place: Place, details: str = "") -> list[str]:
         """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
-        settings = f"thinwire {_version()}, wire format {wire.VERSION}, THINWIRE_DEBUG={int(self.every_call)}"
+        version = sys.modules["thinwire"].__version__  # of the package, which is above this room
+        settings = f"thinwire {version}, wire format {wire.VERSION}, THINWIRE_DEBUG={int(self.every_call)}"
         own = _PART.join((place.text, settings, details))
         with self._board.waiting(place):
             mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())
@@ -52,12 +54,6 @@ class Handshake:
         for link in self._links:
             row = _RANK.encode().join(link.share(row))
         return [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]
-
-
-def _version() -> str:
-    import thinwire  # which imports this room
-
-    return thinwire.__version__
 
 
 def _sentence(number: int, calls: Sequence[str], versions: Sequence[str]) -> str:

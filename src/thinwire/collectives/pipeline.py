@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.board import Board, Place
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
 from thinwire.collectives.transport import Stages, Waitable, wait_for
-from thinwire.collectives.watch import Board, Place
 from thinwire.collectives.work import Work, serving
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import torch_verbs, transport
+from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import bounded, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.programs import Program
-from thinwire.collectives.watch import Place
 
 UNKNOWN: Any = object()  # in place of a result: nothing of this kind was remembered
 _PLAIN = (Tensor, nn.Parameter)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import transport
+from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import Reduction
-from thinwire.collectives.watch import Place
-from thinwire.collectives.work import TorchWork, Work, wait_watched
+from thinwire.collectives.work import TorchWork, Work, wait_looking
 
 
 def all_reduce(
@@ -114,7 +114,7 @@ def wait(work: Any, channel: Channel, place: Place) -> None:
     if channel.transport.on_stream:
         work.wait()
     else:
-        wait_watched(work, channel.board, place)
+        wait_looking(work, channel.board, place)
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:

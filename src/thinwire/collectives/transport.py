@@ -59,6 +59,12 @@ class LostRankError(RuntimeError):
         self.late = text.startswith("Timed out waiting")
 
 
+def lost_in(error: BaseException) -> LostRankError | None:
+    """What a torch's own verb on gloo raises when a rank is lost, as such; None for other errors."""
+    known = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "pair closure"))
+    return LostRankError(None, error) if known and isinstance(error, RuntimeError) else None
+
+
 class Moving(list[Waitable]):
     """Messages under way, and the ranks at their other ends."""
 
@@ -90,7 +96,7 @@ class Tags:
         """The first of TAGS consecutive tags that no other operation in flight uses.
 
         `mark` is a number made of all that ranks have to agree on. Messages of calls that differ have other tags: they
-        never meet, and whoever waits for them finds out why ([Note: Watch] in watch.py). None is that of messages that
+        never meet, and whoever waits for them finds out why ([Note: Board] in board.py). None is that of messages that
         compare calls.
         """
         with self._lock:

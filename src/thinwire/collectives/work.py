@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import watch
+from thinwire.collectives import board as boards
+from thinwire.collectives.board import Board, Place
 from thinwire.collectives.transport import LostRankError
-from thinwire.collectives.watch import Board, Place
 from thinwire.errors import CollectiveError
 
 Futures = torch.futures.Future
@@ -162,19 +162,19 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
     future.set_result(None)
 
 
-def wait_watched(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
-    """Wait for a work of torch's on gloo; while that takes long, the watcher looks whether the ranks disagree."""
+def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
+    """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree."""
     left = timeout.total_seconds() if timeout else float("inf")
     watched: Any = contextlib.nullcontext()
     while True:
         try:
             with watched:
-                work.wait(timedelta(seconds=min(left, watch.LOOK_S)))
+                work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
             return
         except RuntimeError as error:
             if work.is_completed() or "Operation timed out" not in str(error):
                 raise board.ended(LostRankError(None, error), place) from None
-        left -= watch.LOOK_S
+        left -= boards.LOOK_S
         if left <= 0:
             raise TimeoutError(f"the collective did not end within {timeout}") from None
         watched = board.waiting(place)
@@ -202,7 +202,7 @@ class TorchWork(Work):
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
         try:
-            wait_watched(self._work, self._board, self._place, timeout)
+            wait_looking(self._work, self._board, self._place, timeout)
             self._end()
         except Exception as error:
             self._error = None if isinstance(error, TimeoutError) else again(error)

@@ -1,6 +1,6 @@
 """What ranks tell each other when something is wrong: where they wait, and why a group has ended.
 
-[Note: Watch] Nobody who waits for a message can look around. So one thread of the process, the watcher, looks for all:
+[Note: Board] Nobody who waits for a message can look around. So one thread of the process, the lookout, looks for all:
 a rank that waits long writes into the group's store in which call it waits, and finds what others wrote. Where two wait
 in different calls, the one that finds it writes the sentence that all ranks raise, and closes the connections of the
 group, which wakes everybody who waits for one of them. A rank that fails by itself, or loses another, does the same. No
@@ -24,6 +24,7 @@ from thinwire.errors import CollectiveError, DisagreementError, PeerError
 
 LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
 _TELL_S = 1.0  # how long a rank that fails waits for the store
+_PAUSE_S = 0.2  # and where it has none, before it closes its connections
 _DISAGREED = "disagreed"  # what a sentence in the store begins with, or with the other
 _FAILED = "failed"
 
@@ -79,7 +80,7 @@ class Board:
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
         if any(link.world > 1 for link in links):
-            watcher.add(self)
+            lookout.add(self)
 
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
@@ -87,7 +88,7 @@ class Board:
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
-        """Inside, the watcher looks for a thread that waits in `place`; what goes wrong is said in whole sentences."""
+        """Inside, the lookout looks for a thread that waits in `place`; what goes wrong is said in whole sentences."""
         self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
         try:
             yield
@@ -101,7 +102,10 @@ class Board:
         with self._lock:
             if self.over is None:
                 told = f"{_FAILED}: {self._sentence(error, place)}"
-                self.over = watcher.ask(lambda: self._post(told), told)
+                posted = lookout.ask(lambda: self._post(told))
+                if posted is None:  # others find out who is lost, before this rank seems to be
+                    time.sleep(_PAUSE_S)
+                self.over = posted or told
                 self._close()
         return self.raised() if isinstance(error, LostRankError) else error
 
@@ -111,7 +115,7 @@ class Board:
         return DisagreementError(told) if kind == _DISAGREED else PeerError(told)
 
     def scan(self, now: float) -> None:
-        """Look for everybody who has waited long. In the watcher's thread, as is all that follows."""
+        """Look for everybody who has waited long. In the lookout's thread, as is all that follows."""
         line = self.line
         if line is not None and line.place is not None and line.turn == self._turn:
             self._waits.setdefault(-1, _Wait(line.place, now, LOOK_S))
@@ -151,10 +155,10 @@ class Board:
         for link in self._links:
             link.close()
 
-    def _post(self, told: str) -> str:
+    def _post(self, told: str) -> str | None:
         """The sentence that stands in the stores, which is the first that came to one of them."""
         if not self._prefix:
-            return told
+            return None
         for _ in range(2):  # of a mesh: what stands in the second store goes to the first as well
             for store in self._stores:
                 told = str(store.compare_set(f"{self._prefix}/over", "", told), "utf-8")
@@ -186,8 +190,8 @@ def _unpacked(found: bytes) -> tuple[int, Place]:
     return int(rank), Place(int(number), text, known == "1", int(step) if step else None)
 
 
-class Watcher:
-    """The thread of [Note: Watch]: it runs while there are groups to look after."""
+class Lookout:
+    """The thread of [Note: Board]: it runs while there are groups to look after."""
 
     def __init__(self) -> None:
         self.reset()
@@ -205,24 +209,24 @@ class Watcher:
         self._boards.add(board)
         self._start()
 
-    def ask(self, question: Callable[[], str], otherwise: str) -> str:
-        """What `question` gives in the watcher's thread; `otherwise` if it raises, or not within _TELL_S."""
+    def ask(self, question: Callable[[], str | None]) -> str | None:
+        """What `question` gives in the lookout's thread; None if it raises, or does not within _TELL_S."""
         if self.leaving:
-            return otherwise
-        answers: SimpleQueue[str] = SimpleQueue()
+            return None
+        answers: SimpleQueue[str | None] = SimpleQueue()
 
         def answer() -> None:
             try:
                 answers.put(question())
             except Exception:  # of a store that is gone
-                answers.put(otherwise)
+                answers.put(None)
 
         self._start()
         self._asked.put(answer)
         try:
             return answers.get(timeout=_TELL_S)
         except Empty:
-            return otherwise
+            return None
 
     def end(self, seconds: float) -> None:
         """End the thread, at the end of the process."""
@@ -236,7 +240,7 @@ class Watcher:
         with self._lock:
             if self.leaving or (self._thread is not None and self._thread.is_alive()):
                 return
-            self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="thinwire-lookout", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
@@ -258,5 +262,5 @@ class Watcher:
             del asked
 
 
-watcher = Watcher()
-os.register_at_fork(after_in_child=watcher.reset)
+lookout = Lookout()
+os.register_at_fork(after_in_child=lookout.reset)
