@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from thinwire.collectives.transport import LostRankError, Transport, timeout_s
 from thinwire.errors import CollectiveError, DisagreementError, PeerError
@@ -25,6 +25,7 @@ from thinwire.errors import CollectiveError, DisagreementError, PeerError
 LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
 _TELL_S = 1.0  # how long a rank that fails waits for the store
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
+Found = TypeVar("Found")
 _DISAGREED = "disagreed"  # what a sentence in the store begins with, or with the other
 _FAILED = "failed"
 
@@ -88,14 +89,21 @@ class Board:
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
-        """Inside, the lookout looks for a thread that waits in `place`; what goes wrong is said in whole sentences."""
+        """Inside, the lookout looks for a thread that waits in `place`."""
         self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
         try:
             yield
-        except LostRankError as error:
-            raise self.ended(error, place) from None
         finally:
             self._waits.pop(place.number, None)
+
+    def attend(self, place: Place, run: Callable[[], Found]) -> Found:
+        """What `run` gives, which waits for messages of the call in `place`."""
+        try:
+            with self.waiting(place):
+                return run()
+        except LostRankError as error:
+            lost = error.with_traceback(None)
+        raise self.ended(lost, place)  # not above: it would hold on to the other, whose frames hold tensors and groups
 
     def ended(self, error: BaseException, place: Place) -> BaseException:
         """A call failed half-way: tell the other ranks, and give what this one raises."""

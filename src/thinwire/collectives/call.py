@@ -66,6 +66,19 @@ class Call:
         copying = Copying(program, written)
         return self.channel.start(copying, rows, outputs, number, async_op=async_op, first=first)
 
+    def decided(self, decide: Callable[[], CallPlan]) -> CallPlan:
+        """A new plan, for which ranks may measure together: one that fails tells the others."""
+        try:
+            return decide()
+        except ThinwireError:  # of all ranks alike, or told already
+            raise
+        except BaseException as error:
+            lost = lost_in(error)
+            if lost is None:
+                self.channel.board.ended(error, self.place)
+                raise
+        raise self.channel.board.ended(lost, self.place)
+
     def run(
         self,
         operation: VerbOperation,
@@ -93,12 +106,7 @@ def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> t
     plan = channel.plans.get(key)
     call = Call(channel, str(key) if plan is None else plan.text)
     if plan is None:
-        try:
-            plan = decide()
-        except ThinwireError:  # of all ranks alike, or told already
-            raise
-        except BaseException as error:
-            raise channel.board.ended(lost_in(error) or error, call.place) from None
+        plan = call.decided(decide)
         channel.remember(key, plan)
     return call, plan
 

@@ -177,7 +177,7 @@ class Channel:
                 thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-                _threads[thread] = self
+                _threads[thread] = weakref.ref(self)
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
@@ -209,7 +209,7 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-_threads: "weakref.WeakKeyDictionary[threading.Thread, Channel]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Channel]]" = weakref.WeakKeyDictionary()
 _of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one
 _lock = threading.Lock()
 
@@ -221,7 +221,8 @@ def _end_threads() -> None:
     What nobody waited for has a moment to end; then its connections are closed.
     """
     lookout.end(_GRACE_S)
-    left = [(thread, channel) for thread, channel in _threads.items() if thread.is_alive()]
+    found = [(thread, channel()) for thread, channel in _threads.items() if thread.is_alive()]
+    left = [(thread, channel) for thread, channel in found if channel is not None]
     for _, channel in left:
         channel.close()
     deadline = time.monotonic() + _GRACE_S

@@ -4,8 +4,8 @@
 it, in about log2(world) messages per rank; where hashes differ, they send each other the lines, every rank raises the
 same error, and the group stays usable. Later calls of the same line are free: their messages carry tags made of the
 line and the step, so that calls which differ never mix ([Note: Board] in board.py tells what follows).
-THINWIRE_DEBUG=1 compares every call. What all calls of a rank have in common (the versions, THINWIRE_DEBUG) is part of
-what is hashed.
+THINWIRE_DEBUG=1 compares every call. What all calls of a rank have in common (the versions, THINWIRE_DEBUG,
+checksums) is part of what is hashed.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire import wire
+from thinwire.collectives import checksums
 from thinwire.collectives.board import Board, Place
 from thinwire.collectives.transport import Transport
 from thinwire.errors import DisagreementError
@@ -25,28 +26,32 @@ _RANK = "\x1d"  # between ranks
 class Handshake:
     def __init__(self, links: Sequence[Transport], board: Board) -> None:
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
-        self._links = links
+        self._links = [link for link in links if link.world > 1]
         self._board = board
 
     def check(self, place: Place, details: str = "") -> list[str]:
         """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
         version = sys.modules["thinwire"].__version__  # of the package, which is above this room
-        settings = f"thinwire {version}, wire format {wire.VERSION}, THINWIRE_DEBUG={int(self.every_call)}"
+        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(checksums.wanted())}"
+        settings = f"thinwire {version}, wire format {wire.VERSION}, {debug}"
         own = _PART.join((place.text, settings, details))
-        with self._board.waiting(place):
-            mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())
-            most = [mark, -mark, len(own.encode()), self._board.own_key]
-            for link in self._links:  # of a mesh in turn: what the first group told goes on in the second
-                most = link.agree(most)
-            self._board.open(most[3])
-            alike = most[0] == -most[1]
-            if alike and not details:
-                return []
-            told = self._told(own, most[2])
+        mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())
+        alike, told = self._board.attend(place, lambda: self._compared(own, mark, bool(details)))
+        if alike and not details:
+            return []
         calls, versions, found = zip(*(rank.split(_PART) for rank in told), strict=True)
         if not alike:
             raise DisagreementError(_sentence(place.number, calls, versions))
         return list(found)
+
+    def _compared(self, own: str, mark: int, details: bool) -> tuple[bool, list[str]]:
+        """Whether all ranks have the same mark; if they have not, or have details, what every rank tells."""
+        most = [mark, -mark, len(own.encode()), self._board.own_key]
+        for link in self._links:  # of a mesh in turn: what the first group told goes on in the second
+            most = link.agree(most)
+        self._board.open(most[3])
+        alike = most[0] == -most[1]
+        return alike, [] if alike and not details else self._told(own, most[2])
 
     def _told(self, own: str, most: int) -> list[str]:
         """What every rank tells, none of which takes more than `most` bytes."""

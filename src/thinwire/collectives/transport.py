@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.collectives import checksums
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
 from thinwire.ranges import ranged
@@ -60,9 +61,10 @@ class LostRankError(RuntimeError):
 
 
 def lost_in(error: BaseException) -> LostRankError | None:
-    """What a torch's own verb on gloo raises when a rank is lost, as such; None for other errors."""
-    known = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "pair closure"))
-    return LostRankError(None, error) if known and isinstance(error, RuntimeError) else None
+    """What torch's own verbs raise on gloo when a rank is lost, as such; None for other errors."""
+    if isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
+        return LostRankError(None, error)
+    return None
 
 
 class Moving(list[Waitable]):
@@ -158,10 +160,14 @@ class Transport:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+        super().__init__(group, tags)
+        self.checked = checksums.wanted()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         """Receives come first in what is returned."""
         self._count(sends, receives)
-        return self._exchange(sends, receives, tag)
+        return self._exchange_checked(sends, receives, tag) if self.checked else self._exchange(sends, receives, tag)
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         group = self.group
@@ -169,6 +175,18 @@ class PairTransport(Transport):
         works += [group.send([part], rank, tag) for rank, part in sends]
         works.peers = [rank for rank, _ in (*receives, *sends)]
         return works
+
+    def _exchange_checked(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+        """Every message is followed by its checksums."""
+        group = self.group
+        sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
+        sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
+        came = [group.recv([part], rank, tag) for rank, part in (*receives, *sums_in)]
+        sent = [group.send([part], rank, tag) for rank, part in (*sends, *sums_out)]
+        pairs = zip(came[: len(receives)], came[len(receives) :], receives, sums_in, strict=True)
+        works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
+        peers = [rank for rank, _ in (*receives, *sends, *sends)]
+        return Moving([*works, *sent], peers)
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """In about log2(world) rounds of one message each: what a rank knows reaches twice as many in every round."""
@@ -190,19 +208,19 @@ class PairTransport(Transport):
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
-        """A message that is given up on closes all connections of gloo's, at both ends."""
-        with contextlib.suppress(RuntimeError, CollectiveError):
-            if self.world > 1:
-                self.group.recv([torch.empty(1)], (self.rank + 1) % self.world, _LAST_TAG).wait(_MOMENT)
+        """A message that is given up on closes all connections of gloo's, at both ends; some may be closed already."""
+        for rank in range(self.world):
+            if rank != self.rank:
+                with contextlib.suppress(RuntimeError, CollectiveError):
+                    self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
-        self._count(sends, receives)
-        works = self._exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
+        works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
         for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
             works[at] = _Arrival(works[at], host, part)
         return works

@@ -165,19 +165,26 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
 def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
     """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree."""
     left = timeout.total_seconds() if timeout else float("inf")
-    watched: Any = contextlib.nullcontext()
-    while True:
-        try:
-            with watched:
-                work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
-            return
-        except RuntimeError as error:
-            if work.is_completed() or "Operation timed out" not in str(error):
-                raise board.ended(LostRankError(None, error), place) from None
-        left -= boards.LOOK_S
-        if left <= 0:
-            raise TimeoutError(f"the collective did not end within {timeout}") from None
-        watched = board.waiting(place)
+    found = _wait(work, left)
+    if found is False:
+        with board.waiting(place):
+            while found is False:
+                left -= boards.LOOK_S
+                if left <= 0:
+                    raise TimeoutError(f"the collective did not end within {timeout}")
+                found = _wait(work, left)
+    if isinstance(found, LostRankError):
+        raise board.ended(found, place)
+
+
+def _wait(work: Any, left: float) -> bool | LostRankError:
+    """Whether a work of torch's has ended within LOOK_S, or what went wrong."""
+    try:
+        work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
+    except RuntimeError as error:
+        late = not work.is_completed() and "Operation timed out" in str(error)
+        return False if late else LostRankError(None, error)
+    return True
 
 
 class TorchWork(Work):
