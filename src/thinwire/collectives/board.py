@@ -23,7 +23,7 @@ from thinwire.collectives.transport import LostRankError, Transport, timeout_s
 from thinwire.errors import CollectiveError, DisagreementError, PeerError
 
 LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
-_TELL_S = 1.0  # how long a rank that fails waits for the store
+_TELL_S = 0.5  # how long a rank that fails waits for the store
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
 Found = TypeVar("Found")
 _DISAGREED = "disagreed"  # what a sentence in the store begins with, or with the other
