@@ -99,7 +99,7 @@ def _without(block: str, heads: list[str]) -> str:
 
 def _rows(whole: record.Record, chosen: str) -> record.Record:
     """The record with the rows that are chosen: all, or those of COLUMN=VALUE|VALUE."""
-    wanted = [part.split("=") for part in chosen.split(", ") if part]
+    wanted = [part.split("=", 1) for part in chosen.split(", ") if part]
     kept = [row for row in whole.rows if all(str(row[name]) in values.split("|") for name, values in wanted)]
     if not kept:
         raise ValueError(f"expected rows of {chosen}, got none: choose among the record's columns and values")
