@@ -302,8 +302,8 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences: see `replica`. With any codec but "none", weights of quantised layers
-        (`thinwire.qat`) travel as their integers, exactly.
+        copy of all weights and receive differences: see `replica`. With any codec but "none", weights of quantised
+        layers (`thinwire.qat`) travel as their integers, exactly.
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
         codec and optimiser, as for compress_ddp.
