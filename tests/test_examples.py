@@ -2,8 +2,12 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from programs import Ended
+from test_nccl import lacking
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STARTS = {  # of a command in a docstring: what python runs
@@ -76,8 +81,44 @@ def test_every_example_is_run() -> None:
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
 
 
+def on_two_nodes(name: str) -> None:
+    """Run an example as two machines would, each with one rank, on the first GPU here if there is one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    start = [*STARTS["torchrun"][:2], "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *start, "--node-rank", str(node), str(EXAMPLES / name)],
+            env={**os.environ, "NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "VERSION"},
+        )
+        for node in range(2)
+    ]
+    sys.exit(max(abs(node.wait()) for node in nodes))
+
+
+def on_nccl() -> Iterator[object]:
+    for run in RUNS:
+        if package := FRAMEWORKS.get(run.name):
+            why = lacking(2) or (find_spec(package) is None and f"{package} is not installed")
+            started = pytest.mark.program("-c", f"import test_examples; test_examples.on_two_nodes({run.name!r})")
+            marks = (pytest.mark.cuda, pytest.mark.skip(reason=why) if why else started)
+            yield pytest.param(run, marks=marks, id=run.name)
+
+
+@pytest.mark.parametrize("run", list(on_nccl()))
+def test_a_framework_trains_and_compresses_on_nccl(run: Run, program: Ended) -> None:
+    assert "NCCL version" in program.out + program.err, program.told  # which NCCL prints, gloo does not
+    check(run, program)
+
+
 @pytest.mark.parametrize("run", list(parameters()))
 def test_an_example_trains_and_compresses(run: Run, program: Ended) -> None:
+    check(run, program)
+
+
+def check(run: Run, program: Ended) -> None:
+    """Whether an example learned, sent as few bytes as it promises, and printed what it promises."""
     assert program.status == 0, program.told
     losses = [float(loss) for loss in re.findall(r"loss (?:[\d.]+ -> )?(\d+\.\d+)", program.out)]
     ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times fewer", program.out)]
