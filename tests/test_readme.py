@@ -2,8 +2,8 @@
 
 A block that calls init_process_group begins a script, and blocks below it go on with what it left. A script has two
 ranks, or those of a comment above the block: `<!-- ranks: 4 -->`; without a group it has one. What a `text` block right
-below says is what rank 0 prints. Two comments keep a block from being run: `<!-- lines of examples/NAME.py -->`, each of
-whose lines stands in an example that other tests run, and `<!-- not run: WHY -->`.
+below says is what rank 0 prints. Two comments keep a block from being run. `<!-- lines of examples/NAME.py -->`: each
+of its lines stands in that example, which other tests run. `<!-- not run: WHY -->`.
 """
 
 import contextlib
