@@ -3,16 +3,20 @@
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
 `<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
-`<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES.
+`<!-- advise: FLAGS -->` and `<!-- end advise -->`, the options of a command between `<!-- options: COMMAND -->` and
+`<!-- end options -->`; `thinwire advise` ships MACHINES.
 """
 
+import functools
 import io
 import json
 import re
 from dataclasses import astuple
 from pathlib import Path
 
+import typer
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from thinwire.tools.advise import machine as machines
@@ -26,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
+OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
@@ -38,7 +43,7 @@ COLUMNS = 108  # of the terminal
 
 def printed(text: str) -> str:
     """The page with its tables as the records have them."""
-    return ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text)))
+    return OPTIONS.sub(_options, ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text))))
 
 
 def files(text: str) -> set[str]:
@@ -97,6 +102,18 @@ def _demo(found: re.Match[str]) -> str:
 def _advice(found: re.Match[str]) -> str:
     lines = CliRunner().invoke(app, ["advise", *found["flags"].split()], prog_name="thinwire").stdout
     return f"<!-- advise: {found['flags']} -->\n\n```text\n{lines}```\n\n<!-- end advise -->"
+
+
+def _options(found: re.Match[str]) -> str:
+    words = found["command"].split()
+    command = functools.reduce(lambda above, word: above.commands[word], words, get_command(app))  # type: ignore[attr-defined]
+    told = (param.get_help_record(typer.Context(command)) for param in command.params if "--help" not in param.opts)
+    rows = [
+        (option.replace("|", r"\|"), re.sub(r"\s+", " ", meaning).replace("*", r"\*"))
+        for option, meaning in filter(None, told)
+    ]
+    listed = "\n".join(f"| `{option}` | {meaning} |" for option, meaning in rows)
+    return f"<!-- options: {found['command']}-->\n\n| option | meaning |\n|---|---|\n{listed}\n\n<!-- end options -->"
 
 
 if __name__ == "__main__":
