@@ -1,4 +1,4 @@
-"""The Python of the README, docs/start and docs/howto runs as it is printed.
+"""The Python of the README, docs/start and docs/howto runs as it is printed; the API page has every public name.
 
 A block that calls init_process_group begins a script, and blocks below it go on with what it left. A script has two
 ranks, or those of a comment above the block: `<!-- ranks: 4 -->`; without a group it has one. What a `text` block right
@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import thinwire
 from ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +75,15 @@ def test_every_block_is_read() -> None:
     for page in PAGES:
         text = page.read_text()
         assert len(re.findall(r"^ *```py", text, re.MULTILINE)) == len(BLOCK.findall(text)), page
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
+    aliases = {"DDPHandle": "thinwire.DDPState", "optim": "thinwire.optim.OneBitAdam"}
+    for name in thinwire.__all__:
+        found = getattr(thinwire, name)
+        in_module = isinstance(found, type) and issubclass(found, Exception)  # the errors, all of them
+        assert aliases.get(name, "thinwire.errors" if in_module else f"thinwire.{name}") in listed, name
 
 
 def play(group: dist.ProcessGroup, blocks: Sequence[Block], port: int, folder: str) -> list[str]:
