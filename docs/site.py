@@ -12,6 +12,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*.*")  # of what the site has, too
 ARGUMENT = re.compile(r"^(?P<names>\w+(?:, \w+)*): ", re.MULTILINE)
+STARRED = re.compile(r'(?<!`)"[^"\n`]*\*[^"\n`]*"(?!`)')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,12 +32,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 class Arguments(griffe.Extension):
-    """Lines `name: what it is` of a docstring become items of a list."""
+    """Lines `name: what it is` of a docstring become items of a list; strings with a star are code, not emphasis."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for every function and class."""
         if obj.docstring is not None and isinstance(obj, griffe.Function | griffe.Class):
-            head, first, rest = _partition(obj.docstring.value)
+            head, first, rest = _partition(STARRED.sub(r"`\g<0>`", obj.docstring.value))
             obj.docstring.value = head + ARGUMENT.sub(r"- `\g<names>`: ", first + rest)
 
 
