@@ -1,7 +1,8 @@
 """Figures of the README, the docs and the package, taken again from the records they name: a script, and its test.
 
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
-`<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column; what
+`<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column, with
+`; without: HEAD, HEAD` at the end no columns under these heads; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
 `<!-- advise: FLAGS -->` and `<!-- end advise -->`, the options of a command between `<!-- options: COMMAND -->` and
 `<!-- end options -->`; `thinwire advise` ships MACHINES.
@@ -48,7 +49,7 @@ def printed(text: str) -> str:
 
 def files(text: str) -> set[str]:
     """The records that a page shows."""
-    listed = [file for found in TABLE.finditer(text) for file in found["files"].partition("; ")[0].split(", ")]
+    listed = [file for found in TABLE.finditer(text) for file in found["files"].split("; ")[0].split(", ")]
     return {*listed, *(found["file"] for found in DEMO.finditer(text))}
 
 
@@ -77,14 +78,28 @@ def _rounded(seconds: float) -> float:
 
 
 def _table(found: re.Match[str]) -> str:
-    files, _, chosen = found["files"].partition("; ")
+    asked, _, heads = found["files"].partition("; without: ")
+    files, _, chosen = asked.partition("; ")
     shown = "\n\n".join(tables.markdown(_rows(record.read(str(ROOT / file)), chosen)) for file in files.split(", "))
+    if heads:
+        shown = "\n\n".join(_without(block, heads.split(", ")) for block in shown.split("\n\n"))
     return f"<!-- table: {found['files']} -->\n\n{shown}\n\n<!-- end table -->"
+
+
+def _without(block: str, heads: list[str]) -> str:
+    """A table without the columns under `heads`; other text as it is."""
+    if not block.startswith("|"):
+        return block
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+    if absent := [head for head in heads if head not in cells[0]]:
+        raise ValueError(f"expected heads among {cells[0]}, got {absent}")
+    kept = [i for i, head in enumerate(cells[0]) if head not in heads]
+    return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in cells)
 
 
 def _rows(whole: record.Record, chosen: str) -> record.Record:
     """The record with the rows that are chosen: all, or those of COLUMN=VALUE|VALUE."""
-    wanted = [part.split("=") for part in chosen.split(", ") if part]
+    wanted = [part.split("=", 1) for part in chosen.split(", ") if part]
     kept = [row for row in whole.rows if all(str(row[name]) in values.split("|") for name, values in wanted)]
     if not kept:
         raise ValueError(f"expected rows of {chosen}, got none: choose among the record's columns and values")

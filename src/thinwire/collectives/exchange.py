@@ -29,10 +29,10 @@ def all_to_all_single(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
+    """Send a part of `input`, cut along dimension 0, to every rank. `output` holds their parts, in rank order.
 
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
-    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
     """
     even = output_split_sizes is None and input_split_sizes is None
     if even:
@@ -84,8 +84,8 @@ def all_to_all(
 ) -> Work | None:
     """output_tensor_list[r] = what rank r's input_tensor_list holds for this rank. Lengths may differ and be zero.
 
-    Algorithms: "compressed", "plain" (exact), "auto": decided at the first call of a dtype, codec and group from the
-    sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
+    Algorithms: "compressed", "plain" (exact), "auto". "auto" decides at the first call of a dtype, codec and group,
+    from the sizes of that call, and keeps the decision: no rank knows the later sizes of the others.
     """
     world = len(output_tensor_list)
     tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all", outputs=world)
