@@ -33,7 +33,7 @@ def test_every_command_has_its_options_on_the_page() -> None:
 
 
 def test_every_variable_is_on_the_page() -> None:
-    sources = [figures.ROOT / "setup.py", *(figures.ROOT / "src").rglob("*.py")]
+    sources = [figures.ROOT / "setup.py", *(figures.ROOT / "src").rglob("*.py"), *(figures.ROOT / "native").iterdir()]
     read = {name for path in sources for name in re.findall(r"\bTHINWIRE_[A-Z_]+[A-Z]\b", path.read_text())}
     told = set(re.findall(r"`(THINWIRE_[A-Z_]+)`", (PAGES / "environment.md").read_text()))
     assert told == read
