@@ -24,7 +24,7 @@ demo: .venv/.package
 
 docs: .venv/.docs
 	@echo "== the documentation's site, in site/"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 check: lint types test
 
