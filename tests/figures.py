@@ -3,19 +3,21 @@
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
 `<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
-`<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES.
+`<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES and
+EVIDENCE.
 """
 
 import io
 import json
 import re
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from thinwire.tools.advise import machine as machines
+from thinwire.tools.advise import check, evidence, machine as machines, units
+from thinwire.tools import rule
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
@@ -27,6 +29,12 @@ TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", r
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
+EVIDENCE = MACHINES.with_name("evidence.json")
+SHAPED = (
+    *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
+    *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
+)
+FSDP_STEPS = "fsdp_steps_1gbit.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
@@ -59,6 +67,32 @@ def shipped() -> str:
         figures["nccl"] = {"source": calls.source, **times}
     text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
+
+
+def recorded(name: str) -> record.Record:
+    return record.read(str(ROOT / "benchmarks" / name))
+
+
+def compared() -> list[check.Checked]:
+    """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
+    own = machines.recorded("cpu", "aarch64")
+    return [item for name in SHAPED for item in check.compare(recorded(f"{name}.json"), own)]
+
+
+def proven() -> str:
+    """What evidence.json holds: losses of all runs of three seeds, misses of the model, steps of FSDP2."""
+    paths = sorted((ROOT / "benchmarks").glob("*.json"))
+    trained = [(path.name, found) for path in paths if (found := recorded(path.name)).kind == "train"]
+    losses = [evidence.losses_of(found, name) for name, found in trained]
+    rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
+    found = {
+        "losses": [asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
+        "misses": check.misses(compared()),
+        "most_ranks": max(row["world"] for row in rows),
+        "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
+        "fsdp": evidence.steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
+    }
+    return json.dumps(json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text))), indent=1) + "\n"
 
 
 def _figures(machine: machines.Machine) -> dict[str, object]:
@@ -101,5 +135,6 @@ def _advice(found: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     MACHINES.write_text(shipped())
+    EVIDENCE.write_text(proven())
     for page in PAGES:
         page.write_text(printed(page.read_text()))

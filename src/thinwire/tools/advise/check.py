@@ -3,7 +3,7 @@
 Inputs are the link, world, sizes and cores of a row, its `compute_ms`, and a machine; never a time that is predicted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,16 @@ def compare(record: Record, machine: Machine) -> list[Checked]:
         raise RecordError("nothing to compare: the record has no all_reduce or DDP step over a shaped link (--link)")
     # Every row of a case has torch's times beside its own.
     return list({(item.what, item.scheme, round(item.measured_s, 9)): item for item in found}.values())
+
+
+def misses(found: Sequence[Checked]) -> dict[str, tuple[float, float]]:
+    """How many times the predicted gain over fp32 or bf16 was measured: the least and the most, by kind of scheme."""
+    ratios: dict[str, list[float]] = {}
+    for item in found:
+        kind = item.scheme.algorithm if item.scheme.algorithm in ("ring", "hierarchical") else "flat"
+        others = [other for other in found if other.what == item.what and other.scheme in (PLAIN, BF16)]
+        ratios.setdefault(kind, []).extend((1 + item.off) / (1 + other.off) for other in others if other is not item)
+    return {kind: (min(found), max(found)) for kind, found in ratios.items()}
 
 
 def predicted(row: Row, link: str, machine: Machine) -> Prediction | None:
