@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from typer.testing import CliRunner
 
-from thinwire.tools.advise import check, evidence, machine as machines, units
 from thinwire.tools import rule
+from thinwire.tools.advise import check, evidence, machine as machines, units
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app

@@ -7,11 +7,11 @@ From the most to the least exact, a scheme replaces the one chosen so far if
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from thinwire.integrations.auto import GAIN
-
+GAIN = 0.03  # of a step; less may be noise. That of compress_ddp(model, "auto"), whose room needs torch
 LEAST_SEEDS = 3  # with fewer nobody knows what another seed does
 _FEEDBACK = {"ef21": "EF21"}
 
@@ -21,6 +21,12 @@ def name(codec: str, feedback: str = "none", weights: str | None = None) -> str:
     both = codec if weights in (None, "none") or codec == weights == "bf16" else f"{codec}/{weights}"
     fed = feedback if feedback else "none"
     return ("fp32" if both == "none" else both) + ("" if fed == "none" else f" + {_FEEDBACK.get(fed, fed)}")
+
+
+def scheme_of(row: Mapping[str, Any]) -> str:
+    """The name of the scheme of a training row."""
+    found = name(str(row["codec"]), str(row["feedback"]), None if row.get("weights") is None else str(row["weights"]))
+    return f"{found} every {row['every']}" if row.get("every") else found
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,16 @@ class Loss:
     def is_kept(self) -> bool:
         return self.log_ratio is not None and self.floor is not None and self.log_ratio <= self.floor
 
+    @property
+    def change(self) -> str:
+        """+0.5 %."""
+        return "diverged" if self.log_ratio is None else f"{100 * math.expm1(self.log_ratio):+.1f} %"
+
     def __str__(self) -> str:
-        if self.log_ratio is None:
-            return f"diverged ({self.source})"
-        change = f"{100 * math.expm1(self.log_ratio):+.1f} %"
         if self.floor is None:
-            return f"{change}, but {self.seeds} seeds are too few to judge ({self.source})"
+            return f"{self.change}; nobody knows what another seed does (seeds in {self.source}: {self.seeds})"
         noise = f"another seed does ±{100 * math.expm1(self.floor):.1f} %"
-        return f"{change}; {noise} ({self.source}, {self.seeds} seeds){self.against}"
+        return f"{self.change}; {noise} ({self.source}, {self.seeds} seeds){self.against}"
 
 
 @dataclass(frozen=True)

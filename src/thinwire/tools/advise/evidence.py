@@ -41,19 +41,13 @@ def losses_of(record: Record, source: str) -> Losses:
     first = record.rows[0]
     seeds = int(column(first, "seeds"))
     floor = None if first["noise_floor"] is None or seeds < 2 else column(first, "noise_floor", 0.0)
-    ratios = {scheme_of(row): _ratio(row) for row in record.rows if not row.get("control")}
+    ratios = {rule.scheme_of(row): _ratio(row) for row in record.rows if not row.get("control")}
     shape = (int(column(first, name)) for name in ("params", "world"))
     return Losses(source, str(first["parallel"] or "ddp"), *shape, seeds, floor, ratios)
 
 
 def _ratio(row: Row) -> float | None:
     return None if row.get("diverged") else column(row, "loss_log_ratio", -1e18)
-
-
-def scheme_of(row: Row) -> str:
-    """The name of a training row's scheme."""
-    weights = row.get("weights")
-    return rule.name(str(row["codec"]), str(row["feedback"]), None if weights is None else str(weights))
 
 
 def find(name: str, known: Sequence[Losses], parallel: str = "ddp") -> Loss | None:
@@ -87,7 +81,7 @@ def steps_of(record: Record, source: str) -> dict[str, Any]:
     """What `shipped` keeps of a record of FSDP2 steps."""
     first = record.rows[0]
     times = ("step_ms_p20", "step_ms", "step_ms_p80")
-    seconds = {scheme_of(row): [1e-3 * column(row, name) for name in times] for row in record.rows}
+    seconds = {rule.scheme_of(row): [1e-3 * column(row, name) for name in times] for row in record.rows}
     return {"where": f"{first['world']} ranks over {first['link']}, {source}", "seconds": seconds}
 
 
@@ -102,7 +96,8 @@ def sharded(evidence: Evidence) -> rule.Choice:
     for scheme, (p20, p50, p80) in evidence.fsdp["seconds"].items():
         gradients, _, weights = scheme.partition("/")
         kept, _, replica = weights.partition("@")
-        code = f'thinwire.compress_fsdp(model, gradients="{gradients}", weights="{kept}"{", replica=True" * bool(replica)})'
+        own = ", replica=True" if replica else ""
+        code = f'thinwire.compress_fsdp(model, gradients="{gradients}", weights="{kept}"{own})'
         torchs = {"fp32": "plain fully_shard", "bf16": "fully_shard(mp_policy=MixedPrecisionPolicy(torch.bfloat16))"}
         loss = find(scheme, evidence.losses, "fsdp2")
         ways.append(Way(scheme, torchs.get(scheme, code), p50, p50 / p80, p50 / p20, loss, scheme in torchs))

@@ -7,14 +7,13 @@ import torch
 
 from thinwire.codecs import Cast, Codec, codec
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.integrations.auto import GAIN
 from thinwire.tools import rule
 from thinwire.tools.advise import evidence, model, schemes
 from thinwire.tools.advise.evidence import Losses
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.model import Prediction, TrainingJob
-from thinwire.tools.rule import Choice, Way
+from thinwire.tools.rule import GAIN, Choice, Way
 
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
 PREDICTED = "predicted"

@@ -64,6 +64,7 @@ def codec_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """Bits on the wire and what they lose (NMSE), on six distributions.
 
@@ -94,6 +95,7 @@ def kernels_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What the kernels cost beside a plain copy and torch eager.
 
@@ -154,6 +156,7 @@ def collectives_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
 
@@ -215,6 +218,7 @@ def train_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What compressed gradients, and weights, do to the loss, and to the time of a step.
 
@@ -264,6 +268,7 @@ def qat_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What fake quantisation costs, and what networks trained with it reach.
 
