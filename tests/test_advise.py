@@ -309,12 +309,10 @@ def test_every_row_of_the_records_is_compared() -> None:
     assert all(abs(item.off) < 0.2 for item in off if item.what == TWICE[0])
 
 
-def test_the_documents_tables_are_what_the_model_says() -> None:
+def test_the_documents_ranges_are_those_that_are_used() -> None:
     text = (BENCHMARKS.parent / "docs" / "reference" / "advise.md").read_text()
-    for name in SHAPED:
-        for item in check.compare(recorded(name), RECORDED_ON):
-            told = f"{1e3 * item.measured_s:.0f} ms | {1e3 * item.predicted_s:.0f} ms | {item.off:+.1%} |"
-            assert f"| `{name}` | {item.scheme} | {told}" in text
+    for kind, (low, high) in evidence.shipped().misses.items():
+        assert f"(`{kind}`) | {low:.2f} | {high:.2f} |" in text
     assert call(LARGE).stdout in text
 
 
@@ -846,7 +844,7 @@ def test_the_fastest_is_advised_whose_loss_stays_within_another_seeds(losses: Lo
     """On a link so slow that fewer bits are always faster."""
     cluster = Cluster(2, across=LinkModel.of_rate(units.rate("10mbit"), 2.5e-4), transport="gloo")
     found = verdict.judge(TrainingJob(25_000_000, 0.2), cluster, RECORDED_ON, losses=[losses])
-    assert found.choice.chosen.name == advised
+    assert found.choice.chosen.name.removesuffix(", one_shot") == advised  # of bf16, torch's or ours
 
 
 def test_the_rule_needs_a_clear_gain() -> None:

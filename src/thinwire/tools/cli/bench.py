@@ -27,6 +27,7 @@ from thinwire.tools.cli.flags import Device, Optimizer
 from thinwire.tools.report import tables
 
 app = typer.Typer(
+    cls=screen.Commands,
     help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
     epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
     no_args_is_help=True,

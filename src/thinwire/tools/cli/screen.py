@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import click
 import typer
 from rich import progress as bars
 from rich.console import Console
@@ -35,6 +34,14 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().invoke(ctx)
+
+
+class Commands(TyperGroup):
+    """A group whose help has the whole first sentence of every command."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(1 << 10)) for name, one in self.commands.items()])
 
 
 @contextlib.contextmanager
@@ -108,18 +115,22 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDE
     made = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
-    made.shows_all = _shows_all()
+    made.shows_all = "all" in _shown
     return made
 
 
+_shown: set[str] = set()  # "all", while a command runs that was given --all
+
+
+def _remember(asked: bool) -> bool:
+    """Called for every command that has the flag, given or not."""
+    _shown.clear()
+    _shown.update({"all"} if asked else ())
+    return asked
+
+
 ALL = "On a narrow terminal, show the columns of tables that do not fit too."
-All = Annotated[bool, typer.Option("--all", help=ALL)]
-
-
-def _shows_all() -> bool:
-    """Whether the command at hand was given --all."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.params.get("whole"))
+All = Annotated[bool, typer.Option("--all", callback=_remember, help=ALL)]
 
 
 def say(text: str, console: Console, style: str | None = None) -> None:
