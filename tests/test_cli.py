@@ -551,8 +551,10 @@ def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(program
 def test_a_narrow_terminal_shows_all_columns_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = screen.console
 
-    def narrow() -> Any:
-        console = usual()
+    def narrow(*, stderr: bool = False) -> Any:
+        console = usual(stderr=stderr)
+        if stderr:
+            return console
         console.width = 80
         console._force_terminal = True
         return console

@@ -76,8 +76,12 @@ class Way:
 
     def range(self, other: "Way") -> str:
         """The gain over another scheme: 1.4–1.6 ×."""
-        ends = [f"{self.gain(other) * share:.2g}" for share in (self.low, self.high)]
-        return f"{'–'.join(dict.fromkeys(ends))} ×"
+        ends = [self.gain(other) * share for share in (self.low, self.high)]
+        return f"{'–'.join(dict.fromkeys(map(_times, ends)))} ×"
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.2f}" if gain < 0.95 else f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,25 @@ class Choice:
     plain: Way
     bf16: Way | None  # torch's own hook, where gradients are wider
     rival: Way | None  # the fastest that keeps the loss, where nothing is to be compressed
+    lossy: Way | None  # the fastest that does not, where it is faster than the chosen one
     basis: str  # where the times come from: "predicted for 1gbit"
 
     @property
     def compress(self) -> bool:
         return self.chosen is not self.plain
+
+    @property
+    def others(self) -> list[Way]:
+        """What the chosen one is compared with, bf16 first."""
+        return [way for way in (self.bf16, self.plain) if way is not None and way is not self.chosen]
+
+    @property
+    def note(self) -> str:
+        """Why a faster one is not chosen; nothing where there is none."""
+        if self.lossy is None:
+            return ""
+        told = f"its loss is {self.lossy.loss}" if self.lossy.loss else "nobody has measured its loss"
+        return f"{self.lossy.name} would be faster ({self.lossy.range(self.plain)} over {self.plain.name}), but {told}"
 
     @property
     def lines(self) -> tuple[str, str, str]:
@@ -106,8 +124,7 @@ class Choice:
     @property
     def gain(self) -> str:
         if self.compress:
-            others = [self.plain] if self.bf16 in (None, self.chosen) else [self.bf16, self.plain]
-            return ", ".join(f"{self.chosen.range(other)} over {other.name}" for other in others if other)
+            return ", ".join(f"{self.chosen.range(other)} over {other.name}" for other in self.others)
         if self.rival is None:
             return "none; no other scheme keeps the loss"
         return f"none; {self.rival.name}, the best that keeps the loss, has {self.rival.range(self.plain)} the speed"
@@ -116,7 +133,7 @@ class Choice:
     def loss(self) -> str:
         if not self.compress:
             return f"that of {self.plain.name}"
-        return str(self.chosen.loss or "not measured here; torch's users train with it")
+        return str(self.chosen.loss or "not measured in these records; it is torch's own hook")
 
 
 def choose(ways: Sequence[Way], basis: str) -> Choice:
@@ -128,4 +145,6 @@ def choose(ways: Sequence[Way], basis: str) -> Choice:
             best = way
     rival = min(kept, key=lambda way: way.step_s, default=None) if best is plain else None
     bf16 = next((way for way in ways[1:] if way.name == "bf16"), None)
-    return Choice(best, plain, bf16, rival, basis)
+    faster = [way for way in ways if not way.keeps_the_loss and way.step_s < (1 - GAIN) * best.step_s]
+    lossy = min(faster, key=lambda way: way.step_s, default=None)
+    return Choice(best, plain, bf16, rival, lossy, basis)

@@ -42,8 +42,8 @@ def losses_of(record: Record, source: str) -> Losses:
     seeds = int(column(first, "seeds"))
     floor = None if first["noise_floor"] is None or seeds < 2 else column(first, "noise_floor", 0.0)
     ratios = {rule.scheme_of(row): _ratio(row) for row in record.rows if not row.get("control")}
-    shape = (int(column(first, name)) for name in ("params", "world"))
-    return Losses(source, str(first["parallel"] or "ddp"), *shape, seeds, floor, ratios)
+    params, world = (int(column(first, name)) for name in ("params", "world"))
+    return Losses(source, str(first["parallel"] or "ddp"), params, world, seeds, floor, ratios)
 
 
 def _ratio(row: Row) -> float | None:
@@ -51,13 +51,23 @@ def _ratio(row: Row) -> float | None:
 
 
 def find(name: str, known: Sequence[Losses], parallel: str = "ddp") -> Loss | None:
-    """The loss of a scheme in the first record that has it; where another one judges otherwise, that is said too."""
-    found = [loss for losses in known if losses.parallel == parallel and (loss := losses.of(name)) is not None]
+    """The loss of a scheme in the first record that has it, unless it was not kept in one of at least that size.
+
+    Where it was not kept in a smaller one, that is said beside it.
+    """
+    found = [losses for losses in known if losses.parallel == parallel and name in losses.ratios]
     if not found:
         return None
-    first = found[0]
-    against = next((f"; {loss}" for loss in found[1:] if first.is_kept and not loss.is_kept and loss.floor), "")
-    return replace(first, against=against)
+    first, *others = found
+    loss = first.of(name)
+    for other in others:
+        said = other.of(name)
+        if loss is None or said is None or not loss.is_kept or said.is_kept or said.floor is None:
+            continue
+        if (other.params, other.world) >= (first.params, first.world):
+            return said
+        loss = replace(loss, against=f"; but {said}") if not loss.against else loss
+    return loss
 
 
 @dataclass(frozen=True)

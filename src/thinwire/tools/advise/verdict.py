@@ -47,16 +47,19 @@ def judge(
     machine: Machine,
     *,
     codecs: Sequence[Codec] = tuple(map(codec, schemes.CODECS)),
-    losses: Sequence[Losses] | None = None,
+    losses: Sequence[Losses] = (),
     buckets: Sequence[int] = BUCKETS,
 ) -> Verdict:
-    """Predict all schemes, each with the best size of buckets, and choose by the rule. None: the committed losses."""
+    """Predict all schemes, each with the best size of buckets, and choose by the rule.
+
+    `losses` are those of runs of one's own, which count before the committed ones.
+    """
     found = [
         _with_best_buckets(job, scheme, cluster, machine, buckets)
         for scheme in schemes.candidates(cluster, codecs, job.dtype)
     ]
     ordered = [found[0], *sorted(found[1:], key=lambda prediction: prediction.error)]
-    known = evidence.shipped().losses if losses is None else losses
+    known = [*losses, *evidence.shipped().losses]
     ways = {prediction.scheme: _way(prediction, job.dtype, cluster, known) for prediction in ordered}
     choice = rule.choose(list(ways.values()), PREDICTED)
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
@@ -133,13 +136,9 @@ def _why_not(
 
 def _notes(verdict: Verdict, cluster: Cluster) -> Iterator[str]:
     """What is faster and is not advised; which buckets the advice is for; what nobody has measured."""
-    choice = verdict.choice
-    faster = [way for way in verdict.ways.values() if way.step_s < (1 - GAIN) * choice.chosen.step_s]
-    lossy = min((way for way in faster if not way.keeps_the_loss), key=lambda way: way.step_s, default=None)
-    if lossy is not None:
-        told = f"loss {lossy.loss}" if lossy.loss else "loss not measured"
-        yield f"{lossy.name} would take {duration(lossy.step_s)}, and is not advised: {told}"
-    if choice.compress and verdict.advised.bucket_bytes != model.BUCKET_BYTES:
+    if verdict.choice.note:
+        yield verdict.choice.note
+    if verdict.compress and verdict.advised.bucket_bytes != model.BUCKET_BYTES:
         size = mebibytes(verdict.advised.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
     if cluster.world > 1:

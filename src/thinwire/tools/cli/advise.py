@@ -47,7 +47,7 @@ EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f} for TCP, 
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
 OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
 CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
-LOSSES = "Judge losses by a record of `bench train` or `demo`, not by the committed ones."
+LOSSES = "Losses of a record of `bench train` or `demo`, which counts before the committed ones."
 MEMORY = "Per GPU; default 80GB. On a CPU it is judged only where it is given."
 DILOCO = "DiLoCo on these links instead of DDP: steps between rounds, and codecs."
 CHECK = "Compare the model with a record of bench collectives or train --link."
@@ -182,9 +182,9 @@ def command(
     (advice.print_json if as_json else advice.print_verdict)(job, cluster, own, judged)
 
 
-def _losses(path: str | None) -> list[evidence.Losses] | None:
+def _losses(path: str | None) -> list[evidence.Losses]:
     with screen.usage_errors("--losses", RecordError):
-        return None if path is None else [evidence.losses_of(record.read(path), Path(path).name)]
+        return [] if path is None else [evidence.losses_of(record.read(path), Path(path).name)]
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:

@@ -34,12 +34,12 @@ class Outlook:
         return f"Verdict for this network at {self.link}"
 
 
-def outlooks(record: Record, machine: Machine) -> list[Outlook]:
+def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlook]:
     """By link: as measured on the shaped link of the run, as predicted on the others. None where seeds are too few."""
     rows = record.rows
     if not is_judged(record) or len(rows) < 2:
         return []
-    losses = evidence.losses_of(record, HERE)
+    losses = evidence.losses_of(record, source)
     known = [parsed for row in rows if not row.get("peer") and (parsed := _codec(row)) is not None]
     measured = str(rows[0]["link"])
     found = [_measured(rows, losses)] if measured not in (LOOPBACK, *LINKS) else []
@@ -73,20 +73,21 @@ def sentences(record: Record) -> list[str]:
 
 def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
     """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
+    known = [losses, *evidence.shipped().losses]
     ours = [row for row in rows if _codec(row) is not None and not row.get("control")]
-    ways = [_way(row, losses) for row in sorted(ours, key=_bits, reverse=True)]
+    ways = [_way(row, known) for row in sorted(ours, key=_bits, reverse=True)]
     hook = number(rows[0]["speedup_bf16"])
     if hook and not any(way.name == "bf16" for way in ways):
         ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))
     return Outlook(str(rows[0]["link"]), rule.choose(ways, f"measured over {text(rows[0]['link'])}"), ways)
 
 
-def _way(row: Row, losses: Losses) -> Way:
+def _way(row: Row, known: Sequence[Losses]) -> Way:
     found = rule.scheme_of(row)
     p20, p50, p80 = (1e-3 * (number(row.get(name)) or 0.0) for name in ("step_ms_p20", "step_ms", "step_ms_p80"))
     torchs = {"fp32": "plain DDP, no hook", "bf16": schemes.BF16_HOOK}
     code = torchs.get(found, f'thinwire.compress_ddp(model, "{row["codec"]}")')
-    return Way(found, code, p50, p50 / (p80 or p50), p50 / (p20 or p50), losses.of(found), found in torchs)
+    return Way(found, code, p50, p50 / (p80 or p50), p50 / (p20 or p50), evidence.find(found, known), found in torchs)
 
 
 def _bits(row: Row) -> float:
@@ -148,8 +149,8 @@ def links_grid(record: Record, machine: Machine) -> list[TextGrid]:
     found = outlooks(record, machine)
     rows = []
     for one in found:
-        others = [one.choice.bf16, one.choice.plain]
-        gains = [one.choice.chosen.range(way) if way and one.choice.compress else ABSENT for way in others]
+        pairs = {way.name: one.choice.chosen.range(way) for way in one.choice.others if one.choice.compress}
+        gains = [pairs.get(name, ABSENT) for name in ("bf16", "fp32")]
         rows.append([one.link, one.choice.chosen.name if one.choice.compress else "do not compress", *gains])
     title = (
         "By link: predicted by the cost model of thinwire advise, if every rank had a link of that rate, unless it is "
@@ -164,9 +165,10 @@ def charts(record: Record, machine: Machine) -> list[Chart]:
     names = list(dict.fromkeys(way.name for one in found for way in one.ways[1:]))
     series = []
     for name in names:
-        at = [next((way for way in one.ways if way.name == name), None) for one in found]
-        gains = [way and way.gain(one.choice.plain) for way, one in zip(at, found, strict=True)]
-        spans = [gain and way and (gain * way.low, gain * way.high) for gain, way in zip(gains, at, strict=True)]
+        ways = [next((way for way in one.ways if way.name == name), None) for one in found]
+        gains = [way.gain(one.choice.plain) if way else None for way, one in zip(ways, found, strict=True)]
+        pairs = zip(gains, ways, strict=True)
+        spans = [(gain * way.low, gain * way.high) if gain and way else None for gain, way in pairs]
         series.append(Values(name, gains, spans=spans))
     axis = Axis("gain over fp32: time of a plain step / of this one")
     title = "Gain by link (predicted where the run did not measure it; lines: the range)"

@@ -115,9 +115,9 @@ def _cards(records: list[Record], names: list[str]) -> list[page.Card]:
     found = []
     for place, trained in enumerate(records):
         if trained.kind == "train" and {row["parallel"] for row in trained.rows} == {"ddp"}:
-            name = f" ({names[place]})" if names else ""
-            verdicts = findings.outlooks(trained, own)[:1]
-            found += [page.Card(f"{one.heading}{name}", one.choice) for one in verdicts]
+            name = names[place] if names else "this record"
+            verdicts = findings.outlooks(trained, own, name)[:1]
+            found += [page.Card(f"{one.heading} ({name})", one.choice) for one in verdicts]
     return found
 
 

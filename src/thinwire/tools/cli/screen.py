@@ -141,7 +141,7 @@ def say(text: str, console: Console, style: str | None = None) -> None:
 def say_choice(choice: Choice, console: Console) -> None:
     """The three lines of a verdict."""
     for place, line in enumerate(choice.lines):
-        say(line, console, "" if place else "bold")
+        say(line, console, None if place else "bold")
 
 
 @contextlib.contextmanager

@@ -162,6 +162,7 @@ def _card(card: Card) -> Html:
         element("h2", card.heading),
         element("p", before, element("code", choice.chosen.code), class_="use"),
         [element("p", line) for line in choice.lines[1:]],
+        element("p", f"Note: {choice.note}.", class_="told") if choice.note else "",
         class_="card",
         aria_label=card.heading,
     )
