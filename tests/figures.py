@@ -86,13 +86,17 @@ def proven() -> str:
     losses = [evidence.losses_of(found, name) for name, found in trained]
     rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
     found = {
-        "losses": [asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
+        "losses": [
+            asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS or one.parallel == "diloco"
+        ],
         "misses": check.misses(compared()),
         "most_ranks": max(row["world"] for row in rows),
         "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
         "fsdp": evidence.steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
     }
-    return json.dumps(json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text))), indent=1) + "\n"
+    short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
+    lines = (f'"{name}": {json.dumps(value)}'.replace("}, {", "},\n  {") for name, value in short.items())
+    return "{\n " + ",\n ".join(lines) + "\n}\n"  # one record per line
 
 
 def _figures(machine: machines.Machine) -> dict[str, object]:

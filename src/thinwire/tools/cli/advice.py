@@ -190,8 +190,9 @@ LOST = 0.05  # of all time: more is worth another codec, or fewer rounds
 
 
 def _affordable(found: Sequence[OuterRound]) -> list[OuterRound]:
-    """Of the rounds that lose little time and are not known to lose the loss, the most frequent, widest one."""
-    cheap = [one for one in found if one.lost(one.overlap) <= LOST and (one.loss is None or one.loss.is_kept)]
+    """Of the rounds that lose little time and are not known to cost loss, the most frequent, widest one."""
+    fine = [one for one in found if one.loss is None or one.loss.floor is None or one.loss.is_kept]
+    cheap = [one for one in fine if one.lost(one.overlap) <= LOST]
     return sorted(cheap, key=lambda one: one.every)[:1]
 
 

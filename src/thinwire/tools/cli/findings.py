@@ -67,7 +67,7 @@ def sentences(record: Record) -> list[str]:
     if record.rows and not is_judged(record):
         seeds = counted(text(record.rows[0]["seeds"]), "seed")
         least = f"it takes {rule.LEAST_SEEDS} to know what another seed does to the loss"
-        told = [f"No verdict: this run has {seeds}, and {least}. Run it without --quick.", *told]
+        told = [f"No verdict: this run has {seeds}, and {least}.", *told]
     return told if record.rows else []
 
 
