@@ -5,14 +5,15 @@
 `; without: HEAD, HEAD` at the end no columns under these heads; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
 `<!-- advise: FLAGS -->` and `<!-- end advise -->`, the options of a command between `<!-- options: COMMAND -->` and
-`<!-- end options -->`; `thinwire advise` ships MACHINES.
+`<!-- end options -->`; `thinwire advise` ships MACHINES
+and EVIDENCE.
 """
 
 import functools
 import io
 import json
 import re
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 import typer
@@ -20,7 +21,8 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from thinwire.tools.advise import machine as machines
+from thinwire.tools import rule
+from thinwire.tools.advise import check, evidence, machine as machines, units
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
@@ -33,6 +35,12 @@ DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DO
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
 OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
+EVIDENCE = MACHINES.with_name("evidence.json")
+SHAPED = (
+    *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
+    *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
+)
+FSDP_STEPS = "fsdp_steps_1gbit.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
@@ -65,6 +73,36 @@ def shipped() -> str:
         figures["nccl"] = {"source": calls.source, **times}
     text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
+
+
+def recorded(name: str) -> record.Record:
+    return record.read(str(ROOT / "benchmarks" / name))
+
+
+def compared() -> list[check.Checked]:
+    """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
+    own = machines.recorded("cpu", "aarch64")
+    return [item for name in SHAPED for item in check.compare(recorded(f"{name}.json"), own)]
+
+
+def proven() -> str:
+    """What evidence.json holds: losses of all runs of three seeds, misses of the model, steps of FSDP2."""
+    paths = sorted((ROOT / "benchmarks").glob("*.json"))
+    trained = [(path.name, found) for path in paths if (found := recorded(path.name)).kind == "train"]
+    losses = [evidence.losses_of(found, name) for name, found in trained]
+    rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
+    found = {
+        "losses": [
+            asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS or one.parallel == "diloco"
+        ],
+        "misses": check.misses(compared()),
+        "most_ranks": max(row["world"] for row in rows),
+        "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
+        "fsdp": evidence.steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
+    }
+    short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
+    lines = (f'"{name}": {json.dumps(value)}'.replace("}, {", "},\n  {") for name, value in short.items())
+    return "{\n " + ",\n ".join(lines) + "\n}\n"  # one record per line
 
 
 def _figures(machine: machines.Machine) -> dict[str, object]:
@@ -133,5 +171,6 @@ def _options(found: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     MACHINES.write_text(shipped())
+    EVIDENCE.write_text(proven())
     for page in PAGES:
         page.write_text(printed(page.read_text()))
