@@ -145,8 +145,8 @@ def check_recodes(codecs: Sequence[Codec], what: str) -> None:
     for codec in codecs:
         if not codec.recodes:
             raise CollectiveError(
-                f"codec {codec} keeps the largest numbers alone, for sums that travel one_shot: {what} takes others, such "
-                "as lloyd2"
+                f"codec {codec} keeps the largest numbers alone, for sums that travel one_shot: {what} takes others, "
+                "such as lloyd2"
             )
 
 

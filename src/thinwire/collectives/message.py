@@ -35,7 +35,8 @@ class Message:
     """Lanes that travel together, in codecs that do not change.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
-    depend on it, and a run must be repeatable. Where a lane's sums are not encoded again it is "one_shot". With `nodes` it is "hierarchical": a lane's codec travels across them.
+    depend on it, and a run must be repeatable. Where a lane's sums are not encoded again it is "one_shot". With `nodes`
+    it is "hierarchical": a lane's codec travels across them.
     """
 
     def __init__(
