@@ -1,8 +1,11 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
 import io
+import json
 import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import assert_same
+from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, message_of, network, same_everywhere
+from sites import EVERY, KILLED_AT, LEAVES_AT, STEPS as SITE_STEPS
 from thinwire import CollectiveError, DiLoCo
 from thinwire.feedback import Ledger, Piece
 
@@ -592,3 +597,69 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
     assert issubclass(CollectiveError, ValueError)
+
+
+# Ranks that die, come back, join and leave.
+
+
+@pytest.mark.program(str(TESTS / "sites.py"))
+def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
+    """See tests/sites.py. Two kills, one join: every start is from a whole state, and all end with the same."""
+    assert program.status == 0, program.told
+    found = json.loads((program.folder / "found.json").read_text())
+    lines = found["lines"]
+    assert (found["status"], found["left"]) == ({"a": 0, "b": 0}, -9), program.told
+    starts = {name: [line for line in lines[name] if line["what"] == "start"] for name in lines}
+    ends = [lines[name][-1] for name in "ab"]
+    assert ends[0] == ends[1]
+    assert (ends[0]["what"], ends[0]["steps"], ends[0]["rounds"]) == ("end", SITE_STEPS, SITE_STEPS // EVERY)
+    assert starts["c"][0]["world"] == 3  # it joined, without a file, and was given what the others had
+    assert starts["c"][0]["rounds"] >= KILLED_AT - 1
+    assert starts["b"][-1]["rounds"] >= LEAVES_AT - 1  # after c had left
+    assert starts["b"][-1]["world"] == 2
+    after = {line["rounds"]: line["outer"] for name in lines for line in lines[name] if line["what"] == "round"}
+    for name, begun in starts.items():
+        assert len(begun) >= (1 if name == "c" else 3)
+        for line in begun:  # what any site knew after that round, and no half of a step
+            assert not line["rounds"] or line["outer"] == after[line["rounds"]], (name, line)
+
+
+def one_file(group: Group, folder: str) -> list[str]:
+    """Two ranks that write one file, and a file that DiLoCo did not write."""
+    model = network()
+    shared = f"{folder}/shared.pt"
+    own = f"{folder}/{group.rank()}.pt"
+    Path(own).write_text("no state")
+    return [message_of(partial(DiLoCo, model, inner(model), every=4, snapshot=path)) for path in (shared, own)]
+
+
+def test_files_that_are_no_snapshots_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for shared, damaged in ranks(2).run(one_file, str(tmp_path)):
+        assert "expected a file of its own for every rank, got one that several write" in shared
+        assert "expected what DiLoCo wrote there" in damaged
+        assert "remove the file" in damaged
+
+
+def started_anew(group: Group, folder: str, feedback: str) -> tuple[Tensor, Tensor, int]:
+    """What two halves of a run give, of which the second knows the first from its file alone; and the whole."""
+
+    def run(halves: list[range], path: str | None) -> Tensor:
+        for steps in halves:
+            model = network()
+            optimizer = inner(model)
+            handle = DiLoCo(model, optimizer, every=3, codec="lloyd2", feedback=feedback, snapshot=path)  # type: ignore[arg-type]
+            assert handle.steps == steps.start
+            train(model, optimizer, group.rank(), steps)
+            handle.closed = True  # as if it had been killed
+        return flat(list(model.parameters()))
+
+    whole = run([range(12)], None)
+    found = run([range(6), range(6, 12)], f"{folder}/{feedback}{group.rank()}.pt")
+    return whole, found, len(list(Path(folder).glob("*.pt.*")))
+
+
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+def test_a_run_from_its_files_has_the_same_bits(ranks: RankPool, tmp_path: Path, feedback: str) -> None:
+    for whole, found, left in ranks(3).run(started_anew, str(tmp_path), feedback):
+        assert_same(found, whole)
+        assert left == 0

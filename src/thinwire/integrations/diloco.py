@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,7 +26,7 @@ from thinwire.collectives import transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import checkpoint, policy as policies
+from thinwire.integrations import checkpoint, policy as policies, rejoin
 from thinwire.integrations.averager import Averager, Future, GradientSet
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.handle import Handle
@@ -113,6 +114,8 @@ class DiLoCo(Handle):
     overlap: so many steps are trained while an average is under way; it is applied after them.
     group: ranks that average, one per site; None is the world. Inside a site DDP or FSDP2 does what it does.
     exempt, policy, residual_dtype: as for compress_ddp.
+    snapshot: a file of this rank's own, written after every round. Ranks that start go on from the newest state that
+        any of them has in its file, those without one too; `steps` says where that is. One rank per site.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class DiLoCo(Handle):
         exempt: Exempt = "auto",
         policy: Mapping[str, CodecLike] | None = None,
         residual_dtype: torch.dtype = torch.float32,
+        snapshot: str | Path | None = None,
     ) -> None:
         super().__init__()
         self._inner = _stepping(inner_optimizer)
@@ -171,6 +175,9 @@ class DiLoCo(Handle):
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
+        self._snapshot = None if snapshot is None else Path(snapshot)
+        if self._snapshot is not None:
+            self._rejoin(self._snapshot)
         _open[model] = weakref.ref(self)
         self._hook: Any = None
         if self._inner is not None:
@@ -226,6 +233,38 @@ class DiLoCo(Handle):
             buffer = fragment.flat(fragment.outer)
             dist.broadcast(buffer, group=self._group, group_src=0)
             self._put(fragment, buffer)
+
+    def _rejoin(self, path: Path) -> None:
+        """Go on from the newest state that a rank of the group has in its file, if any has one."""
+        group = self._group
+        if dist.get_world_size() != group.size():
+            raise CollectiveError(
+                f"snapshot: expected one rank per site, got {dist.get_world_size()} ranks of which {group.size()} "
+                "average: with several save state_dict() yourself"
+            )
+        state = rejoin.read(path)
+        told = rejoin.tell(path, state, group, self._fragments[0].outer[0].device)
+        if all(one.rounds < 0 for one in told):
+            return
+        shared, source = rejoin.agree(state, told, group)
+        self.load_state_dict(shared)
+        for fragment in self._fragments:
+            self._put(fragment, fragment.flat(fragment.outer))
+        for buffer, saved in zip(self._buffers, shared["buffers"], strict=True):
+            buffer.copy_(saved)
+        if state is not None and state["inner"] is not None and self._inner is not None:
+            self._inner.load_state_dict(state["inner"])
+        behind = sum(one.rounds < self.rounds for one in told)
+        if group.rank() == 0:
+            new = f"; {behind} of {group.size()} ranks catch up or are new" if behind else ""
+            announce(f"DiLoCo: goes on after round {self.rounds}, step {self.steps}, as rank {source} knows it{new}")
+
+    def _save(self) -> None:
+        """Write the snapshot, if there is to be one."""
+        if self._snapshot is not None:
+            inner = None if self._inner is None else self._inner.state_dict()
+            buffers = [buffer.detach().cpu().clone() for buffer in self._buffers]
+            rejoin.write(self._snapshot, {**self.state_dict(), "under_way": [], "inner": inner, "buffers": buffers})
 
     def _spread(self, tensors: Sequence[Tensor]) -> None:
         """All ranks have the first one's, of any dtype."""
@@ -297,6 +336,7 @@ class DiLoCo(Handle):
         outer = fragment.flat(fragment.outer).add_(trained)
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
+        self._save()
 
     def _drop(self, index: int) -> None:
         """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.

@@ -28,7 +28,8 @@ def encode(layout: Layout, x: Tensor, wire: Tensor) -> None:
     x_KB = torch.where(fine_K1, x_KB, 0)
     place_KS = _largest(x_KB.abs(), layout.kept)
     kept_KS = x_KB.gather(1, place_KS)
-    upper_KS, levels_K2 = _levels(kept_KS.abs())
+    first_K1 = torch.arange(0, x_KB.numel(), x_KB.shape[1], device=x.device)[:, None]
+    upper_KS, levels_K2 = _levels(kept_KS.abs(), first_K1 + place_KS < layout.numel)
     put(wire, layout.scales_at, torch.where(fine_K1, levels_K2[:, :1], torch.nan).bfloat16())
     put(wire, layout.minima_at, torch.where(fine_K1, levels_K2[:, 1:], torch.nan).bfloat16())
     codes_KS = upper_KS.byte() | kept_KS.signbit().byte() << 1
@@ -64,20 +65,22 @@ def _largest(size_KB: Tensor, count: int) -> Tensor:
     return above_KB.nonzero()[:, 1].view(-1, count)
 
 
-def _levels(size_KS: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the kept magnitudes are above their mean, and the means of the others and of those."""
+def _levels(size_KS: Tensor, real_KS: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the kept magnitudes are above their mean, and the means of the others and of those.
+
+    What is not real stands past the end of the last block, and counts for no mean.
+    """
     exact_KS = size_KS.double()  # sums of large numbers stay finite
-    upper_KS = exact_KS > _total(exact_KS) / size_KS.shape[1]
-    parts = [torch.where(part, exact_KS, 0) for part in (~upper_KS, upper_KS)]
-    counts = [part.sum(1, keepdim=True).clamp(min=1) for part in (~upper_KS, upper_KS)]
-    means = [_total(part) / count for part, count in zip(parts, counts, strict=True)]
+    upper_KS = exact_KS > _mean(exact_KS, real_KS)
+    means = [_mean(exact_KS, part_KS & real_KS) for part_KS in (~upper_KS, upper_KS)]
     return upper_KS, torch.cat(means, 1).float().clamp(max=BF16_MAX)
 
 
-def _total(x_KS: Tensor) -> Tensor:
-    """Sum of every row by a fixed tree, so that all devices write the same bytes."""
+def _mean(x_KS: Tensor, part_KS: Tensor) -> Tensor:
+    """Mean of a part of every row, 0 of none; sums by a fixed tree, so that all devices write the same bytes."""
     length = 1 << (x_KS.shape[1] - 1).bit_length()
-    return tree_sum(pad(x_KS, (0, length - x_KS.shape[1])))
+    total_K1 = tree_sum(pad(torch.where(part_KS, x_KS, 0), (0, length - x_KS.shape[1])))
+    return total_K1 / part_KS.sum(1, keepdim=True).clamp(min=1)
 
 
 def _read(layout: Layout, wire: Tensor) -> tuple[Tensor, Tensor, Tensor]:
