@@ -26,7 +26,7 @@ KILLED_AT = 2  # rounds of b
 LEAVES_AT = 5  # rounds of c
 # Where torchruns share the store of the first rendezvous, one that joins later is never told its address.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-CONF = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+CONF = "join_timeout=120,last_call_timeout=6,keep_alive_interval=2,keep_alive_max_attempt=4"
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     port = _free_port()
     sites = {name: _start(name, port) for name in "abc"}
     try:
-        status = {name: sites[name].wait(timeout=120) for name in "ab"}
+        status = {name: sites[name].wait(timeout=240) for name in "ab"}
     finally:
         for site in sites.values():
             site.kill()

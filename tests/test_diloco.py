@@ -599,9 +599,48 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     assert issubclass(CollectiveError, ValueError)
 
 
+# Averages that are late.
+
+
+def straggling(group: Group, deadline: float | None, pause: float) -> tuple[int, list[float], Tensor]:
+    """Rank 1 pauses before the second round."""
+    model = network()
+    optimizer = inner(model)
+    handle = DiLoCo(model, optimizer, every=3, codec="none", deadline=deadline)
+    took = []
+    for step in range(9):
+        if group.rank() == 1 and step == 5:
+            time.sleep(pause)
+        begun = time.monotonic()
+        train(model, optimizer, group.rank(), range(step, step + 1))
+        took.append(time.monotonic() - begun)
+    handle.close()
+    return handle.late, took, flat(list(model.parameters()))
+
+
+def test_an_average_that_is_late_is_applied_when_the_next_round_begins(ranks: RankPool) -> None:
+    calm = ranks(2).run(straggling, None, 0.0)
+    patient = ranks(2).run(straggling, 30.0, 0.5)
+    hasty = ranks(2).run(straggling, 0.2, 2.0)
+    for found in (calm, patient, hasty):
+        assert_same(found[0][2], found[1][2])
+    assert [late for late, *_ in (*calm, *patient, *hasty)] == [0, 0, 0, 0, 1, 1]
+    assert_same(patient[0][2], calm[0][2])
+    assert not torch.equal(hasty[0][2], calm[0][2])
+    assert patient[0][1][5] > 0.4  # rank 0 waited in its second round
+    assert hasty[0][1][5] < 1.0 < hasty[0][1][8]  # here it trained on, and waited in its third
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), "soon"])
+def test_what_is_no_deadline(deadline: Any) -> None:
+    with pytest.raises(CollectiveError, match="deadline must be a number of seconds above 0, or None"):
+        DiLoCo(network(), None, every=3, deadline=deadline)
+
+
 # Ranks that die, come back, join and leave.
 
 
+@pytest.mark.thorough
 @pytest.mark.program(str(TESTS / "sites.py"))
 def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
     """See tests/sites.py. Two kills, one join: every start is from a whole state, and all end with the same."""
@@ -622,6 +661,41 @@ def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
         assert len(begun) >= (1 if name == "c" else 3)
         for line in begun:  # what any site knew after that round, and no half of a step
             assert not line["rounds"] or line["outer"] == after[line["rounds"]], (name, line)
+
+
+def generation(group: Group, folder: str, sites: str, until: int) -> tuple[int, Tensor, int, Tensor, bool]:
+    """Ranks that start as these sites and train up to a step: where they begin and where they end."""
+    site = sites[group.rank()]
+    torch.manual_seed(ord(site))
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    handle = DiLoCo(model, optimizer, every=2, codec="lloyd2", fragments=2, snapshot=f"{folder}/{site}.pt")
+    begun = handle.steps
+    first = flat(list(model.parameters()))
+    knows = bool(optimizer.state)
+    train(model, optimizer, ord(site), range(begun, until))
+    handle.closed = True  # killed: it does not average once more
+    outer = flat([p for settings in handle.outer_optimizer.param_groups for p in settings["params"]])
+    return begun, first, handle.rounds, outer, knows
+
+
+def test_ranks_come_back_join_and_leave(ranks: RankPool, tmp_path: Path) -> None:
+    """tests/sites.py has real processes. Every generation begins with the newest state that one of its ranks has."""
+    folder = str(tmp_path)
+    ranks(2).run(generation, folder, "ab", 4)
+    old = (tmp_path / "b.pt").read_bytes()
+    ended = ranks(2).run(generation, folder, "ab", 8)
+    assert_same(ended[0][3], ended[1][3])
+    (tmp_path / "b.pt").write_bytes(old)  # as if b had missed two rounds
+    later = ranks(3).run(generation, folder, "bca", 12)
+    for begun, first, rounds, outer, _ in later:
+        assert (begun, rounds) == (8, 12)
+        assert_same(first, ended[0][3])
+        assert_same(outer, later[0][3])
+    assert [knows for *_, knows in later] == [True, False, True]  # what its inner optimizer knew
+    last = ranks(2).run(generation, folder, "cb", 14)  # a has left
+    assert all(begun == 12 and torch.equal(first, later[0][3]) for begun, first, *_ in last)
+    assert_same(last[0][3], last[1][3])
 
 
 def one_file(group: Group, folder: str) -> list[str]:
@@ -655,7 +729,7 @@ def started_anew(group: Group, folder: str, feedback: str) -> tuple[Tensor, Tens
 
     whole = run([range(12)], None)
     found = run([range(6), range(6, 12)], f"{folder}/{feedback}{group.rank()}.pt")
-    return whole, found, len(list(Path(folder).glob("*.pt.*")))
+    return whole, found, len(list(Path(folder).glob(f"{feedback}{group.rank()}.pt.*")))
 
 
 @pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])

@@ -50,7 +50,9 @@ def _count(text: str, least: int = 1, most: int | None = None) -> Any:
 
 
 Codecs = Annotated[Words, _text("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
-LinkRate = Annotated[str | None, _text("A shaped link for every rank, such as 100mbit or 1gbit; needs root.", "RATE")]
+LinkRate = Annotated[
+    str | None, _text("A shaped link for every rank, such as 1gbit or 20mbit+50ms; needs root.", "RATE")
+]
 Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
 Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
 DeviceOption = Annotated[Device, typer.Option(help="Where the tensors are.")]
