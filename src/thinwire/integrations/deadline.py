@@ -6,6 +6,7 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import CollectiveError
 from thinwire.integrations.averager import Future
 
 _LOOK_S = 0.005  # between two looks at the store
@@ -21,6 +22,10 @@ class Deadline:
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        if dist.get_backend(group).endswith("nccl"):
+            raise CollectiveError(
+                "deadline: on NCCL the host does not see when an average is there: use gloo across sites"
+            )
         self._store = group.get_group_store()
         self._world = group.size()
         self._seconds = seconds
