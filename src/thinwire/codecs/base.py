@@ -32,6 +32,7 @@ class Codec(ABC):
     """
 
     inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    recodes: ClassVar[bool] = True  # False => sums of its wires are not encoded again, so they travel one_shot
     seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
 
     @property
@@ -68,7 +69,8 @@ class Codec(ABC):
             source = source.float()
         carried = None if residual is None else residual.view(-1)
         rotation, dither = recipe.keys(step, hashing.DITHER)
-        kernels.select(x.device).encode(recipe.how, source, wire, carried, rotation=rotation, dither=dither)
+        backend = kernels.select(x.device, recipe.how.format)
+        backend.encode(recipe.how, source, wire, carried, rotation=rotation, dither=dither)
         _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
@@ -88,7 +90,8 @@ class Codec(ABC):
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         _check_memory(flat, wires_WN)
         target = flat.float() if out.dtype == torch.float64 and not recipe.keeps_doubles else flat
-        kernels.select(out.device).decode_sum(recipe.how.format, wires_WN, target, scale=scale, rotation=rotation)
+        backend = kernels.select(out.device, recipe.how.format)
+        backend.decode_sum(recipe.how.format, wires_WN, target, scale=scale, rotation=rotation)
         if target is not flat:
             flat.copy_(target)
         if not direct:
@@ -112,6 +115,8 @@ class Codec(ABC):
         `trusted` says that the wires were encoded with this `step`; their headers are then not read. Otherwise wires
         that do not fit raise WireError, or on a GPU give a wire that decodes to NaN.
         """
+        if not self.recodes:
+            raise CodecError(f"codec {self}: sums of its wires are not encoded again; decode_sum them")
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
         recipe = _recipe(self, numel, dtype)

@@ -12,7 +12,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.checks import codec_for
+from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
 from thinwire.collectives.plan import CallPlan, lanes_scratch, sum_cut, sum_program
@@ -35,7 +35,8 @@ class Message:
     """Lanes that travel together, in codecs that do not change.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
-    depend on it, and a run must be repeatable. With `nodes` it is "hierarchical": a lane's codec travels across them.
+    depend on it, and a run must be repeatable. Where a lane's sums are not encoded again it is "one_shot". With `nodes`
+    it is "hierarchical": a lane's codec travels across them.
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class Message:
         self._nodes = nodes
         self._reducer: Reducer
         self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
+        codecs = [spec.codec for spec in self.specs]
+        if nodes is not None or algorithm == "two_phase":
+            check_recodes(codecs, "a sum in two phases or by nodes")
         if nodes is None:
-            self.algorithm = fewest_roundings(self.channel.world) if algorithm == "auto" else algorithm
+            usual = fewest_roundings(self.channel.world) if all(codec.recodes for codec in codecs) else "one_shot"
+            self.algorithm = usual if algorithm == "auto" else algorithm
             self._reducer = flat_reducer(self.channel.transport, self.algorithm)
         else:
             check_order(nodes.mesh)

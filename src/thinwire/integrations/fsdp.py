@@ -339,6 +339,7 @@ def compress_fsdp(
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
+    checks.check_recodes(policies.leaves(gathered), "weights=")
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(groups, options, within, gathered)

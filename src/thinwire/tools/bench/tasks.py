@@ -22,6 +22,7 @@ from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03  # share of the steps in which the rate rises
+_RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Task(ABC):
         per cent apart, and so, a few tenths of one.
         """
         rise = min(1.0, (step + 1) / (RAMP * steps + 1))
-        return dict(self.rates)[optimizer] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return dict(self.rates)[_RATES.get(optimizer, optimizer)] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @dataclass(frozen=True)
