@@ -1,6 +1,7 @@
 """compress() for Accelerate, with the real package: bits, bounds and bytes, checkpoints, FSDP2, and what is refused."""
 
 import importlib
+import importlib.util
 import logging
 import sys
 import tempfile
@@ -19,8 +20,10 @@ from huggingface import assert_within_int8, largest, launched, shard_on_cpu, wat
 from ranks import RankPool
 from replicas import Group, flat, message_of, same_everywhere
 
-pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install 'thinwire[accelerate]'")
+if importlib.util.find_spec("accelerate") is None:
+    pytest.skip("Accelerate is not installed: pip install 'thinwire[accelerate]'", allow_module_level=True)
 
+RANKS_IMPORT = ("accelerate",)
 RATE = 0.1
 Options = Mapping[str, Any]
 

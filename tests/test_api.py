@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import digest, seeded
+from cases import digest, seeded, worlds
 from ranks import RankPool
 from thinwire.collectives.channel import channel_of
 
@@ -40,7 +40,7 @@ def errors_of_means(group: Group, steps: list[int | None]) -> tuple[float, str]:
     return float((mean - exact).norm() / exact.norm()), digest(*results)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_errors_of_calls_that_name_no_step_average_out(ranks: RankPool, world: int) -> None:
     """Rotations are independent, so the error of a mean of 16 falls by about 4; a fixed one repeats its error."""
     fixed = ranks(world).run(errors_of_means, [0] * 16)

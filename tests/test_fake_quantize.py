@@ -11,11 +11,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import CPU, ROUND, Place, each_place
+from cases import CPU, ROUND, Place, each_place, generated
 from thinwire import use_backend
 from thinwire.kernels import BACKENDS, Backend, Grid, cpu, reference
 from thinwire.qat import fake_quantize, ops
@@ -39,13 +39,6 @@ SHAPES = [  # (outer, channels, inner): one channel, long rows, short rows as co
 ]
 BAD_SCALES = (-1.0, 0.0, math.inf, math.nan, 1e-40)  # the last one's inverse is not finite in fp32
 needs_cpu = pytest.mark.skipif("cpu" not in cases.OTHERS, reason="the C kernels were not built")
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def compute_of(dtype: torch.dtype) -> torch.dtype:

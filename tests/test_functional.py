@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from cases import seeded, thorough
+from cases import seeded, thorough, worlds
 from ranks import RankPool
 from thinwire import functional as F  # noqa: N812
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
 Verb = Callable[[Tensor], Tensor]
+RANKS_IMPORT = ("torch._inductor.compile_fx",)
 NOTHING = {"codec": "none"}
 LLOYD = {"codec": "lloyd4", "algorithm": "compressed"}
 
@@ -224,7 +225,7 @@ def same_as_the_verbs(group: Group) -> list[bool]:
     return [torch.equal(y, x), torch.equal(grad, incoming), len({bytes(g.numpy()) for g in everyone(group, grad)}) == 1]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_both_directions_are_the_verbs_bytes_and_the_same_on_every_rank(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(same_as_the_verbs) == [[True] * 3] * world
 
@@ -338,9 +339,7 @@ def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
 
 
 def compare_inductor(group: Group) -> list[str]:
-    from torch._inductor import config
-
-    with warnings.catch_warnings(), config.patch(compile_threads=1):  # no pool of compilers for one small kernel
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # inductor's own imports
         return compare_compiled(group, "inductor", ["all_reduce"])
 

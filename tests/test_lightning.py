@@ -19,6 +19,7 @@ from ranks import RankPool, World
 from thinwire import MissingPackageError, Stats
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+RANKS_IMPORT = ("lightning_runs",)
 IMPORT_S = 150  # Lightning's, and that of all it finds, on a busy machine
 LR = 0.03  # of SGD in replicas.py
 BATCHES = 4  # of an epoch
