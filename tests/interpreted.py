@@ -39,6 +39,7 @@ TORCH = {
 }
 
 
+@functools.cache
 def mend() -> None:
     """Fused multiply-adds and casts round as on a GPU, integers wrap, loops run to a tensor's value under any numpy."""
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

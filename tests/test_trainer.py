@@ -24,7 +24,7 @@ for package in ("accelerate", "transformers"):
 pytestmark = pytest.mark.timeout(180)  # ranks import transformers, for three times as long as torch
 RANKS_IMPORT = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
 RATE = 0.1
-LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
 
 
