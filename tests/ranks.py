@@ -43,7 +43,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 MAX_WORLD = 4
-START_S = 150.0  # four cold imports of torch on a busy machine
+START_S = 300.0  # imports of torch and of frameworks on a busy machine
 LIMIT_S = 60.0
 GPU_LIMIT_S = 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed

@@ -1,8 +1,6 @@
 """What callers of verbs rely on: counted steps, explanations that communicate nothing, torch's kind of Work."""
 
 import logging
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -287,9 +285,3 @@ def any_dtype(group: Group) -> list[bool]:
 
 def test_one_rank_alone_takes_any_dtype(ranks: RankPool) -> None:
     assert ranks(1).run(any_dtype) == [[True, True]]
-
-
-def test_rooms_are_attributes_of_the_package() -> None:
-    told = "import thinwire; print(thinwire.collectives.traffic.__name__, thinwire.errors.QatError.__name__)"
-    run = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=50)
-    assert run.stdout.split() == ["traffic", "QatError"], run.stderr
