@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from programs import Ended
 from thinwire.codecs import codec
 from thinwire.tools.bench import collectives as bench, link as links, record
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
@@ -208,11 +208,13 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
 SMALL = ["--quick", "--world", "2", "--numel", "20000", "--rounds", "2", "--codecs", "int8,auto,plain"]
 
 
-@pytest.mark.program("-m", "thinwire", "bench", "collectives", *SMALL, "--verbs", EVERYTHING, "--json", "found.json")
-def test_a_quick_run_over_loopback(program: Ended) -> None:
-    assert (program.status, program.err) == (0, ""), program.told
-    assert program.alone
-    found = record.read(str(program.folder / "found.json"))
+@pytest.mark.usefixtures("forked")
+def test_a_quick_run_over_loopback(tmp_path: Path) -> None:
+    path = str(tmp_path / "found.json")
+    run = CliRunner().invoke(app, ["bench", "collectives", *SMALL, "--verbs", EVERYTHING, "--json", path])
+    assert (run.exit_code, run.stderr) == (0, ""), run.output
+    assert multiprocessing.active_children() == []
+    found = record.read(path)
     assert found.conditions["threads"] == 1
     assert [(row["verb"], row["codec"]) for row in found.rows] == [
         (verb, name) for verb in bench.VERBS for name in ("int8", "auto", "plain")

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import thinwire
-from cases import CPU, ROUND, assert_same, by_turns, each_device, small_chunks, thorough
+from cases import CPU, ROUND, assert_same, by_turns, each_device, small_chunks, thorough, worlds
 from ranks import RankPool
 from replicas import (
     CODED,
@@ -140,7 +140,7 @@ def test_a_parameter_that_leaves_a_lane_and_returns_disturbs_no_other(ranks: Ran
     assert missed[:2000].max() < 2 * 5 * 2.0**-8  # two steps in bfloat16
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_residuals_stay_bounded(ranks: RankPool, world: int) -> None:
     """A code that loses the share w of its squares leaves at most sqrt(w) / (1 - sqrt(w)) of the gradient behind."""
     share = math.sqrt(0.13)  # lloyd2: 0.1175

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import each_device, seeded
+from cases import each_device, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantizedEmbedding, QuantizedLayer, quantize_layer
@@ -572,7 +572,7 @@ def train_alone(world: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 @pytest.mark.parametrize(("wrapper", "when"), [("ddp", "calibrated"), ("ddp", "in training"), ("fsdp", "calibrated")])
 def test_ranks_train_alike(ranks: RankPool, world: int, wrapper: str, when: str) -> None:
     found = ranks(world).run(train, wrapper, when)
