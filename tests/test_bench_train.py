@@ -20,7 +20,17 @@ from programs import Ended
 from ranks import RankPool, World
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
-from thinwire.tools.bench import launch, link as links, record, schemes, tasks, train as bench, turns
+from thinwire.tools.bench import (
+    launch,
+    link as links,
+    record,
+    replicas,
+    schemes,
+    sources,
+    tasks,
+    train as bench,
+    turns,
+)
 from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
@@ -207,10 +217,12 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
-    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2]
+    assert list(cli.TaskName) == [*tasks.TASKS, "bytes"]
+    assert list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
+    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2, replicas.SIMULATED]
     assert {s.name for s in bench.lineup("gpt", parallel="fsdp2") if s.control} == {"int8/lloyd4"}
-    assert list(cli.Optimizer) == list(dict(tasks.TASKS["digits"].rates))
+    both = [tasks.TASKS["digits"], sources.SIZES["30m"]]
+    assert list(cli.TrainOptimizer) == [name for task in both for name in dict(task.rates)]
 
 
 @pytest.mark.parametrize(

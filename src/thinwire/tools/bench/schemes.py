@@ -36,6 +36,7 @@ REPLICA = "replica"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
+ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
@@ -116,10 +117,11 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+    decay = ADAMS.get(kind, 0.0)
     if scheme.label == ONEBIT:
-        return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=0.0)
+        return OneBitAdam(parameters, lr=0.0, weight_decay=decay, warmup_steps=max(1, warmup_steps))
+    if kind in ADAMS:
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=decay)
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
 
 

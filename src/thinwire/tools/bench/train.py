@@ -26,7 +26,7 @@ from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, 
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, DDP, FSDP2, NONE, ONEBIT, RANKS, Replica, TrainScheme
+from thinwire.tools.bench.schemes import ADAMS, BF16, DDP, FSDP2, NONE, ONEBIT, RANKS, Replica, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
@@ -112,7 +112,7 @@ def run(
     found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
     lined_up = lineup(task, codecs, optimizer, parallel)
     effort = QUICK if quick else FULL
-    plan = TrainPlan(found, lined_up, world, link, optimizer or found.optimizer, effort, parallel)
+    plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)
     return recorded(plan, rows(plan, progress))
 
 
@@ -132,10 +132,10 @@ def lineup(
     task: str, names: Sequence[str] | None = None, optimizer: str | None = None, parallel: str = DDP
 ) -> tuple[TrainScheme, ...]:
     """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once."""
-    adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
+    adam = (optimizer or tasks.TASKS[task].optimizer) in ADAMS
     parse = parser(parallel)
-    usual = (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
-    found = [parse(name) for name in names or usual if names or adam or name != ONEBIT]
+    usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
+    found = [parse(name) for name in usual if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
     return tuple(dict.fromkeys([parse(NONE), *found]))
@@ -171,8 +171,8 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "world": plan.world,
         "link": str(plan.link or "loopback"),
         "seeds": plan.task.seeds,
-        **_loss_columns(losses(mine), losses(plain)),
-        **_val_columns(val_losses(mine), val_losses(plain)),
+        **loss_columns(losses(mine), losses(plain)),
+        **val_columns(val_losses(mine), val_losses(plain)),
         **_time_columns(plan, scheme, times),
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         "control": scheme.control,
@@ -195,7 +195,7 @@ def val_losses(results: Results) -> list[float]:
     return [tasks.mean(totals) for totals in held_out if totals]
 
 
-def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     ratios = log_ratios(mine, fp32)
     return {
         "loss_log_ratio": timing.mean(ratios),
@@ -207,7 +207,7 @@ def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     }
 
 
-def _val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     if not fp32:
         return {"val_gap_nats": None}
     gaps = [a - b for a, b in zip(mine, fp32, strict=True)]
