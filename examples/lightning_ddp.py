@@ -23,7 +23,7 @@ from thinwire.integrations.lightning import Compress
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 CONTEXT = 16  # bytes from which the next one is guessed
 BATCH = 128  # of every rank
-RANKS = int(os.environ["LOCAL_WORLD_SIZE"])
+RANKS = int(os.environ["LOCAL_WORLD_SIZE"])  # of this machine
 
 
 class Guesser(lightning.LightningModule):
@@ -47,7 +47,8 @@ class Guesser(lightning.LightningModule):
 
 def data(steps: int) -> DataLoader[tuple[Tensor, ...]]:
     """An epoch of `steps` batches for every rank; Lightning deals them out."""
-    starts = torch.randint(len(TEXT) - CONTEXT, (steps * RANKS * BATCH, 1), generator=torch.Generator().manual_seed(0))
+    count = steps * int(os.environ["WORLD_SIZE"]) * BATCH
+    starts = torch.randint(len(TEXT) - CONTEXT, (count, 1), generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(TEXT[starts + torch.arange(CONTEXT + 1)].long()), batch_size=BATCH, shuffle=True)
 
 
@@ -56,6 +57,7 @@ def fit(compress: Compress, steps: int, epochs: int, path: str | None = None) ->
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.device_count() >= RANKS else "cpu",
         devices=RANKS,
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",
         callbacks=compress,  # the one line
         max_epochs=epochs,

@@ -50,6 +50,7 @@ class Programs:
     def __init__(self, items: Iterable[pytest.Item]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-programs-")
         self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), dict[str, int]()
+        self._environment = dict(os.environ)  # as it is before any test changes it
         marks = {item.nodeid: item.get_closest_marker("program") for item in items}
         self._ended: dict[str, Future[Ended]] = {
             name: self._pool.submit(self._run, name, mark.args, mark.kwargs) for name, mark in marks.items() if mark
@@ -73,7 +74,7 @@ class Programs:
 
     def _run(self, name: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> Ended:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
-        path = filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))
+        path = filter(None, (str(TESTS), self._environment.get("PYTHONPATH")))
         process = subprocess.Popen(
             ["nice", "-n", "10", sys.executable, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
@@ -81,7 +82,7 @@ class Programs:
             stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
+            env={**self._environment, "PYTHONPATH": os.pathsep.join(path), **environment},
             process_group=0,  # that of all it starts; in a session of its own its priority would count in there only
         )
         self._groups[name] = process.pid

@@ -380,7 +380,7 @@ def ignored_hook(group: Group) -> tuple[int, str, int]:
 
 def test_a_hook_that_accelerate_ignores_is_told(ranks: RankPool) -> None:
     for hooks, told, sent in ranks(2).run(ignored_hook):
-        assert hooks == 0, "Accelerate registers other hooks now: say so in docs/huggingface.md"
+        assert hooks == 0, "Accelerate registers other hooks now: say so in docs/howto/huggingface.md"
         assert "comm_hook=ddp_hook" in told
         assert sent > 0
 

@@ -309,7 +309,7 @@ def test_every_row_of_the_records_is_compared() -> None:
 
 
 def test_the_documents_tables_are_what_the_model_says() -> None:
-    text = (BENCHMARKS.parent / "docs" / "advise.md").read_text()
+    text = (BENCHMARKS.parent / "docs" / "reference" / "advise.md").read_text()
     for name in SHAPED:
         for item in check.compare(recorded(name), RECORDED_ON):
             figures = f"{1e3 * item.measured_s:.0f} ms | {1e3 * item.predicted_s:.0f} ms | {item.off:+.1%} |"
@@ -940,7 +940,7 @@ def test_do_not_compress_is_an_answer() -> None:
     )
     (waits,) = re.findall(r"([\d.]+) [mu]s of waiting for gradients", why)
     assert float(waits) < 1 or " us of waiting" in why
-    text = (BENCHMARKS.parent / "docs" / "advise.md").read_text()
+    text = (BENCHMARKS.parent / "docs" / "reference" / "advise.md").read_text()
     assert "with `--inter 3200gbit` the same\njob waits less than a millisecond of 1.23 s for its gradients" in text
 
 

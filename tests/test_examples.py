@@ -1,17 +1,31 @@
-"""Every example runs as its docstring says, and prints a loss and a ratio of bytes that only a compressed run has."""
+"""Every example runs as its docstring says, and prints a loss and a ratio of bytes that only a compressed run has.
+
+It runs in ranks that exist already, as torchrun would run it; the notebook starts torchrun itself.
+"""
 
 import ast
+import contextlib
+import io
 import json
+import os
 import re
+import runpy
 import shlex
+import socket
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from programs import Ended
+from ranks import RankPool
+from test_nccl import lacking
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STARTS = {  # of a command in a docstring: what python runs
@@ -27,25 +41,24 @@ FRAMEWORKS = {
 
 
 class Run(NamedTuple):
-    """A command of an example, counted in its docstring, and what it has to print at least."""
+    """An example, and what it has to print at least."""
 
     name: str
-    command: int
     loss: float  # the last one printed is below
     fewer: float  # bytes, the last ratio printed is above
 
 
 # Losses begin at 5.5, that of guessing among 256 bytes.
 RUNS = [
-    Run("ddp.py", 0, 2.9, 7.0),
-    Run("fsdp2.py", 0, 3.0, 4.4),
-    Run("hsdp.py", 0, 2.7, 3.3),
-    Run("diloco.py", 0, 2.9, 50.0),
-    Run("moe_all_to_all.py", 0, 2.9, 3.8),
-    Run("qat.py", 0, 2.9, 7.0),
-    Run("lightning_ddp.py", 0, 2.9, 14.0),
-    Run("accelerate_ddp.py", 0, 0.1, 14.0),  # a regression
-    Run("trainer.py", 0, 0.3, 7.0),  # tokens that count upwards
+    Run("ddp.py", 2.9, 7.0),
+    Run("fsdp2.py", 3.0, 4.4),
+    Run("hsdp.py", 2.7, 3.3),
+    Run("diloco.py", 2.9, 50.0),
+    Run("moe_all_to_all.py", 2.9, 3.8),
+    Run("qat.py", 2.9, 7.0),
+    Run("lightning_ddp.py", 2.9, 14.0),
+    Run("accelerate_ddp.py", 0.1, 14.0),  # a regression
+    Run("trainer.py", 0.3, 7.0),  # tokens that count upwards
 ]
 
 
@@ -64,30 +77,92 @@ def parameters() -> Iterator[object]:
     for run in RUNS:
         package = FRAMEWORKS.get(run.name)
         missing = package is not None and find_spec(package) is None
-        started = pytest.mark.program(*commands(run.name)[run.command], OMP_NUM_THREADS="1")
-        mark = pytest.mark.skip(reason=f"{package} is not installed") if missing else started
-        yield pytest.param(run, marks=mark, id=f"{run.name}-{run.command}")
+        mark = [pytest.mark.skip(reason=f"{package} is not installed")] if missing else []
+        yield pytest.param(run, marks=mark, id=run.name)
+
+
+def play(group: dist.ProcessGroup, name: str, arguments: list[str], port: int, folder: str) -> str:
+    """Run an example as torchrun would, in `folder`; what it prints."""
+    told = {"RANK": group.rank(), "LOCAL_RANK": group.rank(), "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    told |= {"WORLD_SIZE": group.size(), "LOCAL_WORLD_SIZE": group.size(), "MASTER_PORT": port}
+    environment = {key: str(value) for key, value in told.items()}
+    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none", **environment}
+    os.chdir(folder)
+    dist.destroy_process_group()
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in FRAMEWORKS else "error")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+def printed(ranks: RankPool, name: str, folder: Path) -> str:
+    """What rank 0 of an example prints when its first command is given."""
+    words = commands(name)[0]
+    script = words.index(str(EXAMPLES / name))
+    world = ranks(int(words[words.index("--nproc-per-node") + 1]))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    try:
+        return world.run(play, name, words[script + 1 :], port, str(folder))[0]
+    finally:
+        world.close()  # these ranks have another group now, or none
 
 
 def test_every_example_is_run() -> None:
     elsewhere = {"powersgd_to_thinwire.py", "ray_train.py"}  # below, and in test_ray.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == {run.name for run in RUNS} | elsewhere
-    listed = re.findall(r"\]\((\w+\.(?:py|md|ipynb))\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".md", ".ipynb")
-                                    and path.name != "README.md")  # fmt: skip
+    listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
 
 
-@pytest.mark.parametrize("run", list(parameters()))
-def test_an_example_trains_and_compresses(run: Run, program: Ended) -> None:
+def on_two_nodes(name: str) -> None:
+    """Run an example as two machines would, each with one rank, on the first GPU here if there is one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    start = [*STARTS["torchrun"][:2], "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *start, "--node-rank", str(node), str(EXAMPLES / name)],
+            env={**os.environ, "NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "VERSION"},
+        )
+        for node in range(2)
+    ]
+    sys.exit(max(abs(node.wait()) for node in nodes))
+
+
+def on_nccl() -> Iterator[object]:
+    for run in RUNS:
+        if package := FRAMEWORKS.get(run.name):
+            why = lacking(2) or (find_spec(package) is None and f"{package} is not installed")
+            started = pytest.mark.program("-c", f"import test_examples; test_examples.on_two_nodes({run.name!r})")
+            marks = (pytest.mark.cuda, pytest.mark.skip(reason=why) if why else started)
+            yield pytest.param(run, marks=marks, id=run.name)
+
+
+@pytest.mark.parametrize("run", list(on_nccl()))
+def test_a_framework_trains_and_compresses_on_nccl(run: Run, program: Ended) -> None:
     assert program.status == 0, program.told
-    losses = [float(loss) for loss in re.findall(r"loss (?:[\d.]+ -> )?(\d+\.\d+)", program.out)]
-    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times fewer", program.out)]
-    assert losses[-1] < run.loss, program.told
-    assert ratios[-1] > run.fewer, program.told
-    if run.name not in FRAMEWORKS:
-        assert "Warning" not in program.err, program.told
+    assert "NCCL version" in program.out + program.err, program.told  # which NCCL prints, gloo does not
+    check(run, program.out)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("run", list(parameters()))
+def test_an_example_trains_and_compresses(run: Run, ranks: RankPool, tmp_path: Path) -> None:
+    check(run, printed(ranks, run.name, tmp_path))
+
+
+def check(run: Run, out: str) -> None:
+    """Whether an example learned, sent as few bytes as it promises, and printed what it promises."""
+    losses = [float(loss) for loss in re.findall(r"loss (?:[\d.]+ -> )?(\d+\.\d+)", out)]
+    ratios = [float(ratio) for ratio in re.findall(r"(\d+\.\d+) times fewer", out)]
+    assert losses[-1] < run.loss, out
+    assert ratios[-1] > run.fewer, out
     for told in PROMISES.get(run.name, ()):
-        assert re.search(told, program.out), program.told
+        assert re.search(told, out, re.MULTILINE), out
 
 
 PROMISES = {
@@ -99,10 +174,9 @@ PROMISES = {
 }
 
 
-@pytest.mark.program(*commands("powersgd_to_thinwire.py")[0], OMP_NUM_THREADS="1")
-def test_powersgd_and_thinwire_side_by_side(program: Ended) -> None:
-    assert program.status == 0, program.told
-    rows = re.findall(r"^(.+?)  +([\d.]+) +([\d,]+) +([\d.]+) +([\d,]+)$", program.out, re.MULTILINE)
+def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> None:
+    out = printed(ranks, "powersgd_to_thinwire.py", tmp_path)
+    rows = re.findall(r"^(.+?)  +([\d.]+) +([\d,]+) +([\d.]+) +([\d,]+)$", out, re.MULTILINE)
     found = {name: (float(loss), float(fewer), int(last.replace(",", ""))) for name, loss, _, fewer, last in rows}
     plain, power, ours = (found[name] for name in ("thinwire, none", "PowerSGD, rank 4", "thinwire, lloyd4"))
     assert plain[1] == 1

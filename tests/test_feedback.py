@@ -225,7 +225,7 @@ def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
 
 
 def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
-    """Every code of a wire, one at a time, by docs/wire-format.md."""
+    """Every code of a wire, one at a time, by docs/reference/wire-format.md."""
     layout = codec.encoding(torch.float32).format.layout(n)
     raw = wire.tolist()
     found = []

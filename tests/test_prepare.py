@@ -505,7 +505,7 @@ def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_example_of_the_docs_prints_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "qat.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "howto" / "qat.md").read_text()
     code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.DOTALL).groups()
     exec(code)
     assert capsys.readouterr().out == printed

@@ -2,7 +2,7 @@
 
     header (32 bytes) | scales, 2 bytes per block | minima, 2 bytes per block (affine only) | code planes | pad to 16
 
-docs/wire-format.md describes every byte, with a worked example.
+docs/reference/wire-format.md describes every byte, with a worked example.
 """
 
 import ctypes

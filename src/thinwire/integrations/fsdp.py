@@ -20,6 +20,7 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import fsdp_checkpoint, policy as policies
 from thinwire.integrations.averager import Averager, GradientSet
 from thinwire.integrations.decisions import Decisions
+from thinwire.integrations.fsdp_codes import CodedWeight, coded_weights
 from thinwire.integrations.fsdp_torch import (
     GatherComm,
     ParameterGroup,
@@ -123,6 +124,7 @@ class FSDPState(Handle):
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
+        self._coded: list[CodedWeight] = []
         self._told: set[str] = set()
 
     @property
@@ -136,14 +138,35 @@ class FSDPState(Handle):
         watch_reductions()
         for group in self._groups:
             gather = None
+            coded: list[CodedWeight] = []
             if not isinstance(self.weights, Identity):
+                coded = self._coded_weights(group)
                 narrow = policies.bits_of(self.weights) < _NARROW
                 kept = replica if replica is not None else narrow and group.keeps_weights
-                gatherer = Gatherer(group, self.weights, rules, self._gathered, differences=bool(kept))
+                gatherer = Gatherer(group, self.weights, rules, self._gathered, coded, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
-            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
+            finish = functools.partial(self._apply_rules, coded)
+            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce, finish)
             group.install(scatter, gather)
+
+    def _coded_weights(self, group: ParameterGroup) -> list[CodedWeight]:
+        """Those of quantised layers, which travel as their integers."""
+        if group.shards is None or group.shards.size() == 1:
+            return []
+        coded, reasons = coded_weights(group)
+        for name, why in reasons.items():
+            self._tell(f"{name} travels as numbers, not as the codes of its quantiser: {why}")
+        self._coded += coded
+        return coded
+
+    def _apply_rules(self, coded: Sequence[CodedWeight], gradients: Tensor) -> None:
+        """Of quantised layers: [Note: Codes] in fsdp_codes.py."""
+        if coded:
+            parts = gradients.split([parameter.numel for parameter in self._expected])
+            held = {p.name: part[: p.held] for p, part in zip(self._expected, parts, strict=True)}
+            for weight in coded:
+                weight.apply_rule(held)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Gradients of a group are reduced next."""
@@ -240,6 +263,8 @@ class FSDPState(Handle):
             group.restore()
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
+        for weight in self._coded:
+            weight.is_on_grid = False
 
 
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
@@ -277,7 +302,8 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of them, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is what travels between replicas.
     weights: the codec of the all-gather, "none" or "int8" for most. Fewer bits than 8 cost accuracy, unless ranks keep
-        a copy of all weights and are sent the differences: see `replica`.
+        a copy of all weights and are sent the differences: see `replica`. With any codec but "none", weights of
+        quantised layers (`thinwire.qat`) travel as their integers, exactly.
     feedback: "auto" (none), "none", "classic" or "ef21". What a rank remembers of what it sent to others is as large as
         the unsharded gradients, in `residual_dtype`; between replicas as large as a shard, and "auto" then goes by
         codec and optimiser as for compress_ddp.

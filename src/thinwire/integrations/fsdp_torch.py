@@ -59,6 +59,40 @@ class ShardedParameter(NamedTuple):
     held: int  # of this rank's part, without
     source: Any  # torch's own FSDPParam
 
+    @property
+    def module(self) -> nn.Module:
+        """Which it belongs to."""
+        found: nn.Module = self.source._module_info.module
+        return found
+
+    @property
+    def attribute(self) -> str:
+        """Its name in that module."""
+        return str(self.source._module_info.param_name)
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of it, without padding."""
+        found: Tensor = self.source.sharded_param.to_local()
+        return found
+
+    @property
+    def shard_rank(self) -> int:
+        """Which part of it this rank holds."""
+        return int(self.source.mesh_info.shard_mesh_rank)
+
+    @property
+    def shard_world(self) -> int:
+        """How many parts it is cut into."""
+        return int(self.source.mesh_info.shard_mesh_size)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one module has it, FSDP alone cuts it, along its first dimension, and shards stay on the device."""
+        source = self.source
+        alone = not source._module_info.shared_modules and not source.is_dtensor and not source.offload_to_cpu
+        return alone and source.fsdp_placement.dim == 0
+
     def held_by(self, rank: int) -> int:
         """Elements of another rank's part, without padding."""
         if self.source.fsdp_placement.dim != 0:
@@ -204,19 +238,25 @@ class ParameterGroup:
 
 
 class ScatterComm(DefaultAllocMixin, ReduceScatter):
-    """Reduces the gradients of a group through `reduce`, whose parameters `expect` was told just before."""
+    """Reduces the gradients of a group through `reduce`, whose parameters `expect` was told just before.
 
-    def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
+    `finish` then gets this rank's.
+    """
+
+    def __init__(
+        self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool], finish: Callable[[Tensor], None]
+    ) -> None:
         self.expect = expect
         self._reduce = reduce
+        self._finish = finish
         self._plain = DefaultReduceScatter()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        if self._reduce(output_tensor, input_tensor, group, op):
-            return None
-        return self._plain(output_tensor, input_tensor, group, op, async_op)
+        if not self._reduce(output_tensor, input_tensor, group, op):
+            self._plain(output_tensor, input_tensor, group, op)
+        self._finish(output_tensor)
 
 
 class GatherComm(DefaultAllocMixin, AllGather):

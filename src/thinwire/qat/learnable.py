@@ -39,7 +39,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     `observer` is a torch.ao observer class, or what its `with_args` gives; keywords unknown here are for it. `gradient`
     is the rule for scale and zero point: "torch", or "lsq", the paper's, with `use_grad_scaling` by the elements of a
-    channel. Starts in static estimation, with parameters that require no gradient. More in docs/qat.md.
+    channel. Starts in static estimation, with parameters that require no gradient. More in docs/howto/qat.md.
     """
 
     fake_quant_enabled: Tensor

@@ -1,4 +1,4 @@
-"""The cost model: what a message takes on a cluster, and what a step with it takes. Pure; docs/advise.md explains it.
+"""The cost model: what a message takes on a cluster, and what a step with it takes. Pure; see docs/reference/advise.md.
 
 Legend: W ranks, G of them in a node, M nodes; n elements of a chunk, w bytes of its wire.
 

@@ -1,7 +1,7 @@
 """What is compared: the ways gradients can travel on a cluster, and what each loses.
 
 Errors are those of Gaussian numbers, independent on all ranks. Real gradients have longer tails, which rotated codecs
-(lloyd) do not feel and int8 does: docs/codecs.md has both.
+(lloyd) do not feel and int8 does: docs/reference/codecs.md has both.
 """
 
 import functools

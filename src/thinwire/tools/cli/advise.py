@@ -92,7 +92,8 @@ def command(
     """Predict a training step on your links in every codec and algorithm, rank them, and say what to do.
 
     The answer may be not to compress. Values that are missing are asked for on a terminal; elsewhere they are an error.
-    Everything is predicted (docs/advise.md has the formulas) from the links and from kernel times of committed records.
+    Everything is predicted from the links and from kernel times of committed records (docs/reference/advise.md has the
+    formulas).
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.

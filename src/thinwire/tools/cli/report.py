@@ -29,7 +29,7 @@ def command(
 
     Records are what `thinwire bench ... --json FILE` writes. Two records of one kind are compared after their tables,
     the second with the first, row by row. A row got worse where its change lies beyond the spread of both runs
-    (docs/report.md says how that is known).
+    (docs/reference/report.md says how that is known).
 
     --png and --html need the extra "report" (matplotlib). The page needs nothing else: no network, no scripts.
 
