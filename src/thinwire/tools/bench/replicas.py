@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
-from thinwire.integrations.options import DDPOptions, Feedback
+from thinwire.integrations.options import DDPOptions, Feedback, Weigh
 from thinwire.tools.bench import schemes, simulated, tasks, timing, train
 from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
@@ -223,6 +223,7 @@ class Trainer:
             run.scheme.codec or NONE,
             feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),
             exempt=run.scheme.exempt,
+            weigh=cast(Weigh, run.scheme.weigh),
             optimizer=self._optimizers,
             measure_every=0,
         )

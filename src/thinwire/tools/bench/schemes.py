@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import DDPHandle, FSDPState, auto, compress_ddp, policy
-from thinwire.integrations.options import Feedback
+from thinwire.integrations.options import Feedback, Weigh
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
@@ -33,6 +33,7 @@ RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matric
 PEERS = (NONE, BF16, *RANKS)
 SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
 REPLICA = "replica"
+MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
@@ -53,6 +54,7 @@ class TrainScheme:
     codec: str | None  # None: not thinwire's
     feedback: str = "none"
     exempt: str = "auto"
+    weigh: str = "none"
     peer: bool = False
     control: bool = False
     weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
@@ -103,17 +105,20 @@ def parse_sharded(text: str) -> TrainScheme:
 
 def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     label, named, asked = text.partition("@")
-    asked = asked if named else "auto"
+    asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
+    if weighed and unit != MOMENTS:
+        raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked)
+        return TrainScheme(text, "lloyd1", asked, weigh="none")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
         hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
         raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None
-    return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
+    weigh = MOMENTS if weighed else "none" if named else "auto"
+    return TrainScheme(f"{spelt}@{asked}{weighed}{unit}" if named else spelt, spelt, asked, weigh=weigh)
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
@@ -141,6 +146,7 @@ class Replica:
                 scheme.codec,
                 feedback=cast(Feedback, scheme.feedback),
                 exempt=scheme.exempt,
+                weigh=cast(Weigh, scheme.weigh),
                 optimizer=optimizer,
             )
         elif scheme.label in RANKS:

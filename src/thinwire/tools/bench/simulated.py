@@ -69,7 +69,7 @@ class Averager:
     def __init__(self, network: nn.Module, options: DDPOptions, world: int) -> None:
         names = ParameterNames()
         names.take(network)
-        self.decisions = Decisions(options, names)
+        self.decisions = Decisions(options, names, whole=True)
         rules = options.rules
         named = sorted(
             names.sizes.items(), key=lambda item: rules.fixed(item[0], item[1].shape, item[1].dtype) is not None
@@ -99,7 +99,8 @@ class Averager:
     @property
     def feedback(self) -> str:
         """The kinds that are in use, or "none"."""
-        return "+".join(sorted({lane.lane.spec.feedback for lane in self._lanes} - {""})) or "none"
+        found = "+".join(sorted({lane.lane.spec.feedback for lane in self._lanes} - {""})) or "none"
+        return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """The first row = the mean of all rows, as every replica reads it. The other rows are used up."""
@@ -115,8 +116,14 @@ class Averager:
                 onebit.put_momentum(self.parameters, self.views(row))
         if all(isinstance(lane.lane.spec.codec, Identity) for lane in self._lanes):
             rows_WN[0] = rows_WN.mean(0)
-        else:
-            self._send(rows_WN, step)
+            return
+        weighed = self.decisions.weighed(tuple(self.sizes))
+        roots = self.decisions.moments.roots([self.parameters[i] for i in weighed]) if weighed else []
+        for row in rows_WN if weighed else ():
+            torch._foreach_div_([self.views(row)[i] for i in weighed], roots)
+        self._send(rows_WN, step)
+        if weighed:
+            torch._foreach_mul_([self.views(rows_WN[0])[i] for i in weighed], roots)
 
     def _send(self, rows_WN: Tensor, step: int) -> None:
         world = self.world
@@ -198,4 +205,5 @@ def mean_of(rows_WN: Tensor, *, bf16: bool) -> Tensor:
     """The mean that torch's own all-reduce gives; bf16: divided and added in bf16, as its bf16 hook does."""
     if not bf16:
         return rows_WN.mean(0)
-    return functools.reduce(torch.add, (rows_WN / len(rows_WN)).bfloat16()).float()
+    total: Tensor = functools.reduce(torch.add, (rows_WN / len(rows_WN)).bfloat16())
+    return total.float()

@@ -37,7 +37,7 @@ app = typer.Typer(
 MOST = 1 << 60  # elements; torch cannot count more of them
 
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "bytes"])
-Size = StrEnum("Size", list(replicas_bench.SIZES))
+Size = StrEnum("Size", ["250k", "3m", "30m", "124m"])
 TrainOptimizer = StrEnum("TrainOptimizer", ["adam", "sgd", "adamw", "muon"])
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "simulated"])
 Backend = StrEnum("Backend", ["gloo", "nccl"])
@@ -238,7 +238,8 @@ def train_command(
     ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
     validation loss less fp32's, in nats.
 
-    Codecs may name their error feedback: lloyd2@none, @classic, @ef21. There are also auto, auto:2.5 and onebit, the
+    Codecs may name their error feedback: lloyd2@none, @classic, @ef21; and with @none+moments that gradients travel in
+    Adam's units. There are also auto, auto:2.5 and onebit, the
     controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
 
     With --parallel fsdp2 every block is sharded, and a name says how gradients and weights travel: lloyd4 (weights as
