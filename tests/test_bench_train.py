@@ -235,6 +235,8 @@ def test_flags_know_what_there_is() -> None:
         (["--codecs", "lloyd4/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["--parallel", "fsdp2", "--codecs", "powersgd1"], "besides codecs there are auto, none, bf16, mixed"),
         (["--parallel", "fsdp2", "--codecs", "int8/int8@ef21"], "as differences with @replica, got @ef21"),
+        (["--parallel", "fsdp2", "--codecs", "lloyd2@none+moments"], "of its own shards alone: leave out +moments"),
+        (["--codecs", "lloyd2@none+mean"], "may be weighed by their moments, lloyd2@none+moments, got 'mean'"),
         (["--batch", "0"], "Input should be greater than or equal to 1"),
         (["--world", "1"], "Input should be greater than or equal to 2"),
         (["--seeds", "0"], "Input should be greater than or equal to 1"),

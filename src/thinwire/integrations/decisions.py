@@ -103,9 +103,9 @@ class Decisions:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
         if step > 0 and self.weighs:
-            self.moments.look(self._names.parameters(), agree)
-            if not self.weighs:
-                told = told or "no rank-wide second moments of the optimizer were found: gradients are not weighed"
+            self.moments.look(self._names.tensors(), agree)
+            if self.moments.settled and not self.moments.shared:
+                told = told or "no second moments that all ranks have were found: gradients are not weighed by them"
         choice = self.schedule.at(step)
         if choice != self._choice:  # what was found out under another entry of the schedule does not count
             self.race = None
@@ -258,6 +258,7 @@ class Decisions:
     def state_dict(self) -> dict[str, Any]:
         return {
             "optimizer": self.family or "",
+            "moments": self._expects,
             "chosen": "" if self._chosen is None else str(self._chosen),
             "why": self.why,
             "widths": [[name, str(chosen)] for name, chosen in self._widths.items()],
@@ -271,6 +272,7 @@ class Decisions:
         widths = {name: registry.codec(spec) for name, spec in state["widths"]}
         if family:
             self.family = family
+            self._expects = self._expects or bool(state.get("moments"))
             self.end_scout()
         self.race = None
         self._chosen = chosen

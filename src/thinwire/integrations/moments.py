@@ -7,6 +7,7 @@ are of one size. Every rank has the same moments, since every rank takes the sam
 nothing is remembered.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,15 @@ class Moments:
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
+    def _search(self, parameters: Mapping[str, Tensor]) -> None:
+        """Find the optimisers of a resumed run before they step: they have their moments already."""
+        mine = {id(parameter) for parameter in parameters.values()}
+        for found in gc.get_objects():
+            if issubclass(type(found), Optimizer) and any(
+                id(parameter) in mine for group in found.param_groups for parameter in group["params"]
+            ):
+                self.saw(found)
+
     @property
     def expected(self) -> bool:
         """Whether an optimiser is known that keeps moments."""
@@ -57,6 +67,8 @@ class Moments:
         self._tried += 1
         if self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0:
             return
+        if self._tried == 1 and not self.expected:
+            self._search(parameters)
         names = sorted(parameters)
         found = [self._of(parameters[name]) for name in names]
         peaks = [-1.0 if moment is None else float(moment.max()) for moment in found]

@@ -56,7 +56,7 @@ class ParameterNames:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Those that have a name, by it."""
         return {name: parameter for parameter, name in self._names.items()}
 

@@ -92,6 +92,8 @@ def parse_sharded(text: str) -> TrainScheme:
         return TrainScheme(text, None, peer=text != NONE, weights=SHARDED_PEERS[text])
     gradients, paired, rest = text.partition("/")
     found = _compressed(gradients, tuple(SHARDED_PEERS))
+    if found.weigh == MOMENTS:
+        raise CodecError(f"{text!r}: a rank of FSDP2 has the {MOMENTS} of its own shards alone: leave out +{MOMENTS}")
     if not paired:
         return replace(found, weights="none")
     weights, named, how = rest.partition("@")
