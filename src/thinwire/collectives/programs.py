@@ -68,7 +68,7 @@ def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 
 
 def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
     """Whether tensors of `dtype` can be encoded in rows of this codec: one that has not to choose by their lengths."""
-    if dtype not in _DTYPES or dtype not in codec.inputs or codec.pick(shape=(1,)) != codec:
+    if dtype not in _DTYPES or dtype not in codec.inputs or codec.pick(shape=(1,)) != codec or not codec.recodes:
         return False
     return not feedback or codec.encoding(torch.float32).format.block > 0
 

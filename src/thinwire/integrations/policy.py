@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
+from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, codec
 from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.feedback import KINDS
@@ -167,7 +167,9 @@ def leaves(chosen: Codec) -> list[Codec]:
 
 
 def bits_of(chosen: Codec) -> int:
-    """Bits of a code; 16 and more are as good as exact."""
+    """Bits of a code; 16 and more are as good as exact. Of topk 1: most of its numbers are not sent at all."""
+    if isinstance(chosen, TopK):
+        return 1
     if isinstance(chosen, BlockInt | Lloyd):
         return chosen.bits
     return 8 if isinstance(chosen, Cast) and chosen.format in ("e4m3", "e5m2") else 16

@@ -1,7 +1,7 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
 To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
-sharded.py.
+sharded.py. DiLoCo is in across.py.
 """
 
 import contextlib
@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import DDPHandle, FSDPState, auto, compress_ddp, policy
+from thinwire.integrations import auto, compress_ddp, policy
 from thinwire.integrations.options import Feedback
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
 DDP = "ddp"
 FSDP2 = "fsdp2"
+DILOCO = "diloco"
 NONE = "none"
 BF16 = "bf16"
 MIXED = "mixed"
@@ -55,6 +56,7 @@ class TrainScheme:
     peer: bool = False
     control: bool = False
     weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
+    every: int | None = None  # of DiLoCo: steps between two rounds
 
     @property
     def label(self) -> str:
@@ -66,10 +68,11 @@ class TrainScheme:
         return _RACED if self.codec == "auto" else _SETTLED
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.every is None else f"{self.name} every {self.every}"
 
 
 ALONE = TrainScheme("alone", None)  # FSDP2 that copies as ever, and sends nothing
+SYNCHRONOUS = TrainScheme(DDP, NONE, peer=True)  # beside DiLoCo: fp32 gradients at every step
 
 
 def parse(text: str) -> TrainScheme:
@@ -100,6 +103,12 @@ def parse_sharded(text: str) -> TrainScheme:
     return replace(found, name=f"{found.name}/{whole}", weights=whole, control=control)
 
 
+def parse_outer(text: str) -> TrainScheme:
+    """Of DiLoCo: "none" for outer gradients in fp32, "lloyd4", "lloyd2@none"."""
+    text = text.strip()
+    return TrainScheme(NONE, NONE) if text == NONE else _compressed(text, (NONE,))
+
+
 def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     label, named, asked = text.partition("@")
     asked = asked if named else "auto"
@@ -118,9 +127,30 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
     if scheme.label == ONEBIT:
         return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=0.0)
+    if kind in _ADAMS:
+        return _ADAMS[kind](parameters, lr=0.0)
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon for matrices, AdamW for the rest, at one rate: Muon's updates are scaled to the size of AdamW's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        found = list(parameters)
+        matrices = [parameter for parameter in found if parameter.dim() == 2]
+        others = [parameter for parameter in found if parameter.dim() != 2]
+        super().__init__(found, {})
+        self._parts: list[Optimizer] = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")]
+        self._parts += [torch.optim.AdamW(others, lr=lr)] if others else []
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of both."""
+        for part in self._parts:
+            part.step()
+
+
+_ADAMS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": MuonAndAdamW}
 
 
 class Replica:
@@ -131,7 +161,7 @@ class Replica:
         self.scheme = scheme
         self.optimizer = optimizer
         self.model: Any = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them alike
-        self._handle: DDPHandle | FSDPState | None = None
+        self._handle: Any = None  # of compress_ddp, compress_fsdp or DiLoCo
         self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
@@ -165,11 +195,11 @@ class Replica:
     @property
     def bytes_sent(self) -> int | None:
         """Handed to the transport so far; None where torch sends by itself."""
-        return None if self._handle is None else self._handle.stats().bytes_sent
+        return None if self._handle is None else int(self._handle.stats().bytes_sent)
 
     @property
     def feedback(self) -> str:
-        return self.scheme.feedback if self._handle is None else self._handle.stats().feedback
+        return self.scheme.feedback if self._handle is None else str(self._handle.stats().feedback)
 
     @property
     def chosen(self) -> str | None:
@@ -180,7 +210,7 @@ class Replica:
         """Memory that is held from step to step; None for torch's bf16, which holds none but copies every bucket."""
         if self._handle is not None:
             stats = self._handle.stats()
-            return stats.residual_bytes + stats.scratch_bytes + stats.replica_bytes
+            return int(stats.residual_bytes + stats.scratch_bytes + stats.replica_bytes)
         if self._power is not None:
             kept = (self._power.error_dict, self._power.p_memory_dict, self._power.q_memory_dict)
             tensors: list[Tensor] = [tensor for memory in kept for tensor in memory.values()]

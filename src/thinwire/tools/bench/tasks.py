@@ -22,6 +22,7 @@ from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03  # share of the steps in which the rate rises
+_RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Task(ABC):
         per cent apart, and so, a few tenths of one.
         """
         rise = min(1.0, (step + 1) / (RAMP * steps + 1))
-        return dict(self.rates)[optimizer] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return dict(self.rates)[_RATES.get(optimizer, optimizer)] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ QUICK_TASKS: dict[str, Task] = {
 }
 # What `thinwire demo` trains: in a minute and a half on two cores, and in seconds. Short batches, so that a step of so
 # small a network sends enough for a link to matter.
-DEMO = replace(_GPT, steps=150, seeds=2, rows=4, judged=1 << 14)
+DEMO = replace(_GPT, steps=150, seeds=3, rows=4, judged=1 << 14)
 QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
 
 

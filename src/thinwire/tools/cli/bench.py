@@ -23,10 +23,11 @@ from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
 from thinwire.tools.bench.record import BenchError, Interrupted, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
-from thinwire.tools.cli.flags import Device, Optimizer
+from thinwire.tools.cli.flags import Device
 from thinwire.tools.report import tables
 
 app = typer.Typer(
+    cls=screen.Commands,
     help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
     epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
     no_args_is_help=True,
@@ -35,7 +36,8 @@ app = typer.Typer(
 MOST = 1 << 60  # elements; torch cannot count more of them
 
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp"])
-Parallel = StrEnum("Parallel", ["ddp", "fsdp2"])
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco"])
+Inner = StrEnum("Inner", ["adam", "sgd", "adamw", "muon"])
 Backend = StrEnum("Backend", ["gloo", "nccl"])
 Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 
@@ -49,7 +51,9 @@ def _count(text: str, least: int = 1, most: int | None = None) -> Any:
 
 
 Codecs = Annotated[Words, _text("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
-LinkRate = Annotated[str | None, _text("A shaped link for every rank, such as 100mbit or 1gbit; needs root.", "RATE")]
+LinkRate = Annotated[
+    str | None, _text("A shaped link for every rank, such as 1gbit or 20mbit+50ms; needs root.", "RATE")
+]
 Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
 Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
 DeviceOption = Annotated[Device, typer.Option(help="Where the tensors are.")]
@@ -64,6 +68,7 @@ def codec_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """Bits on the wire and what they lose (NMSE), on six distributions.
 
@@ -94,6 +99,7 @@ def kernels_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What the kernels cost beside a plain copy and torch eager.
 
@@ -154,6 +160,7 @@ def collectives_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
 
@@ -204,17 +211,21 @@ def collectives_command(
 @app.command("train")
 def train_command(
     task: Annotated[TaskName, typer.Option(help="digits and gpt for losses, mlp for times.")] = TaskName.digits,
-    parallel: Annotated[Parallel, typer.Option(help="Gradients of ddp, or of fsdp2 and weights too.")] = Parallel.ddp,
+    parallel: Annotated[
+        Parallel, typer.Option(help="Gradients of ddp; of fsdp2, and weights; outer gradients of diloco.")
+    ] = Parallel.ddp,
     world: Annotated[int, _count("Ranks.", least=2, most=links.MOST_HOSTS)] = train_bench.WORLD,
     codecs: Annotated[Words, _text("Codecs, and the other names below; default by task.")] = None,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
+    optimizer: Annotated[Inner | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
     seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")] = None,
     link: LinkRate = None,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
     batch: Annotated[int | None, _count("Rows of a rank's batch; default 32, gpt 8.")] = None,
+    every: Annotated[Words, _text("Of diloco: steps between two rounds; default 10,30.", "N,N")] = None,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What compressed gradients, and weights, do to the loss, and to the time of a step.
 
@@ -231,6 +242,10 @@ def train_command(
     bf16 and computes in fp32, and mixed, FSDP2's MixedPrecisionPolicy in bf16, which computes in it too. Losses are
     those of the weights as they are gathered.
 
+    With --parallel diloco ranks train alone and average how far they have moved, every 10 and every 30 steps. A codec
+    is compared with outer gradients in fp32 (none) of as many steps between rounds; DDP in fp32 takes as many steps
+    beside them. Time and bytes of a round are dealt out over the steps between two.
+
     \b
     Tasks:
       digits   a small network on scikit-learn's digits, every rank with labels of its own
@@ -244,13 +259,17 @@ def train_command(
       thinwire bench train --task gpt --codecs int8,lloyd2@none,lloyd2@ef21 --json gpt.json
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
       sudo thinwire bench train --parallel fsdp2 --task mlp --link 1gbit --batch 2 --codecs lloyd4/int8,mixed
+      thinwire bench train --parallel diloco --task gpt --optimizer muon --every 30 --codecs lloyd4,lloyd2
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     kind = optimizer.value if optimizer else None
+    if parallel is not Parallel.diloco:
+        _refuse({"--every": every}, "is for --parallel diloco")
+    apart = flags.counts(every, "--every")
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, kind, parallel.value)
+        train_bench.lineup(task.value, named, kind, parallel.value, apart)
     run = partial(train_bench.run, task.value, world, named, kind, seeds, flags.shaped(link), steps, quick)
-    _deliver(partial(run, parallel=parallel.value, batch=batch), json, csv)
+    _deliver(partial(run, parallel=parallel.value, batch=batch, every=apart), json, csv)
 
 
 @app.command("qat")
@@ -264,6 +283,7 @@ def qat_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What fake quantisation costs, and what networks trained with it reach.
 
