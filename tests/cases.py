@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,18 +80,30 @@ def thorough(*rows: Any) -> list[Any]:
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows]
 
 
+def worlds(*usual: int, rare: Sequence[int]) -> pytest.MarkDecorator:
+    """How many ranks a test has; `rare` with --thorough only. Neighbouring tests take different worlds."""
+    return pytest.mark.parametrize("world", [*usual, *thorough(*rare)])
+
+
 def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every value of every axis, in as few combinations as the longest has values; the others with --thorough."""
-    count = max(map(len, axes))
+    """Every value of every axis but `world`, in as few combinations as the longest of them has values.
+
+    The other combinations run with --thorough.
+    """
+    count = max(len(axis) for name, axis in zip(names.split(", "), axes, strict=True) if name != "world")
     usual = [tuple(axis[i % len(axis)] for axis in axes) for i in range(count)]
     others = [row for row in itertools.product(*axes) if row not in usual]
     return pytest.mark.parametrize(names, [*usual, *thorough(*others)])
 
 
 def generated(count: int) -> settings:
-    """That many cases of Hypothesis, the same in every run, so that a failure is one for all."""
+    """That many cases of Hypothesis with --thorough, else half; the same in every run: a failure is one for all."""
     return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=count if "--thorough" in sys.argv else count // 2,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
 
 

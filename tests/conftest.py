@@ -37,11 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what tests will wait for: their programs, and the processes that fork ranks, which import torch first."""
+    """Start what tests will wait for: their programs, and the processes that fork ranks, with what these import."""
     if not session.config.option.collectonly:
         session.config.stash[PROGRAMS] = Programs(session.items)
-        if any("ranks" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
-            session.config.stash[RANKS] = RankPool()
+        tests = (item for item in session.items if isinstance(item, pytest.Function))
+        if modules := [item.module for item in tests if "ranks" in item.fixturenames]:
+            imported = dict.fromkeys(name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
+            session.config.stash[RANKS] = RankPool(list(imported))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -12,7 +12,8 @@ belong to, a function that makes a group (as collectives do for their second pha
 
 [Note: Two fork servers] Ranks are forked, in milliseconds, by processes that have imported torch already: one for even
 ranks and one for odd, so that the ranks of a world differ in their hash seeds, as in a user's job. A set of names that
-is walked on the way to a collective would show.
+is walked on the way to a collective would show. A test module whose ranks need more than torch, and slow to import,
+names it in RANKS_IMPORT: the fork servers then import it once, for all ranks.
 
 Results and arguments are pickled by value. Warnings are errors in the ranks. A call that overruns its limit kills the
 ranks of its world; the next call starts new ones.
@@ -42,7 +43,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 MAX_WORLD = 4
-START_S = 150.0  # four cold imports of torch on a busy machine
+START_S = 300.0  # imports of torch and of frameworks on a busy machine
 LIMIT_S = 60.0
 GPU_LIMIT_S = 150.0  # of a call; kernels of a GPU are compiled when they are first used
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
@@ -59,9 +60,12 @@ WITHOUT_CUDA = ("torch._dynamo", "thinwire.integrations.fsdp")
 class RankPool:
     """ranks(world): the ranks of that world, started at their first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = ()) -> None:
+        """Wait for the fork servers, which import these modules, too: here no test's time runs."""
         self._worlds: dict[int, World] = {}
-        self._servers = (ForkServer(), ForkServer())
+        self._servers = (ForkServer(imported), ForkServer(imported))
+        for server in self._servers:
+            server.wait()
 
     def __call__(self, world: int) -> "World":
         if not 1 <= world <= MAX_WORLD:
@@ -79,14 +83,19 @@ class RankPool:
 class ForkServer:
     """A process that has imported torch and forks ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str]) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_S)
-        environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, "OMP_NUM_THREADS": "1"}
+        alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers in every rank
+        environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **alone}
         with theirs:
             handle = theirs.fileno()
-            command = [sys.executable, __file__, str(handle)]
+            command = [sys.executable, __file__, str(handle), *imported]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[handle])
+
+    def wait(self) -> None:
+        """Until it has imported all."""
+        self._answer()
 
     def fork(self, number: int, size: int, folder: Path) -> "_Rank":
         """Rank `number` of `size`, which find each other by a file in `folder`."""
@@ -107,6 +116,9 @@ class ForkServer:
 
     def _ask(self, question: Any, *handles: int) -> Any:
         socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
+        return self._answer()
+
+    def _answer(self) -> Any:
         answer = self._channel.recv(64)
         if not answer:
             raise RuntimeError(f"a process that forks ranks died with exit status {self._process.wait()}")
@@ -122,10 +134,13 @@ class World:
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, lost: int | None = None
+    ) -> list[Any]:
         """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung.
 
-        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S.
+        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S. `lost`: a rank that dies or stops on the
+        way, whose answer nobody waits for; all ranks are ended afterwards.
         """
         if timeout is None:
             timeout = GPU_LIMIT_S if any(getattr(arg, "type", None) == "cuda" for arg in args) else LIMIT_S
@@ -135,7 +150,11 @@ class World:
                 self._start()
             for rank in self._ranks:
                 rank.send(call)
-            return self._collect(getattr(fn, "__qualname__", repr(fn)), timeout)
+            awaited = [rank for rank in self._ranks if rank.number != lost]
+            found = self._collect(getattr(fn, "__qualname__", repr(fn)), timeout, awaited)
+            if lost is not None:
+                self.close(kill=True)
+            return found
         except BaseException as error:
             if not isinstance(error, RankError) or error.fatal:
                 self.close(kill=True)
@@ -155,21 +174,21 @@ class World:
         for number in range(self.size):
             server = self._servers[number % len(self._servers)]
             self._ranks.append(server.fork(number, self.size, Path(self._dir.name)))
-        self._collect("the start of the ranks", START_S)
+        self._collect("the start of the ranks", START_S, self._ranks)
 
-    def _collect(self, name: str, timeout: float) -> list[Any]:
+    def _collect(self, name: str, timeout: float, ranks: list["_Rank"]) -> list[Any]:
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
-            silent = {rank.pipe: rank for rank in self._ranks if rank.number not in answers}
+        while len(answers) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            silent = {rank.pipe: rank for rank in ranks if rank.number not in answers}
             for pipe in wait(list(silent), left):
                 rank = silent[pipe]
                 answers[rank.number] = rank.receive()
                 if not answers[rank.number].ok:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
-            raise RankError.of(name, timeout, self._ranks, answers)
-        return [answers[rank.number].value for rank in self._ranks]
+        if len(answers) < len(ranks) or not all(answer.ok for answer in answers.values()):
+            raise RankError.of(name, timeout, ranks, answers)
+        return [answers[rank.number].value for rank in ranks]
 
 
 class RankError(RuntimeError):
@@ -252,14 +271,15 @@ class _Rank:
 # The fork servers' side.
 
 
-def serve_forks(channel: socket.socket) -> None:
+def serve_forks(channel: socket.socket, imported: Sequence[str]) -> None:
     """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
     import torch
 
-    for name in (*IMPORTED, *(WITHOUT_CUDA if torch.version.cuda is None else ())):
-        with suppress(ModuleNotFoundError):  # whoever needs it will tell
+    for name in (*IMPORTED, *((*WITHOUT_CUDA, *imported) if torch.version.cuda is None else ())):
+        with suppress(ImportError):  # whoever needs it will tell
             importlib.import_module(name)
     gc.freeze()  # ranks share these pages, as long as nobody looks at them
+    channel.sendall(b"true")
     while True:
         question, handles, _, _ = socket.recv_fds(channel, 4096, 2)
         if not question:
@@ -358,4 +378,4 @@ def _answer(call: bytes, group: Any) -> bytes:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides
-    serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    serve_forks(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

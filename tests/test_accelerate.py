@@ -1,6 +1,7 @@
 """compress() for Accelerate, with the real package: bits, bounds and bytes, checkpoints, FSDP2, and what is refused."""
 
 import importlib
+import importlib.util
 import logging
 import sys
 import tempfile
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
-from cases import seeded
+from cases import seeded, thorough
 from huggingface import assert_within_int8, largest, launched, shard_on_cpu, watch_gradients
 from ranks import RankPool
 from replicas import Group, flat, message_of, same_everywhere
 
-pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install 'thinwire[accelerate]'")
+if importlib.util.find_spec("accelerate") is None:
+    pytest.skip("Accelerate is not installed: pip install 'thinwire[accelerate]'", allow_module_level=True)
 
+RANKS_IMPORT = ("accelerate",)
 RATE = 0.1
 Options = Mapping[str, Any]
 
@@ -149,7 +152,7 @@ def both(group: Group, accelerator: Options) -> list[Found]:
     return [train(group, run) for run in runs]
 
 
-@pytest.mark.parametrize(("way", "world"), [*((way, 2) for way in WAYS), ("accumulated", 3)])
+@pytest.mark.parametrize(("way", "world"), [*((way, 2) for way in WAYS), *thorough(("accumulated", 3))])
 def test_a_prepared_model_is_compressed(ranks: RankPool, way: str, world: int) -> None:
     for plain, none, exact, int8 in ranks(world).run(both, WAYS[way]):
         assert all(torch.equal(mine, other) for mine, other in zip(none.weights, plain.weights, strict=True))
@@ -177,7 +180,7 @@ def whole_and_resumed(group: Group, run: Run, folder: str) -> tuple[Found, Found
     return whole, train(group, run._replace(steps=6, resume=(kept, 3)))
 
 
-@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in REMEMBERED), ("classic", 3)])
+@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in REMEMBERED), *thorough(("classic", 3))])
 def test_load_state_goes_on_with_the_same_bits(ranks: RankPool, kind: str, world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         answers = ranks(world).run(whole_and_resumed, REMEMBERED[kind], folder)

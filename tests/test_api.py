@@ -1,8 +1,6 @@
 """What callers of verbs rely on: counted steps, explanations that communicate nothing, torch's kind of Work."""
 
 import logging
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import digest, seeded
+from cases import digest, seeded, worlds
 from ranks import RankPool
 from thinwire.collectives.channel import channel_of
 
@@ -40,7 +38,7 @@ def errors_of_means(group: Group, steps: list[int | None]) -> tuple[float, str]:
     return float((mean - exact).norm() / exact.norm()), digest(*results)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_errors_of_calls_that_name_no_step_average_out(ranks: RankPool, world: int) -> None:
     """Rotations are independent, so the error of a mean of 16 falls by about 4; a fixed one repeats its error."""
     fixed = ranks(world).run(errors_of_means, [0] * 16)
@@ -210,13 +208,13 @@ def many_sizes(group: Group, most: int) -> int:
     fresh = dist.new_group()
     from thinwire.collectives import channel
 
-    kept = channel.MOST_PLANS
-    channel.MOST_PLANS = most
+    kept = channel.MOST_KINDS
+    channel.MOST_KINDS = most
     try:
         for numel in range(1, 3 * most):
             thinwire.all_reduce(torch.ones(numel), group=fresh, algorithm="one_shot")
     finally:
-        channel.MOST_PLANS = kept
+        channel.MOST_KINDS = kept
     return len(channel_of(fresh, torch.device("cpu")).plans)
 
 
@@ -287,9 +285,3 @@ def any_dtype(group: Group) -> list[bool]:
 
 def test_one_rank_alone_takes_any_dtype(ranks: RankPool) -> None:
     assert ranks(1).run(any_dtype) == [[True, True]]
-
-
-def test_rooms_are_attributes_of_the_package() -> None:
-    told = "import thinwire; print(thinwire.collectives.traffic.__name__, thinwire.errors.QatError.__name__)"
-    run = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=50)
-    assert run.stdout.split() == ["traffic", "QatError"], run.stderr

@@ -4,15 +4,19 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from programs import Ended
 from thinwire.codecs import codec
 from thinwire.tools.bench import collectives as bench, link as links, record
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
@@ -204,11 +208,13 @@ def test_a_row_is_of_the_slowest_rank_and_the_one_that_sends_most() -> None:
 SMALL = ["--quick", "--world", "2", "--numel", "20000", "--rounds", "2", "--codecs", "int8,auto,plain"]
 
 
-@pytest.mark.program("-m", "thinwire", "bench", "collectives", *SMALL, "--verbs", EVERYTHING, "--json", "found.json")
-def test_a_quick_run_over_loopback(program: Ended) -> None:
-    assert (program.status, program.err) == (0, ""), program.told
-    assert program.alone
-    found = record.read(str(program.folder / "found.json"))
+@pytest.mark.usefixtures("forked")
+def test_a_quick_run_over_loopback(tmp_path: Path) -> None:
+    path = str(tmp_path / "found.json")
+    run = CliRunner().invoke(app, ["bench", "collectives", *SMALL, "--verbs", EVERYTHING, "--json", path])
+    assert (run.exit_code, run.stderr) == (0, ""), run.output
+    assert multiprocessing.active_children() == []
+    found = record.read(path)
     assert found.conditions["threads"] == 1
     assert [(row["verb"], row["codec"]) for row in found.rows] == [
         (verb, name) for verb in bench.VERBS for name in ("int8", "auto", "plain")
@@ -296,6 +302,45 @@ def test_bytes_across_are_those_of_messages_that_leave_a_node(world: int, nodes:
     assert bench.bytes_across("hierarchical", world, nodes, int8, numel) == pytest.approx(outer)
     around = sum(node_of[rank] == 0 != node_of[(rank + 1) % world] for rank in range(world))
     assert bench.bytes_across("plain", world, nodes, int8, numel) == around * 2 * (world - 1) / world * 4 * numel
+
+
+def test_a_link_with_a_delay() -> None:
+    link = links.parse("20mbit+50ms")
+    assert (link.rate, link.delay, str(link), MBIT.delay) == (2e7, 0.05, "20mbit+50ms", 0)
+    for text in ("1gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
+        with pytest.raises(record.BenchError, match="expected a rate"):
+            links.parse(text)
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    with links.hosts(2, link) as names, ThreadPoolExecutor(2) as threads:
+        listening = threading.Event()
+        answered = threads.submit(answer, names[1], listening)
+        took, payload = threads.submit(ask, names[0], listening).result(timeout=20), answered.result(timeout=20)
+    assert payload == 100_000
+    assert 0.2 <= took < 2  # there and back to connect, there with the last byte, back with the answer
+
+
+def answer(host: str, listening: threading.Event) -> int:
+    """Read until the other has no more, and answer with one byte."""
+    links.enter(host)
+    with socket.create_server(("10.77.0.2", 5000)) as server:
+        listening.set()
+        connection, _ = server.accept()
+        with connection:
+            found = sum(len(part) for part in iter(lambda: connection.recv(1 << 16), b""))
+            connection.send(b"!")
+            return found
+
+
+def ask(host: str, listening: threading.Event) -> float:
+    links.enter(host)
+    listening.wait(10)
+    begun = time.monotonic()
+    with socket.create_connection(("10.77.0.2", 5000), timeout=10) as connection:
+        connection.sendall(bytes(100_000))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b"!"
+    return time.monotonic() - begun
 
 
 @pytest.mark.usefixtures("forked")

@@ -11,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ranks import RankPool
+from test_bench_train import Pooled
 from thinwire.tools.bench import collectives as bench, ddp_steps, gpu_counts, launch, nccl, record, tasks
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.bench.ddp_steps import StepCase, StepSample
@@ -277,15 +279,15 @@ class CpuRanks(NcclRanks):
         return torch.device("cpu")
 
 
-def test_averages_and_steps_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_and_steps_of_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "version", lambda: (2, 31, 2))
-    ranks = CpuRanks(2, 2)
     verbs = ("all_reduce", *bench.STEPS)
-    sums, steps, sharded = bench.nccl_cases(ranks, [4000], verbs, ["plain", "int8", "lloyd2"])
-    small = replace(cast(StepCase, sharded), task=tasks.QUICK_TASKS["mlp"])
-    with launch.ranks(2) as world:
-        rows = [*sums.rows(world, Effort(2)), *steps.rows(world, Effort(2))]
-        cut = list(small.rows(world, Effort(2)))
+    sums, *steps = bench.nccl_cases(CpuRanks(2, 2), [4000], verbs, ["plain", "int8", "lloyd2"])
+    task = tasks.QUICK_TASKS["mlp"]
+    whole, sharded = (replace(cast(StepCase, case), task=task) for case in steps)
+    world = cast(launch.World, Pooled(ranks(2)))
+    rows = [*sums.rows(world, Effort(2)), *whole.rows(world, Effort(2))]
+    cut = list(sharded.rows(world, Effort(2)))
     assert all(row["identical"] for row in [*rows, *cut])
     assert [row["codec"] for row in cut] == ["none", "mixed", "int8/int8", "lloyd2/int8"]
     plain = 3 * 4 * float(str(cut[0]["numel"])) / 2  # fp32 gathered twice and reduced once, half of each sent
@@ -300,5 +302,5 @@ def test_averages_and_steps_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [float(str(row["rel_error"])) for row in rows[:5]]
     assert errors[0] < 1e-6 < errors[1] < 0.05 < errors[3] < 1  # against the mean
     assert [row["feedback"] for row in rows[5:]] == ["none", "none", "none", "classic", "ef21"]
-    assert {row["numel"] for row in rows[5:]} == {1_088_522}
+    assert {row["numel"] for row in rows[5:]} == {sum(p.numel() for p in task.model(0).parameters())}
     assert [row["bytes_per_rank"] is None for row in rows[5:]] == [True, True, False, False, False]

@@ -20,7 +20,17 @@ from programs import Ended
 from ranks import RankPool, World
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
-from thinwire.tools.bench import launch, link as links, record, schemes, tasks, train as bench, turns
+from thinwire.tools.bench import (
+    launch,
+    link as links,
+    record,
+    replicas,
+    schemes,
+    sources,
+    tasks,
+    train as bench,
+    turns,
+)
 from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
@@ -207,10 +217,13 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
-    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2]
+    assert list(cli.TaskName) == [*tasks.TASKS, "bytes"]
+    assert list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
+    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2, schemes.DILOCO, replicas.SIMULATED]
     assert {s.name for s in bench.lineup("gpt", parallel="fsdp2") if s.control} == {"int8/lloyd4"}
-    assert list(cli.Optimizer) == list(dict(tasks.TASKS["digits"].rates))
+    assert all(task.rate(optimizer, 3, 9) > 0 for task in tasks.TASKS.values() for optimizer in cli.TrainOptimizer)
+    both = [tasks.TASKS["digits"], sources.SIZES["30m"]]
+    assert list(cli.TrainOptimizer) == [name for task in both for name in dict(task.rates)]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +236,11 @@ def test_flags_know_what_there_is() -> None:
         (["--codecs", "lloyd4/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["--parallel", "fsdp2", "--codecs", "powersgd1"], "besides codecs there are auto, none, bf16, mixed"),
         (["--parallel", "fsdp2", "--codecs", "int8/int8@ef21"], "as differences with @replica, got @ef21"),
+        (["--parallel", "diloco", "--codecs", "bf16/int8"], "besides codecs there are auto, none"),
+        (["--parallel", "diloco", "--every", "0"], "expected integers from 1 on"),
+        (["--every", "10"], "is for --parallel diloco"),
+        (["--parallel", "fsdp2", "--codecs", "lloyd2@none+moments"], "of its own shards alone: leave out +moments"),
+        (["--codecs", "lloyd2@none+mean"], "may be weighed by their moments, lloyd2@none+moments, got 'mean'"),
         (["--batch", "0"], "Input should be greater than or equal to 1"),
         (["--world", "1"], "Input should be greater than or equal to 2"),
         (["--seeds", "0"], "Input should be greater than or equal to 1"),
@@ -400,6 +418,38 @@ def test_a_quick_run_of_fsdp2_on_text(ranks: RankPool, tmp_path: Path, monkeypat
     table = tables.markdown(found)
     assert "gpt with sgd in shards (FSDP2), 2 ranks" in table
     assert all(f"| {name} |" in table for name in ("int8", "int8/int8", "int8/lloyd4 (control)", "mixed (peer)"))
+
+
+def test_a_quick_run_of_diloco(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "found.json")
+    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
+    small = ("--quick", "--world", "2", "--steps", "4", "--batch", "1", "--optimizer", "muon", "--json", path)
+    result = invoke("--parallel", "diloco", "--task", "gpt", "--codecs", "lloyd2,topk", "--every", "1,2", *small)
+    assert result.exit_code == 0, result.output
+    found = record.read(path)
+    ddp, *outer = found.rows
+    assert (ddp["parallel"], ddp["codec"], ddp["every"], ddp["ddp_log_ratio"], ddp["peer"]) == (
+        "ddp",
+        "none",
+        1,
+        0,
+        True,
+    )
+    names = [(row["parallel"], row["codec"], row["feedback"], row["every"]) for row in outer]
+    feedback = {"none": "none", "lloyd2": "classic", "topk": "classic"}
+    assert names == [("diloco", codec, feedback[codec], every) for every in (1, 2) for codec in feedback]
+    assert all(row["identical"] and not row["diverged"] for row in found.rows)
+    first, second = outer[:3], outer[3:]
+    for fp32, lloyd2, topk in (first, second):
+        assert fp32["loss_log_ratio"] == 0
+        assert number(fp32, "ddp_log_ratio") != 0
+        assert all(number(row, "fp32_loss") == number(fp32, "loss") != number(row, "loss") for row in (lloyd2, topk))
+        assert number(topk, "bytes_per_step") < number(lloyd2, "bytes_per_step") < number(fp32, "bytes_per_step")
+    for one, two in zip(first, second, strict=True):
+        assert number(one, "bytes_per_step") == 2 * number(two, "bytes_per_step")
+    assert number(first[0], "bytes_per_step") == number(ddp, "bytes_per_step")  # a ring of fp32 numbers, both
+    assert (first[0]["bytes_over_plain"], second[0]["bytes_over_plain"]) == (1, 0.5)
+    assert "gpt with muon, DiLoCo, 2 ranks" in tables.markdown(found)
 
 
 def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:

@@ -31,6 +31,7 @@ from cases import (
     small_chunks,
     thorough,
     wire_of,
+    worlds,
 )
 from ranks import RankPool
 from thinwire.collectives import Work, traffic
@@ -138,7 +139,7 @@ def test_all_reduce_is_within_its_error_and_the_same_on_all_ranks(
 
 
 @each_device
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_all_reduce_averages_and_multiplies(ranks: RankPool, world: int, device: Device) -> None:
     pairs = [(c, a) for c in ("none", "int8", "lloyd4:block=64") for a in SHARED] + [("int8", "plain")]
     factors = ("avg", 0.5, -3.0, 0.0)
@@ -154,7 +155,7 @@ def test_all_reduce_takes_sixteen_bits(ranks: RankPool, dtype: torch.dtype, devi
 
 
 @each_device
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(2, rare=[3])
 def test_a_block_that_is_not_finite_stays_visible_and_alone(ranks: RankPool, world: int, device: Device) -> None:
     codecs = ("none", "bf16", "int8", "int3:block=40,mode=affine", "lloyd4:block=64", "e5m2")
     pairs = [(c, a) for c in codecs for a in SHARED] + [("none", "plain")]
@@ -171,7 +172,7 @@ def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
 
 
 @each_device
-@pytest.mark.parametrize("world", [2, 3, 4])
+@worlds(3, rare=[2, 4])
 def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int, device: Device) -> None:
     cases = [Case("none", n, a, dtype=d) for n in (1, 777) for a in SHARED for d in (*DTYPES, torch.float64)]
     outputs = ranks(world).run(reduce_cases, cases, device)[0][1]
@@ -184,7 +185,7 @@ def test_the_identity_adds_in_rank_order_exactly(ranks: RankPool, world: int, de
 
 
 @each_device
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(4, rare=[2])
 def test_bfloat16_rounds_every_rank_and_the_sum_once(ranks: RankPool, world: int, device: Device) -> None:
     two_phase, one_shot = ranks(world).run(reduce_cases, [Case("bf16", 901, a) for a in SHARED], device)[0][1]
     total = torch.zeros(901)
@@ -207,7 +208,7 @@ def nmse_of(group: Group, codecs: Sequence[str], numel: int) -> list[tuple[float
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(2, rare=[4])
 def test_two_phase_loses_two_roundings_and_one_shot_one(ranks: RankPool, world: int) -> None:
     """Errors of independent Gaussian ranks are orthogonal. One tensor's own share varies: 4 sigma of 2**16 numbers."""
     x = torch.randn(1 << 16, generator=seeded(6))
@@ -580,7 +581,7 @@ def coalesced(
 
 
 @each_device
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_coalesced_tensors_are_reduced_as_one_row(ranks: RankPool, world: int, device: Device) -> None:
     pairs = [(c, a) for c in ("none", "int8", "lloyd4:block=64") for a in SHARED] + [("none", "plain")]
     for codec, algorithm in pairs:
@@ -732,8 +733,8 @@ def algorithms(codec: str, world: int, device: Device) -> tuple[str, ...]:
     ("world", "codec"),
     [
         *((2 + i % 2, codec) for i, codec in enumerate(VERB_CODECS)),
-        *((2, "int8"), (4, "lloyd2:block=64")),
-        *thorough((2, VERB_CODECS[3]), *((3, codec) for codec in VERB_CODECS[::2]), (4, "none")),
+        *thorough((2, "int8"), (4, "lloyd2:block=64"), (4, "none")),
+        *thorough((2, VERB_CODECS[3]), *((3, codec) for codec in VERB_CODECS[::2])),
     ],
 )
 def test_every_verb_is_within_one_rounding_for_any_length_and_split(
@@ -832,7 +833,7 @@ def strided_verbs(group: Group, algorithm: str, device: Device) -> list[bool]:
 
 
 @pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(2, rare=[3])
 def test_strided_inputs_and_outputs_work_in_every_verb(
     ranks: RankPool, world: int, algorithm: str, device: Device
 ) -> None:
@@ -865,7 +866,7 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
 
 
 @pytest.mark.parametrize(("algorithm", "device"), BY_DEVICE)
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_outputs_may_lie_in_inputs_where_torch_allows_it(
     ranks: RankPool, world: int, algorithm: str, device: Device
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given as forall, strategies as st
 from torch import Tensor
 
 import thinwire
-from cases import decoded, generated, over, recoded, seeded, wires_of
+from cases import decoded, generated, over, recoded, seeded, wires_of, worlds
 from ranks import RankPool
 from thinwire.collectives import cost
 from thinwire.collectives.channel import channel_of
@@ -149,7 +149,7 @@ def explained(group: Group, numels: list[int], codec: str) -> list[str]:
     return [str(thinwire.explain(torch.ones(numel), codec=codec)) for numel in numels]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@worlds(1, 2, rare=[4])
 def test_all_ranks_explain_alike(ranks: RankPool, world: int) -> None:
     answers = ranks(world).run(explained, [1, 1000, 3 << 20], "int8")
     assert all(answer == answers[0] for answer in answers)
@@ -173,7 +173,7 @@ def chosen(group: Group) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_auto_does_what_explain_says(ranks: RankPool, world: int) -> None:
     assert all(all(found) for found in ranks(world).run(chosen))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import thinwire
-from cases import ROUND, assert_same, by_turns, digest, thorough
+from cases import ROUND, assert_same, by_turns, digest, thorough, worlds
 from ranks import RankPool
 from replicas import (
     OPTIMIZERS,
@@ -164,14 +164,15 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
-IN_THREE = ("classic", "ef21", "by an optimiser that is seen", "dtypes", "parameters without elements")
+IN_THREE = ("classic", "dtypes", "by an optimiser that is seen")
 
 
 @pytest.mark.parametrize(
     ("world", "kind"),
     [
         *((2 + (kind in IN_THREE), kind) for kind in RUNS),
-        *thorough(*((2, kind) for kind in IN_THREE), (3, "bits by layer"), (3, "a schedule")),
+        *thorough(*((2, kind) for kind in IN_THREE)),
+        *thorough(*((3, kind) for kind in ("ef21", "parameters without elements", "bits by layer", "a schedule"))),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, world: int, kind: str) -> None:
@@ -203,7 +204,7 @@ def into_other_buckets(group: Group, caps: Sequence[float]) -> list[tuple[str, s
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_gradients_are_gathered_from_whatever_buckets_ddp_has(ranks: RankPool, world: int) -> None:
     for found in ranks(world).run(into_other_buckets, (0.01, 9.0, 20.0, 1024.0)):
         assert all(want == got for want, got in found)

@@ -3,13 +3,12 @@
 import contextlib
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from cases import assert_same
+from cases import assert_same, worlds
 from ranks import RankPool
-from replicas import PAIR, WORLDS, Given, Group, batch, draw, flat, learn, message_of, network, same_everywhere, wrap
+from replicas import PAIR, Given, Group, batch, draw, flat, learn, message_of, network, same_everywhere, wrap
 from thinwire import compress_ddp
 from thinwire.optim import OneBitAdam
 
@@ -35,7 +34,7 @@ def onebit(group: Group, given_codec: Any, warmup: int, steps: int) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@worlds(3, rare=[2, 4])
 def test_momentum_travels_in_one_bit(ranks: RankPool, world: int) -> None:
     plainly = ranks(world).run(onebit, None, 6, 16)
     for found, bare in zip(ranks(world).run(onebit, "lloyd1", 6, 16), plainly, strict=True):
@@ -48,7 +47,7 @@ def test_momentum_travels_in_one_bit(ranks: RankPool, world: int) -> None:
         assert not torch.equal(found["parameters"], bare["parameters"])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_an_exact_momentum_is_that_of_the_mean_gradient(ranks: RankPool, world: int) -> None:
     """Momentum is linear: the mean of momenta is the momentum of means, up to rounding."""
     for found, bare in zip(ranks(world).run(onebit, "none", 4, 10), ranks(world).run(onebit, None, 4, 10), strict=True):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cases import small_chunks
+from cases import small_chunks, worlds
 from ranks import RankPool
-from replicas import CODED, SHAPES, WORLDS, Given, Group, Shapes, backward, draw, wrap
+from replicas import CODED, SHAPES, Given, Group, Shapes, backward, draw, wrap
 from thinwire import codec, compress_ddp
 from thinwire.collectives import chunks, traffic
 
@@ -26,7 +26,7 @@ def measure(group: Group, options: Mapping[str, Any], shapes: Shapes, steps: int
 
 
 @pytest.mark.parametrize("algorithm", CODED)
-@pytest.mark.parametrize("world", WORLDS)
+@worlds(3, rare=[2, 4])
 def test_bytes_are_those_of_the_transport(ranks: RankPool, world: int, algorithm: str) -> None:
     for name, shapes in (("int8", SHAPES), ("lloyd1", SHAPES), ("lloyd2", {"w": (300, 200), "v": (100, 301)})):
         options = {"codec": name, "algorithm": algorithm, "feedback": "none"}
@@ -71,7 +71,7 @@ def exact_lanes(group: Group, dtype: torch.dtype) -> float | None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_exact_lanes_of_any_dtype_are_measured(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
     for error in ranks(world).run(exact_lanes, dtype):
         assert 0.05 < error < 0.1  # half of the squares lose 0.0095

@@ -1,8 +1,11 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
 import io
+import json
 import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import assert_same
+from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, message_of, network, same_everywhere
+from sites import EVERY, KILLED_AT, LEAVES_AT, STEPS as SITE_STEPS
 from thinwire import CollectiveError, DiLoCo
 from thinwire.feedback import Ledger, Piece
 
@@ -592,3 +597,143 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
     assert issubclass(CollectiveError, ValueError)
+
+
+# Averages that are late.
+
+
+def straggling(group: Group, deadline: float | None, pause: float) -> tuple[int, list[float], Tensor]:
+    """Rank 1 pauses before the second round."""
+    model = network()
+    optimizer = inner(model)
+    handle = DiLoCo(model, optimizer, every=3, codec="none", deadline=deadline)
+    took = []
+    for step in range(9):
+        if group.rank() == 1 and step == 5:
+            time.sleep(pause)
+        begun = time.monotonic()
+        train(model, optimizer, group.rank(), range(step, step + 1))
+        took.append(time.monotonic() - begun)
+    handle.close()
+    return handle.late, took, flat(list(model.parameters()))
+
+
+def test_an_average_that_is_late_is_applied_when_the_next_round_begins(ranks: RankPool) -> None:
+    calm = ranks(2).run(straggling, None, 0.0)
+    patient = ranks(2).run(straggling, 30.0, 0.5)
+    hasty = ranks(2).run(straggling, 0.2, 2.0)
+    for found in (calm, patient, hasty):
+        assert_same(found[0][2], found[1][2])
+    assert [late for late, *_ in (*calm, *patient, *hasty)] == [0, 0, 0, 0, 1, 1]
+    assert_same(patient[0][2], calm[0][2])
+    assert not torch.equal(hasty[0][2], calm[0][2])
+    assert patient[0][1][5] > 0.4  # rank 0 waited in its second round
+    assert hasty[0][1][5] < 1.0 < hasty[0][1][8]  # here it trained on, and waited in its third
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), "soon"])
+def test_what_is_no_deadline(deadline: Any) -> None:
+    with pytest.raises(CollectiveError, match="deadline must be a number of seconds above 0, or None"):
+        DiLoCo(network(), None, every=3, deadline=deadline)
+
+
+# Ranks that die, come back, join and leave.
+
+
+@pytest.mark.thorough
+@pytest.mark.program(str(TESTS / "sites.py"))
+def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
+    """See tests/sites.py. Two kills, one join: every start is from a whole state, and all end with the same."""
+    assert program.status == 0, program.told
+    found = json.loads((program.folder / "found.json").read_text())
+    lines = found["lines"]
+    assert (found["status"], found["left"]) == ({"a": 0, "b": 0}, -9), program.told
+    starts = {name: [line for line in lines[name] if line["what"] == "start"] for name in lines}
+    ends = [lines[name][-1] for name in "ab"]
+    assert ends[0] == ends[1]
+    assert (ends[0]["what"], ends[0]["steps"], ends[0]["rounds"]) == ("end", SITE_STEPS, SITE_STEPS // EVERY)
+    assert starts["c"][0]["world"] == 3  # it joined, without a file, and was given what the others had
+    assert starts["c"][0]["rounds"] >= KILLED_AT - 1
+    assert starts["b"][-1]["rounds"] >= LEAVES_AT - 1  # after c had left
+    assert starts["b"][-1]["world"] == 2
+    after = {line["rounds"]: line["outer"] for name in lines for line in lines[name] if line["what"] == "round"}
+    for name, begun in starts.items():
+        assert len(begun) >= (1 if name == "c" else 3)
+        for line in begun:  # what any site knew after that round, and no half of a step
+            assert not line["rounds"] or line["outer"] == after[line["rounds"]], (name, line)
+
+
+def generation(group: Group, folder: str, sites: str, until: int) -> tuple[int, Tensor, int, Tensor, bool]:
+    """Ranks that start as these sites and train up to a step: where they begin and where they end."""
+    site = sites[group.rank()]
+    torch.manual_seed(ord(site))
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    handle = DiLoCo(model, optimizer, every=2, codec="lloyd2", fragments=2, snapshot=f"{folder}/{site}.pt")
+    begun = handle.steps
+    first = flat(list(model.parameters()))
+    knows = bool(optimizer.state)
+    train(model, optimizer, ord(site), range(begun, until))
+    handle.closed = True  # killed: it does not average once more
+    outer = flat([p for settings in handle.outer_optimizer.param_groups for p in settings["params"]])
+    return begun, first, handle.rounds, outer, knows
+
+
+def test_ranks_come_back_join_and_leave(ranks: RankPool, tmp_path: Path) -> None:
+    """tests/sites.py has real processes. Every generation begins with the newest state that one of its ranks has."""
+    folder = str(tmp_path)
+    ranks(2).run(generation, folder, "ab", 4)
+    old = (tmp_path / "b.pt").read_bytes()
+    ended = ranks(2).run(generation, folder, "ab", 8)
+    assert_same(ended[0][3], ended[1][3])
+    (tmp_path / "b.pt").write_bytes(old)  # as if b had missed two rounds
+    later = ranks(3).run(generation, folder, "bca", 12)
+    for begun, first, rounds, outer, _ in later:
+        assert (begun, rounds) == (8, 12)
+        assert_same(first, ended[0][3])
+        assert_same(outer, later[0][3])
+    assert [knows for *_, knows in later] == [True, False, True]  # what its inner optimizer knew
+    last = ranks(2).run(generation, folder, "cb", 14)  # a has left
+    assert all(begun == 12 and torch.equal(first, later[0][3]) for begun, first, *_ in last)
+    assert_same(last[0][3], last[1][3])
+
+
+def one_file(group: Group, folder: str) -> list[str]:
+    """Two ranks that write one file, and a file that DiLoCo did not write."""
+    model = network()
+    shared = f"{folder}/shared.pt"
+    own = f"{folder}/{group.rank()}.pt"
+    Path(own).write_text("no state")
+    return [message_of(partial(DiLoCo, model, inner(model), every=4, snapshot=path)) for path in (shared, own)]
+
+
+def test_files_that_are_no_snapshots_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for shared, damaged in ranks(2).run(one_file, str(tmp_path)):
+        assert "expected a file of its own for every rank, got one that several write" in shared
+        assert "expected what DiLoCo wrote there" in damaged
+        assert "remove the file" in damaged
+
+
+def started_anew(group: Group, folder: str, feedback: str) -> tuple[Tensor, Tensor, int]:
+    """What two halves of a run give, of which the second knows the first from its file alone; and the whole."""
+
+    def run(halves: list[range], path: str | None) -> Tensor:
+        for steps in halves:
+            model = network()
+            optimizer = inner(model)
+            handle = DiLoCo(model, optimizer, every=3, codec="lloyd2", feedback=feedback, snapshot=path)  # type: ignore[arg-type]
+            assert handle.steps == steps.start
+            train(model, optimizer, group.rank(), steps)
+            handle.closed = True  # as if it had been killed
+        return flat(list(model.parameters()))
+
+    whole = run([range(12)], None)
+    found = run([range(6), range(6, 12)], f"{folder}/{feedback}{group.rank()}.pt")
+    return whole, found, len(list(Path(folder).glob(f"{feedback}{group.rank()}.pt.*")))
+
+
+@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
+def test_a_run_from_its_files_has_the_same_bits(ranks: RankPool, tmp_path: Path, feedback: str) -> None:
+    for whole, found, left in ranks(3).run(started_anew, str(tmp_path), feedback):
+        assert_same(found, whole)
+        assert left == 0

@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver
 
-from cases import assert_same, seeded
+from cases import assert_same, seeded, thorough
 from thinwire import qat
 from thinwire.qat.layers import quantize_layer
 from thinwire.qat.lsq import LSQ, LSQPlus
@@ -160,7 +160,7 @@ def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         qat.export(trained(), inputs(), tmp_path / "net.onnx")
 
 
-@pytest.mark.parametrize("act_bits", [2, 4])
+@pytest.mark.parametrize("act_bits", [2, *thorough(4)])
 def test_a_tensor_may_have_several_readers(tmp_path: Path, act_bits: int) -> None:
     class Fork(nn.Module):
         def __init__(self) -> None:

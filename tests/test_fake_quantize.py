@@ -11,11 +11,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import cases
-from cases import CPU, ROUND, Place, each_place
+from cases import CPU, ROUND, Place, each_place, generated
 from thinwire import use_backend
 from thinwire.kernels import BACKENDS, Backend, Grid, cpu, reference
 from thinwire.qat import fake_quantize, ops
@@ -39,13 +39,6 @@ SHAPES = [  # (outer, channels, inner): one channel, long rows, short rows as co
 ]
 BAD_SCALES = (-1.0, 0.0, math.inf, math.nan, 1e-40)  # the last one's inverse is not finite in fp32
 needs_cpu = pytest.mark.skipif("cpu" not in cases.OTHERS, reason="the C kernels were not built")
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def compute_of(dtype: torch.dtype) -> torch.dtype:
@@ -157,8 +150,10 @@ def grids(seed: int) -> Iterator[tuple[Grid, bool]]:
 
 @each_place
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backends_give_the_references_bytes(dtype: torch.dtype, place: Place) -> None:
-    for seed, shape in enumerate(SHAPES if place.device == CPU else SHAPES[2::3]):
+def test_backends_give_the_references_bytes(dtype: torch.dtype, place: Place, pytestconfig: pytest.Config) -> None:
+    """On a CPU every second shape by turns, or all with --thorough."""
+    turn = slice(None) if pytestconfig.option.thorough else slice(DTYPES.index(dtype) % 2, None, 2)
+    for seed, shape in list(enumerate(SHAPES))[turn] if place.device == CPU else enumerate(SHAPES[2::3]):
         for grid, shifted in grids(seed):
             assert_as_reference(place, request(shape, dtype, grid, shifted, seed))
 
@@ -389,9 +384,7 @@ class Surrogate(torch.autograd.Function):
         return None, None, *torch.autograd.grad(y, inputs, grad)
 
 
-@pytest.mark.parametrize("backend", cases.SERVING)
-@pytest.mark.parametrize("kind", SHIFTS)
-@pytest.mark.parametrize("gradient", get_args(ops.Gradient))
+@cases.by_turns("kind, gradient, backend", [*SHIFTS], get_args(ops.Gradient), cases.SERVING)
 def test_gradcheck_of_the_op_with_its_roundings_held(gradient: str, kind: str, backend: str) -> None:
     g, low, high = cases.seeded(8), -4, 3
     x = (torch.randn(5, 3, 4, dtype=torch.float64, generator=g) * 2.5).requires_grad_()

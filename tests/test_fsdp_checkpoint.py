@@ -100,14 +100,17 @@ def resumed(group: Group, folder: str, replicated: bool, runs: Sequence[Options]
 
 
 @pytest.mark.parametrize(
-    ("world", "replicated", "more"),
-    [(3, False, NARROW), (4, True, AUTO), *thorough((3, False, AUTO), (4, True, NARROW))],
-    ids=str,
+    ("world", "replicated", "runs"),
+    [
+        *((3, False, [CLASSIC, COPIES, NARROW]), (4, True, [EF21, AUTO])),
+        *thorough((3, False, [EF21, AUTO]), (4, True, [CLASSIC, COPIES, NARROW])),
+    ],
+    ids=["shards", "replicas", "shards, the others", "replicas, the others"],
 )
 def test_a_resumed_run_has_the_same_bits(
-    ranks: RankPool, tmp_path: Path, world: int, replicated: bool, more: Options
+    ranks: RankPool, tmp_path: Path, world: int, replicated: bool, runs: list[Options]
 ) -> None:
-    assert ranks(world).run(resumed, str(tmp_path), replicated, [CLASSIC, EF21, COPIES, more]) == [[]] * world
+    assert ranks(world).run(resumed, str(tmp_path), replicated, runs) == [[]] * world
 
 
 def whole(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cases import Range, by_turns, digest, seeded, thorough
+from cases import Range, by_turns, digest, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
 from thinwire import codec, compress_fsdp
@@ -20,7 +20,6 @@ from thinwire.integrations.lanes import lanes_of
 
 BF16 = torch.bfloat16
 WORLDS = [2, 3, 4]
-each_world = pytest.mark.parametrize("world", WORLDS)
 Options = Mapping[str, Any]
 EVEN: Shapes = {"w": (12, 100), "v": (24, 50)}
 NUMEL = 2400
@@ -146,7 +145,7 @@ def errors(group: Group, names: Sequence[str]) -> list[tuple[float, float]]:
     return found
 
 
-@each_world
+@worlds(3, rare=[2, 4])
 def test_the_error_is_that_of_one_rounding(ranks: RankPool, world: int) -> None:
     """Of a Gaussian, lloyd4 loses 0.0095 and lloyd2 0.1175 of its squares; int8 a 12th of its squared step."""
     expected = {"int8:block=128": 0.0062, "lloyd4": 0.0975, "lloyd2": 0.343}
@@ -415,7 +414,7 @@ def test_frozen_parameters_are_not_waited_for_and_have_no_memory(ranks: RankPool
         assert ranks(4).run(feedback_found, gradients) == [("classic", names[:1])] * 4
 
 
-@each_world
+@worlds(2, rare=[3, 4])
 def test_what_is_remembered_is_as_large_as_the_unsharded_gradients(ranks: RankPool, world: int) -> None:
     """EF21 keeps the means of its own shard besides."""
     for feedback, size, shard in (("classic", 4, 0), ("ef21", 4, 4), ("none", 0, 0)):

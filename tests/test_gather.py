@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded
+from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
@@ -252,7 +252,7 @@ def rank_gradient(shape: tuple[int, ...], rank: int) -> Tensor:
     return torch.randint(-9, 10, shape, generator=seeded(rank)).float()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 @pytest.mark.parametrize("shape", [(7, 12), (4, 3, 4)], ids=str)
 def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) -> None:
     for (bits, where, shifted), *seen in zip(KINDS, *ranks(world).run(steps, shape), strict=True):

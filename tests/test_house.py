@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -75,7 +76,7 @@ def may_import(room: str, target: str) -> bool:
 
 @pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"], ids=name_of)
 def test_a_module_opens_by_saying_its_room(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} opens with no docstring; say its room"
+    assert re.match(r'r?"""\S', path.read_text()), f"{name_of(path)} opens with no docstring; say its room"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -199,6 +200,7 @@ PROBE = """if True:
     t1, threads_of_torch, modules_of_torch = time.perf_counter(), threads(), set(sys.modules)
     t2 = time.perf_counter()
     import thinwire
+    rooms = [thinwire.collectives.traffic.__name__, thinwire.errors.QatError.__name__]
     for name in thinwire.__all__:
         name in ("DiLoCo", "FSDPState", "compress_fsdp", "qat") or getattr(thinwire, name)  # torch.ao, DTensor: long
     t3 = time.perf_counter()
@@ -210,6 +212,7 @@ PROBE = """if True:
         "python_threads": threading.active_count(),
         "cuda": torch.cuda.is_initialized(),
         "modules": sorted(set(sys.modules) - modules_of_torch),
+        "rooms": rooms,
     }, open(sys.argv[1], "w"))
 """
 HEAVY = {"typer", "rich", "sklearn", "matplotlib", "lightning", "pytorch_lightning", "accelerate", "transformers"}
@@ -240,6 +243,10 @@ def test_import_is_silent(probes: list[dict[str, Any]]) -> None:
 def test_import_starts_no_thread(probes: list[dict[str, Any]]) -> None:
     assert probes[0]["python_threads"] == 1
     assert probes[0]["threads"] == probes[0]["threads_of_torch"]
+
+
+def test_rooms_are_attributes_of_the_package(probes: list[dict[str, Any]]) -> None:
+    assert probes[0]["rooms"] == ["traffic", "QatError"]
 
 
 def test_import_leaves_cuda_alone(probes: list[dict[str, Any]]) -> None:

@@ -73,8 +73,17 @@ def sum_and_recoding(codec: Codec, wires_WN: Tensor, n: int, recoded: int = 2) -
 # --- same bytes -------------------------------------------------------------------------------------------------------
 
 
+def half_of(codec: Codec) -> int:
+    """0 or 1: of two codecs of one width and mode, or four of one width, half have the one and half the other."""
+    number = cases.CODECS.index(codec)
+    return (number + number // 4) % 2
+
+
+HALVES = [[codec for codec in cases.CODECS if half_of(codec) == half] for half in range(2)]
+
+
 @each_place
-@each_codec
+@pytest.mark.parametrize("codec", [*HALVES[0], *cases.thorough(*HALVES[1])], ids=str)
 def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     """On a GPU few worlds: each of up to eight wires has kernels of its own, which take seconds to compile."""
     n = 5003
@@ -98,12 +107,6 @@ def test_instructions_of_every_processor(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip(f"this machine has no newer instructions than {chosen}")
     for codec in cases.ONE_OF_EACH:
         test_long_tensors_of_every_content(codec, Place("cpu", cases.CPU))
-
-
-def half_of(codec: Codec) -> int:
-    """0 or 1: of two codecs of one width and mode, or four of one width, half have the one and half the other."""
-    number = cases.CODECS.index(codec)
-    return (number + number // 4) % 2
 
 
 def lengths_of(codec: Codec) -> list[int]:

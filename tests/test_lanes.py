@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from cases import assert_same
+from cases import assert_same, generated
 from thinwire import BlockInt, Cast, Codec, Lloyd
 from thinwire.collectives.lane import LaneSpec
 from thinwire.integrations.lanes import BucketLane, lanes_of, load
@@ -21,13 +21,6 @@ KINDS: list[tuple[Codec, str]] = [
     (Lloyd(1), "classic"),
 ]
 BRIDGE = 16  # a lane that is bridged is so many times smaller
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def specs_of(rows: Sequence[tuple[int, int]]) -> list[LaneSpec]:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases import CUDA, ROUND, needs_cuda, no_host_sync
+from cases import CUDA, ROUND, by_turns, needs_cuda, no_host_sync
 from ranks import RankPool
 from thinwire.qat import LearnableFakeQuantize, ops
 
@@ -1023,9 +1023,12 @@ def state_bytes(model: torch.nn.Module) -> bytes:
     return torch.cat([quantizer.scale, quantizer.zero_point]).detach().numpy().tobytes()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("observer", [MovingAverageMinMaxObserver, PerChannelMinMaxObserver, OwnObserver])
-@pytest.mark.parametrize("hostile", ["", "nan", "empty"])
+@by_turns(
+    "observer, hostile, world",
+    [MovingAverageMinMaxObserver, PerChannelMinMaxObserver, OwnObserver],
+    ["", "nan", "empty"],
+    [3, 2],
+)
 def test_ranks_of_ddp_agree(ranks: RankPool, world: int, observer: Any, hostile: str) -> None:
     results = ranks(world).run(settle, observer, hostile)
     assert all(result == results[0] for result in results[1:])

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from cases import seeded
+from cases import seeded, worlds
 from ranks import RankPool
 from thinwire.qat import LSQ, LSQPlus, fake_quantize
 from thinwire.qat.starts import three_sigmas
@@ -600,7 +600,7 @@ def start_on_a_rank(group: Group, batches: int) -> list[list[bytes]]:
     return [[bytes(p.detach().numpy()) for p in quantizer.parameters()] for quantizer in quantizers]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_ranks_start_alike_and_from_the_data_of_all(ranks: RankPool, world: int) -> None:
     found = ranks(world).run(start_on_a_rank, 2)
     assert all(one == found[0] for one in found)

@@ -12,12 +12,12 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import cases
-from cases import seeded
+from cases import generated, seeded
 from thinwire import BlockInt, ByName, Cast, Codec, CodecError, DDPState, Identity, Lloyd, codec as make, compress_ddp
 from thinwire.feedback import Piece
 from thinwire.integrations import auto, policy
@@ -31,13 +31,6 @@ from thinwire.optim import OneBitAdam
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
-
-
-def generated(count: int) -> settings:
-    """The same cases in every run."""
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 # --- what a user's codec names ----------------------------------------------------------------------------------------

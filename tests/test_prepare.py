@@ -3,11 +3,9 @@
 import copy
 import math
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import each_device, seeded
+from cases import each_device, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantizedEmbedding, QuantizedLayer, quantize_layer
@@ -504,13 +502,6 @@ def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]
     assert row.saturation == ((weight / scale <= -2) | (weight / scale >= 1)).double().mean()
 
 
-def test_the_example_of_the_docs_prints_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "howto" / "qat.md").read_text()
-    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.DOTALL).groups()
-    exec(code)
-    assert capsys.readouterr().out == printed
-
-
 def test_summary_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row.note for row in qat.summary(net(), quiet=True).rows} == {"not prepared"}
     model = qat.prepare(net())
@@ -581,7 +572,7 @@ def train_alone(world: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 @pytest.mark.parametrize(("wrapper", "when"), [("ddp", "calibrated"), ("ddp", "in training"), ("fsdp", "calibrated")])
 def test_ranks_train_alike(ranks: RankPool, world: int, wrapper: str, when: str) -> None:
     found = ranks(world).run(train, wrapper, when)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import thinwire
-from cases import CPU, assert_same, digest, thorough
+from cases import CPU, assert_same, digest, thorough, worlds
 from ranks import RankPool
 from replicas import Group
 from rowed import RowedTransport, anew, rowed
@@ -41,7 +41,6 @@ from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16
 SHARED = ("one_shot", "two_phase")
-each_world = pytest.mark.parametrize("world", [2, 3, 4])
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -97,20 +96,20 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 99), (3, 5), (4, 5), *thorough((3, 99), (4, 99))])
+@pytest.mark.parametrize(("world", "count"), [(2, 99), (3, 5), *thorough((4, 5), (3, 99), (4, 99))])
 def test_every_verb_has_the_bytes_of_operations(ranks: RankPool, world: int, count: int) -> None:
     kinds = KINDS[:count] if world == 3 else KINDS[-count:]
     rows, _ = check_both(ranks, world, 2, verbs, kinds)
     assert rows == 2 * len(kinds) * (11 + world)  # two sums in two phases, a broadcast from every rank, and 7 more
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_what_has_no_program_has_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
     kinds = [Kind("int8", 0), Kind("none", 7, torch.float64), Kind("bysize(small=bf16; large=int4; min_numel=9)", 11)]
     check_both(ranks, world, 1, verbs, kinds)
 
 
-@pytest.mark.parametrize(("world", "run"), [(3, layouts), (2, in_flight), (3, in_flight)])
+@pytest.mark.parametrize(("world", "run"), [(3, layouts), (2, in_flight), *thorough((3, in_flight))])
 def test_layouts_and_calls_under_way(ranks: RankPool, world: int, run: Callable[..., Outputs]) -> None:
     check_both(ranks, world, 1, run)
 
@@ -153,7 +152,7 @@ def sums(place: Place, kinds: Sequence[Kind]) -> Outputs:
 LONG = [Kind("int8", 2001, factor="avg"), Kind("lloyd4", 4001), Kind("none", 1500, BF16)]
 
 
-@each_world
+@worlds(3, rare=[2, 4])
 def test_chunks_have_the_bytes_of_the_same_chunks_of_operations(ranks: RankPool, world: int) -> None:
     rows, _ = check_both(ranks, world, 2, in_chunks, sums, LONG)
     assert rows > 2 * len(LONG) * 2 * (1 + 2) * 4  # of more than four chunks each
@@ -164,7 +163,7 @@ def rowed_cases(group: Group, cases: Sequence[Case]) -> tuple[list[str], list[to
         return reduce_cases(group, cases, CPU)
 
 
-@each_world
+@worlds(2, rare=[3, 4])
 def test_chunks_are_within_the_error_and_the_same_on_all_ranks(ranks: RankPool, world: int) -> None:
     cases = [Case(codec, 2003, a, "avg") for codec in ("none", "int8", "int4:block=32") for a in SHARED]
     answers = ranks(world).run(rowed_cases, cases)
@@ -205,7 +204,10 @@ def trained(place: Place, algorithm: str, table: Sequence[tuple[Options, dict[st
 
 @pytest.mark.parametrize(
     ("world", "algorithm", "count"),
-    [(2, "one_shot", 99), (3, "two_phase", 7), (4, "auto", 2), *thorough((3, "two_phase", 99), (2, "two_phase", 3))],
+    [
+        *((2, "one_shot", 99), (3, "two_phase", 5)),
+        *thorough((4, "auto", 2), (3, "two_phase", 99), (2, "two_phase", 3)),
+    ],
 )
 def test_ddp_has_the_means_and_memories_of_operations(ranks: RankPool, world: int, algorithm: str, count: int) -> None:
     table = TRAININGS[-count:]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, seeded, small_chunks
+from cases import CPU, ROUND, Range, blocks_of, by_turns, digest, given, seeded, small_chunks, worlds
 from ranks import RankPool
 from replicas import Group
 from test_nccl import OWN, Outputs, Place
@@ -18,8 +18,6 @@ from test_programs import check_both
 from thinwire import codec, feedback
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
-
-each_world = pytest.mark.parametrize("world", [2, 3, 4])
 
 
 class Kind(NamedTuple):
@@ -140,7 +138,7 @@ def rows_of(place: Place, kinds: Sequence[Kind]) -> Outputs:
     return found
 
 
-@each_world
+@worlds(3, rare=[2, 4])
 def test_programs_have_the_bytes_of_operations(ranks: RankPool, world: int) -> None:
     rows, pairs = check_both(ranks, world, 2, rows_of, KINDS)
     assert rows == 2 * len(KINDS) * 2 * 2  # a message for a sum, and one for a gather, at each of two steps
@@ -194,14 +192,14 @@ def fed_rows(group: Group, bad_step: int) -> tuple[list[Tensor], list[Tensor], l
     return totals, [memory.read().view(world, -1) for memory in residuals], heard, kept
 
 
-@each_world
+@worlds(2, rare=[3, 4])
 def test_feedback_of_rows_owes_what_was_not_sent(ranks: RankPool, world: int) -> None:
     """Results and residuals add up to the true means, lane by lane."""
     check_owed(ranks(world).run(fed_rows, -1), range(4))
     check_owed(ranks(world).run(fed_rows_in_chunks), range(4))
 
 
-@each_world
+@worlds(4, rare=[2, 3])
 def test_a_bad_number_on_one_rank_leaves_the_memories_of_all(ranks: RankPool, world: int) -> None:
     answers = ranks(world).run(fed_rows, 1)
     check_owed(answers, (0, 2, 3))
@@ -236,7 +234,7 @@ def copied(group: Group) -> list[float]:
     return found
 
 
-@each_world
+@worlds(3, rare=[2, 4])
 def test_a_copy_comes_closer_and_keeps_no_nan(ranks: RankPool, world: int) -> None:
     for first, second, bad, again, last in ranks(world).run(copied):
         assert first == 0
@@ -270,7 +268,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@worlds(3, rare=[2])
 def test_feedback_of_the_verb_makes_good_what_calls_lose(ranks: RankPool, world: int) -> None:
     steps = 30
     for last, mean, reloaded in ranks(world).run(averaged, "classic", steps):

@@ -9,7 +9,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from thinwire import functional, hooks, optim, qat
-    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, codec
+    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, codec
     from thinwire.collectives import (
         Work,
         all_gather,
@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
         DisagreementError,
         MissingPackageError,
         OptimizerError,
+        PeerError,
         QatError,
         QatStateError,
         QatTypeError,
@@ -69,6 +70,7 @@ __all__ = [
     "Lloyd",
     "MissingPackageError",
     "OptimizerError",
+    "PeerError",
     "QatError",
     "QatStateError",
     "QatTypeError",
@@ -76,6 +78,7 @@ __all__ = [
     "RowFeedback",
     "Stats",
     "ThinwireError",
+    "TopK",
     "WireError",
     "Work",
     "all_gather",
@@ -103,11 +106,11 @@ __all__ = [
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
-    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd codec",
+    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
-    "QatError QatStateError QatTypeError ThinwireError WireError",
+    "PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",

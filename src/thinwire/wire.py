@@ -2,6 +2,9 @@
 
     header (32 bytes) | scales, 2 bytes per block | minima, 2 bytes per block (affine only) | code planes | pad to 16
 
+A topk wire has the upper levels of its blocks where an affine one has minima, and planes of three kinds: codes, the low
+bits of places, and marks.
+
 docs/reference/wire-format.md describes every byte, with a worked example.
 """
 
@@ -34,6 +37,7 @@ class Kind(IntEnum):
     CAST = 1
     BLOCK_INT = 2
     LLOYD = 3
+    TOPK = 4
 
 
 class CastVariant(IntEnum):
@@ -58,6 +62,8 @@ class LloydVariant(IntEnum):
     PLAIN = 0
     ROTATED = 1
 
+
+KEPT_UNIT = 16  # numbers of a topk block; byte 5 of the header counts the kept ones in such units
 
 IDENTITY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -120,7 +126,7 @@ class Layout:
             return max(8, 1 << (length - 1).bit_length())
         if self.format.kind == Kind.BLOCK_INT:
             return -(-length // 8) * 8
-        return length
+        return self.format.block if self.format.kind == Kind.TOPK else length
 
     @cached_property
     def num_codes(self) -> int:
@@ -135,6 +141,22 @@ class Layout:
         return self.format.kind == Kind.BLOCK_INT and self.format.variant == IntVariant.AFFINE
 
     @cached_property
+    def kept(self) -> int:
+        """Numbers of every block that a topk wire holds."""
+        assert self.format.kind == Kind.TOPK
+        return KEPT_UNIT * self.format.variant
+
+    @cached_property
+    def low_bits(self) -> int:
+        """Bits of a kept number's place that a topk wire holds as they are; the higher ones are in the marks."""
+        return (self.format.block // self.kept).bit_length() - 1
+
+    @cached_property
+    def marks(self) -> int:
+        """Bits that say the higher bits of the places of a topk block."""
+        return self.kept + (self.format.block >> self.low_bits)
+
+    @cached_property
     def scales_at(self) -> int:
         """Byte offset of the scales."""
         return HEADER_BYTES
@@ -147,8 +169,14 @@ class Layout:
     @cached_property
     def planes(self) -> tuple[tuple[int, int], ...]:
         """(width, byte offset) of every code plane. Widths over 8 are plain little-endian numbers."""
-        at = self.minima_at + (_aligned(2 * self.num_blocks) if self.affine else 0)
+        paired = self.affine or self.format.kind == Kind.TOPK
+        at = self.minima_at + (_aligned(2 * self.num_blocks) if paired else 0)
         placed = []
+        if self.format.kind == Kind.TOPK:
+            for width in (self.format.bits, *PLANES[self.low_bits], 1):
+                placed.append((width, at))
+                at += self.num_blocks * self.kept * width // 8
+            return tuple(placed)
         for width in PLANES.get(self.format.bits, (self.format.bits,)):
             placed.append((width, at))
             at += self.num_codes * width // 8
@@ -158,6 +186,8 @@ class Layout:
     def nbytes(self) -> int:
         """Length of the whole wire."""
         width, at = self.planes[-1]
+        if self.format.kind == Kind.TOPK:
+            return _aligned(at + self.num_blocks * self.marks // 8)
         return _aligned(at + self.num_codes * width // 8)
 
     @cached_property

@@ -28,15 +28,16 @@ _MOST_RECIPES = 4096  # lengths a codec remembers
 class Codec(ABC):
     """Turns a float tensor into one uint8 buffer, the wire, and back.
 
-    Codecs are frozen, hashable and compare by value; `str(codec)` is the string `thinwire.codec` makes it from.
+    Codecs are frozen, hashable and compare by value. `thinwire.codec(str(codec))` makes an equal one.
     """
 
     inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
+    recodes: ClassVar[bool] = True  # False => sums of its wires are not encoded again, so they travel one_shot
     seed: int = 0  # of rotation signs and stochastic rounding; ranks that add their wires must share it
 
     @property
     def unit(self) -> int:
-        """Elements that collectives keep together when they cut a message. Ask the codec that `pick` gives."""
+        """How many elements collectives keep together when they cut a message. Ask the codec that `pick` gives."""
         return 1
 
     @abstractmethod
@@ -53,7 +54,7 @@ class Codec(ABC):
 
     @ranged("thinwire::encode")
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
-        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
+        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave in it what was lost.
 
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
@@ -68,20 +69,20 @@ class Codec(ABC):
             source = source.float()
         carried = None if residual is None else residual.view(-1)
         rotation, dither = recipe.keys(step, hashing.DITHER)
-        kernels.select(x.device).encode(recipe.how, source, wire, carried, rotation=rotation, dither=dither)
+        backend = kernels.select(x.device, recipe.how.format)
+        backend.encode(recipe.how, source, wire, carried, rotation=rotation, dither=dither)
         _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
-        """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
+        """Decode the wire into `out`, of a dtype that the codec takes (for `none` the encoded one) and any strides."""
         self.decode_sum(wire.unsqueeze(0), out, scale=scale, step=step)
 
     @ranged("thinwire::decode")
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
-        `step`, where it is known that the wires were encoded with it, stands in for their headers, which are then not
-        read. Wires that are not what this codec writes for that length raise WireError; on a GPU nothing waits for
-        their headers, and the sum of such wires is NaN.
+        Pass `step` if the wires are known to be encoded with it; their headers are then not read. Wires of another
+        codec or length raise WireError. On a GPU, where nothing waits for headers, the sum of such wires is NaN.
         """
         recipe = _recipe(self, out.numel(), out.dtype)
         rotation = _key_of(recipe, wires_WN, out.device, step)
@@ -89,7 +90,8 @@ class Codec(ABC):
         flat = out.detach().view(-1) if direct else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         _check_memory(flat, wires_WN)
         target = flat.float() if out.dtype == torch.float64 and not recipe.keeps_doubles else flat
-        kernels.select(out.device).decode_sum(recipe.how.format, wires_WN, target, scale=scale, rotation=rotation)
+        backend = kernels.select(out.device, recipe.how.format)
+        backend.decode_sum(recipe.how.format, wires_WN, target, scale=scale, rotation=rotation)
         if target is not flat:
             flat.copy_(target)
         if not direct:
@@ -113,6 +115,8 @@ class Codec(ABC):
         `trusted` says that the wires were encoded with this `step`; their headers are then not read. Otherwise wires
         that do not fit raise WireError, or on a GPU give a wire that decodes to NaN.
         """
+        if not self.recodes:
+            raise CodecError(f"codec {self}: sums of its wires are not encoded again; decode_sum them")
         if not (math.isfinite(scale) and scale >= 0):
             raise CodecError(f"the scale of a recoded sum must be finite and not negative, got {scale!r}")
         recipe = _recipe(self, numel, dtype)

@@ -10,6 +10,7 @@ from thinwire.codecs.block_int import BlockInt
 from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.lloyd import Lloyd
 from thinwire.codecs.select import ByName, BySize
+from thinwire.codecs.topk import TopK
 from thinwire.errors import CodecError
 
 _LEAVES: dict[str, Callable[..., Codec]] = {
@@ -17,13 +18,14 @@ _LEAVES: dict[str, Callable[..., Codec]] = {
     **{name: partial(Cast, name) for name in ("bf16", "fp16", "e4m3", "e5m2")},
     **{f"int{bits}": partial(BlockInt, bits) for bits in range(8, 1, -1)},
     **{f"lloyd{bits}": partial(Lloyd, bits) for bits in range(4, 0, -1)},
+    "topk": TopK,
 }
 _COMPOSITE = re.compile(r"(bysize|byname)\((.*)\)", re.DOTALL)
 _WORDS = {"true": True, "false": False}
 
 
 def codec(spec: str | Codec) -> Codec:
-    """The codec a string names: "int8", "int4:block=128,mode=affine", "lloyd2:block=256", "bf16", "e4m3", "none".
+    """The codec that a string names: "int8", "int4:block=128,mode=affine", "lloyd2:block=256", "topk:fraction=0.02".
 
     Codecs made of codecs: "bysize(small=bf16; large=int4; min_numel=4096)", "byname(*.bias=bf16; *=lloyd4)".
     A codec is returned as it is.
@@ -51,7 +53,7 @@ def names() -> tuple[str, ...]:
 
 def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
     known = [p for p in inspect.signature(make).parameters if p not in ("format", "bits")]
-    values: dict[str, int | bool | str] = {}
+    values: dict[str, int | float | bool | str] = {}
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         if not equals or key not in known:
@@ -63,9 +65,11 @@ def _build(name: str, make: Callable[..., Codec], options: list[str]) -> Codec:
     return make(**values)
 
 
-def _value(text: str) -> int | bool | str:
+def _value(text: str) -> int | float | bool | str:
     if text in _WORDS:
         return _WORDS[text]
+    if re.fullmatch(r"-?\d*\.\d+", text):
+        return float(text)
     return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
@@ -76,7 +80,7 @@ def _composite(name: str, body: str) -> Codec:
     if name == "byname":
         return ByName([(pattern, spec) for pattern, spec in pairs])
     known = list(inspect.signature(BySize).parameters)
-    values: dict[str, Codec | int | bool | str] = {}
+    values: dict[str, Codec | int | float | bool | str] = {}
     for key, value in pairs:
         if key not in known:
             raise CodecError(f"bysize(...) does not know {key!r}; it takes {', '.join(known)}")

@@ -140,6 +140,16 @@ def check_step(step: int) -> int:
     return number
 
 
+def check_recodes(codecs: Sequence[Codec], what: str) -> None:
+    """Raise where `what` is no place for codecs whose sums are not encoded again."""
+    for codec in codecs:
+        if not codec.recodes:
+            raise CollectiveError(
+                f"codec {codec} keeps the largest numbers alone, for sums that travel one_shot: {what} takes others, "
+                "such as lloyd2"
+            )
+
+
 def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
     if algorithm not in known:
         raise CollectiveError(f"algorithm must be one of {', '.join(known)}, got {algorithm!r}")

@@ -12,7 +12,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, operations
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.checks import codec_for
+from thinwire.collectives.checks import check_recodes, codec_for
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
 from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
 from thinwire.collectives.plan import CallPlan, lanes_scratch, sum_cut, sum_program
@@ -35,7 +35,8 @@ class Message:
     """Lanes that travel together, in codecs that do not change.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
-    depend on it, and a run must be repeatable. With `nodes` it is "hierarchical": a lane's codec travels across them.
+    depend on it, and a run must be repeatable. Where a lane's sums are not encoded again it is "one_shot". With `nodes`
+    it is "hierarchical": a lane's codec travels across them.
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class Message:
         self._nodes = nodes
         self._reducer: Reducer
         self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
+        codecs = [spec.codec for spec in self.specs]
+        if nodes is not None or algorithm == "two_phase":
+            check_recodes(codecs, "a sum in two phases or by nodes")
         if nodes is None:
-            self.algorithm = fewest_roundings(self.channel.world) if algorithm == "auto" else algorithm
+            usual = fewest_roundings(self.channel.world) if all(codec.recodes for codec in codecs) else "one_shot"
+            self.algorithm = usual if algorithm == "auto" else algorithm
             self._reducer = flat_reducer(self.channel.transport, self.algorithm)
         else:
             check_order(nodes.mesh)
@@ -66,7 +71,6 @@ class Message:
             sum_cut(codec, spec.numel, self._encoded(spec, codec), links, self.algorithm) for spec, codec in pairs
         ]
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
-        self._met = False  # whether the ranks have compared it
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         where = "" if nodes is None else f" in {nodes.inside}"
         self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
@@ -112,12 +116,11 @@ class Message:
     def meet(self) -> None:
         """Compare the message with the other ranks' before its program runs for the first time."""
         channel = self.channel
-        if self._met and channel.failure is None and not channel.handshakes[0].every_call:
+        if self._text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
             with channel.lock:
                 channel.calls += 1
         else:
-            Call(channel, self._text, known=self._met)
-            self._met = True
+            Call(channel, self._text)
 
     def run(
         self,
@@ -129,8 +132,7 @@ class Message:
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self._text, known=self._met)
-        self._met = True
+        call = Call(self.channel, self._text)
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:
@@ -139,7 +141,7 @@ class Message:
         scale = 1.0 / self.channel.world
         operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
-        return self.channel.run(operation, call.look)
+        return self.channel.run(operation, call.place)
 
     @functools.cached_property
     def sent_bytes(self) -> int:

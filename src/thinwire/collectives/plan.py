@@ -12,7 +12,7 @@ import torch
 
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
-from thinwire.collectives.checks import Reduction, check_algorithm, codec_for
+from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
 from thinwire.collectives.chunks import Cut, Flat, Span
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
 from thinwire.collectives.lane import Lane
@@ -85,10 +85,13 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
         return CallPlan(str(key))  # exact, whatever the codec
     codecs = _usable(key, flat.numel)
     algorithm = key.algorithm
+    if on_mesh or algorithm == "two_phase":
+        check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else algorithm!r}")
     if algorithm == "auto" and _is_exact(codecs, flat.numel):
         algorithm = "plain"
     elif algorithm == "auto":
-        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else PLAIN_OR_SUM)
+        known = PLAIN_OR_SUM if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
+        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else known)
     if algorithm == "plain":
         return CallPlan(str(key))
     codec = codecs[0]
@@ -133,6 +136,8 @@ def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, c
     codec = _chosen(key, numel, world, choose)
     if codec is None:
         return CallPlan(str(key))
+    if verb == "broadcast":
+        check_recodes([codec], verb)
     wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
     shards = world - 1 if verb == "broadcast" else 1
     cut = verb_cut(codec, part, wire, link, shards)
@@ -175,6 +180,7 @@ def plan_exchange(key: PlanKey, numel: int, link: Transport, choose: Choose) -> 
     codec = _chosen(key, numel, link.world, choose)
     if codec is None:
         return CallPlan(str(key))
+    check_recodes([codec], key.verb)
     if isinstance(link, RowTransport) and programs.fits(codec, key.dtype):
         return CallPlan(str(key), codec, program=programs.UnevenExchange(link, codec))
     per_element = codec.wire_bytes(1 << 16, key.dtype) / (1 << 16)

@@ -11,7 +11,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,9 +25,11 @@ from thinwire.collectives import transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import checkpoint, policy as policies
-from thinwire.integrations.averager import Averager, Future, GradientSet
+from thinwire.integrations import checkpoint, policy as policies, rejoin
+from thinwire.integrations.averager import Averager, GradientSet
+from thinwire.integrations.deadline import Deadline
 from thinwire.integrations.decisions import Decisions
+from thinwire.integrations.fragments import Fragment, Round, bare, cut, is_finite, trained
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import ParameterNames, plain_name
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
@@ -44,52 +46,6 @@ _MOMENTUM = 0.9
 
 
 _open: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DiLoCo]]" = weakref.WeakKeyDictionary()
-
-
-class _Fragment:
-    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer.
-
-    Where one of the parameters is in fp64, all of that is too.
-    """
-
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.names = tuple(name for name, _ in named)
-        self.parameters = [parameter for _, parameter in named]
-        self.shapes = [tensor.shape for tensor in self.own()]
-        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
-        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
-
-    def own(self) -> list[Tensor]:
-        """This rank's parameters; of a sharded one, its shard."""
-        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
-
-    def has_learnt(self) -> bool:
-        """Whether this rank's parameters differ from the outer ones."""
-        return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
-
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
-
-    def split(self, buffer: Tensor) -> list[Tensor]:
-        parts = buffer.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-
-@dataclass
-class _Round:
-    """An average of outer gradients under way."""
-
-    fragment: int
-    due: int  # the inner step after which it is applied
-    sent: Tensor  # this rank's parameters when it began
-    average: Tensor
-    future: "Future[Tensor] | None"
-
-    def wait(self) -> Tensor:
-        if self.future is not None:
-            self.future.wait()
-            self.future = None
-        return self.average
 
 
 class DiLoCo(Handle):
@@ -113,6 +69,10 @@ class DiLoCo(Handle):
     overlap: so many steps are trained while an average is under way; it is applied after them.
     group: ranks that average, one per site; None is the world. Inside a site DDP or FSDP2 does what it does.
     exempt, policy, residual_dtype: as for compress_ddp.
+    snapshot: a file of this rank's own, written after every round. Ranks that start go on from the newest state that
+        any of them has in its file, those without one too; `steps` says where that is. One rank per site.
+    deadline: seconds that a rank waits for an average when it is due. If it is late on any rank, all train on, and
+        apply it when the next round begins. None waits as long as it takes.
     """
 
     def __init__(
@@ -131,22 +91,26 @@ class DiLoCo(Handle):
         exempt: Exempt = "auto",
         policy: Mapping[str, CodecLike] | None = None,
         residual_dtype: torch.dtype = torch.float32,
+        snapshot: str | Path | None = None,
+        deadline: float | None = None,
     ) -> None:
         super().__init__()
         self._inner = _stepping(inner_optimizer)
-        named = _trained(model)
+        named = trained(model)
         before = _open.get(model, lambda: None)()
         if before is not None and not before.closed:
             raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
         _check(every, fragments, overlap, beta, len(named))
+        _check_deadline(deadline)
         self.every = every
         self.overlap = overlap
         self.beta = beta
         self.steps = 0  # of the inner optimizer
         self.rounds = 0  # averages of a fragment, begun
         self.skipped = 0  # averages that were not finite
+        self.late = 0  # averages that were not there in time
         self._group = transport.resolve(group)
-        self._fragments = [_Fragment(part) for part in _cut(named, fragments)]
+        self._fragments = [Fragment(part) for part in cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
@@ -162,15 +126,19 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        every_name = [plain_name(name) for name, _ in _bare(model).named_parameters()]  # as on other ranks
+        every_name = [plain_name(name) for name, _ in bare(model).named_parameters()]  # as on other ranks
         options.rules.check_names(every_name)
         self._averager = Averager(options, Decisions(options, self._names))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
-        self._under_way: list[_Round] = []
+        self._under_way: list[Round] = []
+        self._deadline = None if deadline is None else Deadline(self._group, deadline)
         self._check_alike()
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
+        self._snapshot = None if snapshot is None else Path(snapshot)
+        if self._snapshot is not None:
+            self._rejoin(self._snapshot)
         _open[model] = weakref.ref(self)
         self._hook: Any = None
         if self._inner is not None:
@@ -218,7 +186,7 @@ class DiLoCo(Handle):
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         if self._group.size() > 1:
             device = self._fragments[0].outer[0].device
-            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", known=False)
+            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", anew=True)
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""
@@ -226,6 +194,38 @@ class DiLoCo(Handle):
             buffer = fragment.flat(fragment.outer)
             dist.broadcast(buffer, group=self._group, group_src=0)
             self._put(fragment, buffer)
+
+    def _rejoin(self, path: Path) -> None:
+        """Go on from the newest state that a rank of the group has in its file, if any has one."""
+        group = self._group
+        if dist.get_world_size() != group.size():
+            raise CollectiveError(
+                f"snapshot: expected one rank per site, got {dist.get_world_size()} ranks of which {group.size()} "
+                "average: with several save state_dict() yourself"
+            )
+        state = rejoin.read(path)
+        told = rejoin.tell(path, state, group, self._fragments[0].outer[0].device)
+        if all(one.rounds < 0 for one in told):
+            return
+        shared, source = rejoin.agree(state, told, group)
+        self.load_state_dict(shared)
+        for fragment in self._fragments:
+            self._put(fragment, fragment.flat(fragment.outer))
+        for buffer, saved in zip(self._buffers, shared["buffers"], strict=True):
+            buffer.copy_(saved)
+        if state is not None and state["inner"] is not None and self._inner is not None:
+            self._inner.load_state_dict(state["inner"])
+        behind = sum(one.rounds < self.rounds for one in told)
+        if group.rank() == 0:
+            new = f"; {behind} of {group.size()} ranks catch up or are new" if behind else ""
+            announce(f"DiLoCo: goes on after round {self.rounds}, step {self.steps}, as rank {source} knows it{new}")
+
+    def _save(self) -> None:
+        """Write the snapshot, if there is to be one."""
+        if self._snapshot is not None:
+            inner = None if self._inner is None else self._inner.state_dict()
+            buffers = [buffer.detach().cpu().clone() for buffer in self._buffers]
+            rejoin.write(self._snapshot, {**self.state_dict(), "under_way": [], "inner": inner, "buffers": buffers})
 
     def _spread(self, tensors: Sequence[Tensor]) -> None:
         """All ranks have the first one's, of any dtype."""
@@ -236,7 +236,7 @@ class DiLoCo(Handle):
                 dist.broadcast(buffer, group=self._group, group_src=0)
                 own.copy_(buffer.view(own.dtype).view(own.shape))
 
-    def _put(self, fragment: _Fragment, buffer: Tensor) -> None:
+    def _put(self, fragment: Fragment, buffer: Tensor) -> None:
         """Outer copies and own parameters = these."""
         with torch.no_grad():
             for copy, own, values in zip(fragment.outer, fragment.own(), fragment.split(buffer), strict=True):
@@ -250,9 +250,10 @@ class DiLoCo(Handle):
         self.steps += 1
         self._apply_due()
         count = len(self._fragments)
-        for index in range(count):
-            if self.steps % self.every == index * self.every // count % self.every:
-                self._begin(index, self.steps + self.overlap)
+        turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
+        for index in turns:
+            self._apply_late()
+            self._begin(index, self.steps + self.overlap)
         self._apply_due()
 
     def _begin(self, index: int, due: int) -> None:
@@ -272,20 +273,29 @@ class DiLoCo(Handle):
         if self._group.size() > 1:
             future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
         self.rounds += 1
-        self._under_way.append(_Round(index, due, sent, gradient, future))
+        self._under_way.append(Round(index, due, sent, gradient, future))
         self._write_logs(self.rounds, self._group.rank())
 
     def _apply_due(self) -> None:
-        for done in [one for one in self._under_way if one.due <= self.steps]:
+        for done in [one for one in self._under_way if one.due <= self.steps and not one.late]:
+            if self._deadline is not None and done.future is not None and not self._deadline.is_met(done.future):
+                done.late = True
+                self.late += 1
+            else:
+                self._under_way.remove(done)
+                self._apply(done)
+
+    def _apply_late(self) -> None:
+        for done in [one for one in self._under_way if one.late]:
             self._under_way.remove(done)
             self._apply(done)
 
     @torch.no_grad()
-    def _apply(self, done: _Round) -> None:
+    def _apply(self, done: Round) -> None:
         """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
-        if not _is_finite(average):
+        if not is_finite(average):
             self._drop(done.fragment)
             return
         for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
@@ -297,6 +307,7 @@ class DiLoCo(Handle):
         outer = fragment.flat(fragment.outer).add_(trained)
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
+        self._save()
 
     def _drop(self, index: int) -> None:
         """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.
@@ -308,13 +319,13 @@ class DiLoCo(Handle):
         if self._group.rank() == 0:
             announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
         for at, fragment in enumerate(self._fragments):
-            if at == index or not _is_finite(fragment.flat(fragment.own())):
+            if at == index or not is_finite(fragment.flat(fragment.own())):
                 self._put(fragment, fragment.flat(fragment.outer))
                 for one in (one for one in self._under_way if one.fragment == at):
                     one.sent = fragment.flat(fragment.own())  # it has learnt nothing since
         remembered = [] if self._inner is None else list(self._inner.state.values())
         for state in remembered:
-            if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
+            if not all(is_finite(value) for value in state.values() if isinstance(value, Tensor)):
                 state.clear()
 
     def synchronize(self) -> None:
@@ -391,7 +402,10 @@ class DiLoCo(Handle):
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
-                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.average.cpu()}
+                {
+                    **{"fragment": one.fragment, "due": one.due, "late": one.late},
+                    **{"sent": one.sent.cpu(), "average": one.average.cpu()},
+                }
                 for one in self._under_way
             ],
         }
@@ -441,9 +455,10 @@ class DiLoCo(Handle):
                 "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
             )
 
-    def _resumed(self, saved: Mapping[str, Any]) -> _Round:
+    def _resumed(self, saved: Mapping[str, Any]) -> Round:
         device = self._fragments[saved["fragment"]].outer[0].device
-        return _Round(saved["fragment"], saved["due"], saved["sent"].to(device), saved["average"].to(device), None)
+        sent, average = (saved[name].to(device) for name in ("sent", "average"))
+        return Round(saved["fragment"], saved["due"], sent, average, None, saved["late"])
 
 
 def _stepping(given: Optimizer | None) -> Optimizer | None:
@@ -467,43 +482,9 @@ def _check_codec(options: DDPOptions, fragments: int) -> None:
         )
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
-
-
-def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
-    if not isinstance(model, nn.Module):
-        raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
-    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
-    found: list[tuple[str, Tensor]] = []
-    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
-    complex_ones = [name for name, p in found if p.is_complex()]
-    if complex_ones or not found:
-        what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
-        raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
-    return found
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
-    """`count` parts one after the other, about equally large, none of them empty."""
-    total = sum(parameter.numel() for _, parameter in named)
-    found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
-    index = 0
-    seen = 0
-    for at, one in enumerate(named):
-        numel = one[1].numel()
-        left = len(named) - at  # every later part needs one
-        full = seen + numel / 2 >= total * (index + 1) / count or left < count - index
-        if found[index] and index + 1 < count and full:
-            index += 1
-        found[index].append(one)
-        seen += numel
-    return found
+def _check_deadline(deadline: float | None) -> None:
+    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
+        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")
 
 
 def _check(every: int, fragments: int, overlap: int, beta: float, parameters: int) -> None:

@@ -15,14 +15,20 @@ import torch
 from thinwire.errors import BackendError
 from thinwire.kernels import cpu, reference, triton
 from thinwire.kernels.schema import Backend
+from thinwire.wire import Format, Kind
 
 BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
 _requested = os.environ.get("THINWIRE_BACKEND", "auto")
 _said: set[str] = set()  # devices whose fallback to the reference was announced
 
 
-def select(device: torch.device) -> Backend:
-    """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run."""
+def select(device: torch.device, format: Format | None = None) -> Backend:
+    """The backend for tensors on `device`: the one asked for, or by "auto" the fastest that can run.
+
+    Wires of a format that the reference alone knows are served by it everywhere.
+    """
+    if format is not None and format.kind == Kind.TOPK:
+        return reference
     if _requested != "auto":
         return _named(_requested, device)
     for name, backend in BACKENDS.items():

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.kernels import topk
 from thinwire.kernels.fake_quantize import (
     fake_quantize as fake_quantize,
     fake_quantize_grad as fake_quantize_grad,
 )
+from thinwire.kernels.packing import BF16_MAX, pack, put, tree_sum, write_header
 from thinwire.kernels.schema import (
     HUGE_PEAK,
     LIFT,
@@ -25,11 +27,10 @@ from thinwire.kernels.schema import (
     TINY_PEAK,
     Encoding,
 )
-from thinwire.wire import HEADER_BYTES, CastVariant, Format, IntVariant, Kind, Layout, LloydVariant, read_key
+from thinwire.wire import CastVariant, Format, IntVariant, Kind, Layout, LloydVariant, read_key
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
-BF16_MAX = torch.finfo(torch.bfloat16).max
 _CASTS = {  # dtype, exponent that a block's peak is brought to
     CastVariant.FP16: (torch.float16, 14),
     CastVariant.E4M3: (torch.float8_e4m3fn, 7),
@@ -57,6 +58,8 @@ def encode(how: Encoding, x: Tensor, wire: Tensor, residual: Tensor | None, *, r
         x = x + residual
     if not layout.format.block:
         _write_plain(layout, x, wire, computed=residual is not None)
+    elif how.format.kind == Kind.TOPK:
+        topk.encode(layout, x, wire)
     else:
         parts = [
             _encode_blocks(how, _pad(layout, x[span.lo : span.hi], span.codes), span.lo, rotation, dither)
@@ -79,6 +82,9 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
         for wire in wires_WN[1:]:
             total = total + _read_plain(layout, wire)
         out.copy_(total * scale)
+        return
+    if format.kind == Kind.TOPK:
+        out.copy_(_fit_dtype(format, topk.decode_sum(layout, wires_WN) * scale, out.dtype))
         return
     for span in _spans(layout):
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
@@ -120,7 +126,7 @@ def recode(
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
         if how.format.kind == Kind.LLOYD:
             z_KB, down_K1, post_K1 = _settle(*_enter_sum(z_KB, post_K1))
-            power_K1 = _tree_sum(z_KB * z_KB) / span.codes
+            power_K1 = tree_sum(z_KB * z_KB) / span.codes
             parts.append(_encode_lloyd(how, z_KB, power_K1, 1 / down_K1, post_K1, f32(scale)))
         else:
             parts.append(_encode_scaled(how, *_enter_sum(z_KB * f32(scale), post_K1, lift_only=True), span.lo, dither))
@@ -173,20 +179,12 @@ def _constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _write_header(layout: Layout, wire: Tensor, rotation: int) -> None:
-    wire.zero_()
-    header = torch.frombuffer(bytearray(layout.header(rotation)), dtype=torch.uint8)
-    if wire.device.type == "cuda":
-        header = header.pin_memory()  # copied when the stream comes to it, without waiting
-    wire[:HEADER_BYTES].copy_(header, non_blocking=True)
-
-
 def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> None:
     """A wire without scales: the numbers themselves."""
     values = x.to(layout.plain_dtype)
     if computed or layout.format.kind == Kind.CAST:
         values = torch.where(values.isnan(), torch.nan, values)  # one NaN, whatever the hardware makes of its payload
-    _write_header(layout, wire, 0)
+    write_header(layout, wire, 0)
     at = layout.planes[0][1]
     wire[at : at + values.nbytes] = values.view(torch.uint8) if layout.numel else values.new_empty(0, dtype=torch.uint8)
 
@@ -200,35 +198,19 @@ def _read_plain(layout: Layout, wire: Tensor) -> Tensor:
 
 def _write(layout: Layout, parts: list[tuple[Tensor, Tensor, Tensor]], wire: Tensor, rotation: int) -> None:
     """Lay out (scales, minima, codes) of each span."""
-    _write_header(layout, wire, rotation if layout.format.rotated else 0)
+    write_header(layout, wire, rotation if layout.format.rotated else 0)
     if not parts:
         return
-    _put(wire, layout.scales_at, torch.cat([scales.reshape(-1) for scales, _, _ in parts]))
+    put(wire, layout.scales_at, torch.cat([scales.reshape(-1) for scales, _, _ in parts]))
     if layout.affine:
-        _put(wire, layout.minima_at, torch.cat([minima.reshape(-1) for _, minima, _ in parts]))
+        put(wire, layout.minima_at, torch.cat([minima.reshape(-1) for _, minima, _ in parts]))
     shift = 0
     for width, at in layout.planes:
         for _, _, codes_KB in parts:
-            plane = _pack(codes_KB, shift, width)
-            _put(wire, at, plane)
+            plane = pack(codes_KB, shift, width)
+            put(wire, at, plane)
             at += plane.nbytes
         shift += width
-
-
-def _put(wire: Tensor, at: int, values: Tensor) -> None:
-    values = values.contiguous().view(torch.uint8).view(-1)
-    wire[at : at + values.numel()] = values
-
-
-def _pack(codes_KB: Tensor, shift: int, width: int) -> Tensor:
-    """Byte j of a block's plane holds codes j, j+L, j+2L, ..., the first in the low bits; L = codes * width / 8."""
-    if width >= 8:
-        return codes_KB
-    lanes = codes_KB.view(codes_KB.shape[0], 8 // width, -1) >> shift & (1 << width) - 1
-    packed = lanes[:, 0]
-    for k in range(1, 8 // width):
-        packed = packed | lanes[:, k] << k * width
-    return packed
 
 
 def _unpack(layout: Layout, wire: Tensor, span: _Span) -> Tensor:
@@ -331,7 +313,7 @@ def _encode_blocks(how: Encoding, x_KB: Tensor, lo: int, rotation: int, dither: 
     if how.format.kind != Kind.LLOYD:
         return _encode_scaled(how, *_into_domain(x_KB), lo, dither)
     z_KB, down_K1, post_K1 = _settle(*_into_domain(x_KB))
-    energy_K1 = _tree_sum(z_KB * z_KB)
+    energy_K1 = tree_sum(z_KB * z_KB)
     if how.format.variant == LloydVariant.PLAIN:
         return _encode_lloyd(how, z_KB, energy_K1 / z_KB.shape[1], 1 / down_K1, post_K1)
     z_KB = _hadamard(_flip(z_KB, lo, rotation))  # multiplies the energy by the length of a block
@@ -477,14 +459,6 @@ def _floor_bf16(x: Tensor) -> Tensor:
     down = _truncate_bf16(x)
     below = (down.view(torch.int32) + 65536).view(torch.float32)
     return torch.where(down > x, below, down)
-
-
-def _tree_sum(x_KB: Tensor) -> Tensor:
-    """Sum of a block by a fixed binary tree: halves are added until one number is left."""
-    while x_KB.shape[1] > 1:
-        half = x_KB.shape[1] // 2
-        x_KB = x_KB[:, :half] + x_KB[:, half:]
-    return x_KB
 
 
 def _hadamard(z_KB: Tensor) -> Tensor:

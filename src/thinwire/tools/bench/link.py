@@ -1,17 +1,21 @@
 """Shaped links: hosts on one machine, each a network namespace whose up- and downlink tbf holds to a rate.
 
 A bridge joins them, in a namespace of its own: nothing is added to the machine's own network, and removing the
-namespaces removes everything. Rates can be shaped this way, delays cannot.
+namespaces removes everything. Where the link has a delay, a process takes the bridge's place (delay.py).
 """
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +23,17 @@ from pathlib import Path
 from types import FrameType
 
 from thinwire.errors import ThinwireError
+from thinwire.tools.bench import delay as delays
 from thinwire.tools.bench.record import BenchError
 
 INTERFACE = "eth0"  # of every host
 MOST_HOSTS = 254  # in 10.77.0.0/24
+_MOST_DELAYED = 1e8  # bits per second through delay.py
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
 _NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
+_ETHTOOL = 0x8946  # SIOCETHTOOL of sockios.h
+_SET_CHECKSUMS = 0x17  # ETHTOOL_STXCSUM of ethtool.h; without it nothing is joined, either
 # What follows is run by an ordinary user as root of a user namespace, with a network and a /run of its own.
 _OWN_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c")
 _OWN_RUN = f'mount -t tmpfs tmpfs {_RUNTIME.parent} && ip link set lo up && exec "$@"'
@@ -38,21 +46,27 @@ class LinkError(ThinwireError, RuntimeError):
 
 @dataclass(frozen=True)
 class ShapedLink:
-    """The rate of every host's link."""
+    """The rate of every host's link, and how long it takes from one host to another."""
 
     text: str  # as it was written
     rate: float  # bits per second
+    delay: float = 0.0  # seconds, one way
 
     def __str__(self) -> str:
         return self.text
 
 
 def parse(text: str) -> ShapedLink:
-    """ "1gbit", "100mbit", "2.5gbit": a number and the unit tc knows it by."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    """ "1gbit", "100mbit", "2.5gbit": a number and the unit tc knows it by; "20mbit+50ms" with a delay."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:\+(\d+)ms)?", text.strip().lower())
     if found is None or float(found[1]) == 0:
-        raise BenchError(f"expected a rate such as 100mbit or 1gbit, got {text!r}")
-    return ShapedLink(found[0], float(found[1]) * _UNITS[found[2]])
+        raise BenchError(f"expected a rate such as 100mbit or 1gbit, got {text!r}; with a delay, 20mbit+50ms")
+    rate = float(found[1]) * _UNITS[found[2]]
+    if found[3] and rate > _MOST_DELAYED:
+        raise BenchError(
+            f"expected a rate of 100mbit or less beside a delay, got {text!r}: a process holds frames back"
+        )
+    return ShapedLink(found[0], rate, float(found[3] or 0) / 1e3)
 
 
 def check() -> None:
@@ -95,7 +109,8 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
             _run("ip", "-n", switch, "link", "set", "bridge", "mtu", "1500", "up")
             for number, name in enumerate(names):
                 _plug(name, number, switch, link)
-            yield names
+            with _delayed(names, switch, link.delay):
+                yield names
         finally:
             with blocked(signal.SIGINT, signal.SIGTERM):
                 for name in (*names, switch):
@@ -145,7 +160,7 @@ def _plug(name: str, number: int, switch: str, link: ShapedLink) -> None:
     port = f"port{number}"
     _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", switch, "link", "set", port, *(() if link.delay else ("master", "bridge")), "up")
     _run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
     _run("ip", "-n", name, "link", "set", INTERFACE, "up")
     _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -157,8 +172,35 @@ def _shape(namespace: str, device: str, link: ShapedLink) -> None:
     # tbf sends in bursts: too small, and timers cannot keep up with the rate; too large, and small messages fly free,
     # and what follows a pause, so that sums which leave the link idle now and then look better than they are.
     burst = max(1 << 14, int(link.rate / 8 * 0.0021))
-    limits = ("rate", link.text, "burst", f"{burst}b", "latency", "100ms")
+    limits = ("rate", link.text.partition("+")[0], "burst", f"{burst}b", "latency", "100ms")
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
+
+@contextlib.contextmanager
+def _delayed(names: Sequence[str], switch: str, delay: float) -> Iterator[None]:
+    """While the block runs, frames between these hosts are held back; without a delay the bridge is enough."""
+    if not delay:
+        yield
+        return
+    for name in names:
+        entering = threading.Thread(target=_whole_frames, args=(name,))  # a thread stays in the network it enters
+        entering.start()
+        entering.join()
+    ports = [f"port{number}" for number in range(len(names))]
+    command = ["ip", "netns", "exec", switch, sys.executable, delays.__file__, str(delay), *ports]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def _whole_frames(host: str) -> None:
+    """Let a host send frames as they are on a cable: not several as one, checksums filled in."""
+    enter(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        value = ctypes.create_string_buffer(struct.pack("II", _SET_CHECKSUMS, 0))
+        fcntl.ioctl(control, _ETHTOOL, struct.pack("16sP8x", INTERFACE.encode(), ctypes.addressof(value)))
 
 
 def _run(*command: str, check: bool = True) -> None:

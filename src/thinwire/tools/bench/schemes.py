@@ -1,7 +1,7 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
 To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
-sharded.py.
+sharded.py. DiLoCo is in across.py.
 """
 
 import contextlib
@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import DDPHandle, FSDPState, auto, compress_ddp, policy
-from thinwire.integrations.options import Feedback
+from thinwire.integrations import auto, compress_ddp, policy
+from thinwire.integrations.options import Feedback, Weigh
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
 DDP = "ddp"
 FSDP2 = "fsdp2"
+DILOCO = "diloco"
 NONE = "none"
 BF16 = "bf16"
 MIXED = "mixed"
@@ -33,9 +34,11 @@ RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matric
 PEERS = (NONE, BF16, *RANKS)
 SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
 REPLICA = "replica"
+MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
+ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
@@ -52,9 +55,11 @@ class TrainScheme:
     codec: str | None  # None: not thinwire's
     feedback: str = "none"
     exempt: str = "auto"
+    weigh: str = "none"
     peer: bool = False
     control: bool = False
     weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
+    every: int | None = None  # of DiLoCo: steps between two rounds
 
     @property
     def label(self) -> str:
@@ -66,10 +71,11 @@ class TrainScheme:
         return _RACED if self.codec == "auto" else _SETTLED
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.every is None else f"{self.name} every {self.every}"
 
 
 ALONE = TrainScheme("alone", None)  # FSDP2 that copies as ever, and sends nothing
+SYNCHRONOUS = TrainScheme(DDP, NONE, peer=True)  # beside DiLoCo: fp32 gradients at every step
 
 
 def parse(text: str) -> TrainScheme:
@@ -89,6 +95,8 @@ def parse_sharded(text: str) -> TrainScheme:
         return TrainScheme(text, None, peer=text != NONE, weights=SHARDED_PEERS[text])
     gradients, paired, rest = text.partition("/")
     found = _compressed(gradients, tuple(SHARDED_PEERS))
+    if found.weigh == MOMENTS:
+        raise CodecError(f"{text!r}: a rank of FSDP2 has the {MOMENTS} of its own shards alone: leave out +{MOMENTS}")
     if not paired:
         return replace(found, weights="none")
     weights, named, how = rest.partition("@")
@@ -100,27 +108,57 @@ def parse_sharded(text: str) -> TrainScheme:
     return replace(found, name=f"{found.name}/{whole}", weights=whole, control=control)
 
 
+def parse_outer(text: str) -> TrainScheme:
+    """Of DiLoCo: "none" for outer gradients in fp32, "lloyd4", "lloyd2@none"."""
+    text = text.strip()
+    return TrainScheme(NONE, NONE) if text == NONE else _compressed(text, (NONE,))
+
+
 def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     label, named, asked = text.partition("@")
-    asked = asked if named else "auto"
+    asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
+    if weighed and unit != MOMENTS:
+        raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked)
+        return TrainScheme(text, "lloyd1", asked, weigh="none")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
         hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
         raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None
-    return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
+    weigh = MOMENTS if weighed else "none" if named else "auto"
+    return TrainScheme(f"{spelt}@{asked}{weighed}{unit}" if named else spelt, spelt, asked, weigh=weigh)
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+    decay = ADAMS.get(kind, 0.0)
     if scheme.label == ONEBIT:
-        return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=0.0)
+        return OneBitAdam(parameters, lr=0.0, weight_decay=decay, warmup_steps=max(1, warmup_steps))
+    if kind == "muon":
+        return MuonAndAdamW(parameters, lr=0.0)
+    if kind in ADAMS:
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=decay)
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon for matrices, AdamW for the rest, at one rate: Muon's updates are scaled to the size of AdamW's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        found = list(parameters)
+        matrices = [parameter for parameter in found if parameter.dim() == 2]
+        others = [parameter for parameter in found if parameter.dim() != 2]
+        super().__init__(found, {})
+        self._parts: list[Optimizer] = [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")]
+        self._parts += [torch.optim.AdamW(others, lr=lr)] if others else []
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of both."""
+        for part in self._parts:
+            part.step()
 
 
 class Replica:
@@ -131,7 +169,7 @@ class Replica:
         self.scheme = scheme
         self.optimizer = optimizer
         self.model: Any = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them alike
-        self._handle: DDPHandle | FSDPState | None = None
+        self._handle: Any = None  # of compress_ddp, compress_fsdp or DiLoCo
         self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
@@ -139,6 +177,7 @@ class Replica:
                 scheme.codec,
                 feedback=cast(Feedback, scheme.feedback),
                 exempt=scheme.exempt,
+                weigh=cast(Weigh, scheme.weigh),
                 optimizer=optimizer,
             )
         elif scheme.label in RANKS:
@@ -165,11 +204,11 @@ class Replica:
     @property
     def bytes_sent(self) -> int | None:
         """Handed to the transport so far; None where torch sends by itself."""
-        return None if self._handle is None else self._handle.stats().bytes_sent
+        return None if self._handle is None else int(self._handle.stats().bytes_sent)
 
     @property
     def feedback(self) -> str:
-        return self.scheme.feedback if self._handle is None else self._handle.stats().feedback
+        return self.scheme.feedback if self._handle is None else str(self._handle.stats().feedback)
 
     @property
     def chosen(self) -> str | None:
@@ -180,7 +219,7 @@ class Replica:
         """Memory that is held from step to step; None for torch's bf16, which holds none but copies every bucket."""
         if self._handle is not None:
             stats = self._handle.stats()
-            return stats.residual_bytes + stats.scratch_bytes + stats.replica_bytes
+            return int(stats.residual_bytes + stats.scratch_bytes + stats.replica_bytes)
         if self._power is not None:
             kept = (self._power.error_dict, self._power.p_memory_dict, self._power.q_memory_dict)
             tensors: list[Tensor] = [tensor for memory in kept for tensor in memory.values()]

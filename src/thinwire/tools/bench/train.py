@@ -6,6 +6,10 @@ as long as on its slowest rank, and medians are compared. torch's own bf16 hook 
 
 With FSDP2 weights travel too. Every scheme then has a network of its own, and the loss is that of the weights as ranks
 gather them: rounded, where they travel so.
+
+With DiLoCo every scheme has a network of its own too, and is compared with outer gradients in fp32 that have as many
+steps between rounds; torch's DDP takes as many steps beside it. A round is timed after one step, and its time and bytes
+are dealt out over the steps that lie between two.
 """
 
 import gc
@@ -20,13 +24,26 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, DDP, FSDP2, NONE, ONEBIT, RANKS, Replica, TrainScheme
+from thinwire.tools.bench.schemes import (
+    ADAMS,
+    BF16,
+    DDP,
+    DILOCO,
+    FSDP2,
+    NONE,
+    ONEBIT,
+    RANKS,
+    SYNCHRONOUS,
+    Replica,
+    TrainScheme,
+)
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING, Sample
@@ -43,6 +60,8 @@ SHARDED_CODECS = {
     "gpt": _SHARDED_LOSSES,
     "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16),
 }
+OUTER_CODECS = ("lloyd4", "lloyd2@none", "lloyd2", "lloyd1@none", "lloyd1", "topk")
+EVERY = (10, 30)  # steps between two rounds of DiLoCo
 COMPUTE = "a step alone"  # timed beside the schemes
 STEP_TIMES = "step times"  # the case before all runs
 FULL = Effort(rounds=7, most=100, seconds=2.0)
@@ -61,8 +80,15 @@ class TrainPlan:
 
     @property
     def timed(self) -> tuple[TrainScheme, ...]:
-        peer = parser(self.parallel)(BF16)
-        return self.schemes if peer in self.schemes else (*self.schemes, peer)
+        """One of each name, and torch's bf16."""
+        peer = (schemes.parse_sharded if self.parallel == FSDP2 else schemes.parse)(BF16)
+        return tuple({scheme.name: scheme for scheme in (*self.schemes, peer)}.values())
+
+    def plain(self, scheme: TrainScheme) -> TrainScheme:
+        """The uncompressed one that a scheme's loss is compared with."""
+        if scheme.every is None:
+            return self.schemes[0]
+        return next(one for one in self.schemes if one.name == NONE and one.every == scheme.every)
 
 
 @dataclass(frozen=True)
@@ -106,13 +132,14 @@ def run(
     *,
     parallel: str = DDP,
     batch: int | None = None,
+    every: Sequence[int] | None = None,
 ) -> Record:
     """A record of kind "train", on gloo; what is None is the task's own."""
     found = tasks.find(task, quick=quick)
     found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
-    lined_up = lineup(task, codecs, optimizer, parallel)
+    lined_up = lineup(task, codecs, optimizer, parallel, every)
     effort = QUICK if quick else FULL
-    plan = TrainPlan(found, lined_up, world, link, optimizer or found.optimizer, effort, parallel)
+    plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)
     return recorded(plan, rows(plan, progress))
 
 
@@ -124,16 +151,22 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
         return collect("train", torch.device("cpu"), rows)
 
 
-def parser(parallel: str) -> Callable[[str], TrainScheme]:
-    return schemes.parse_sharded if parallel == FSDP2 else schemes.parse
-
-
 def lineup(
-    task: str, names: Sequence[str] | None = None, optimizer: str | None = None, parallel: str = DDP
+    task: str,
+    names: Sequence[str] | None = None,
+    optimizer: str | None = None,
+    parallel: str = DDP,
+    every: Sequence[int] | None = None,
 ) -> tuple[TrainScheme, ...]:
-    """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once."""
-    adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
-    parse = parser(parallel)
+    """The schemes of a run: the uncompressed one first, then those asked for, or the task's own, each once.
+
+    Of DiLoCo: DDP first, then the schemes for each number of steps between rounds, the uncompressed one first.
+    """
+    if parallel == DILOCO:
+        outer = dict.fromkeys(schemes.parse_outer(name) for name in (NONE, *(names or OUTER_CODECS)))
+        return SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
+    adam = (optimizer or tasks.TASKS[task].optimizer) in ADAMS
+    parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
     usual = (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
     found = [parse(name) for name in names or usual if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
@@ -160,19 +193,20 @@ def rows(
 
 def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results], times: Times) -> Row:
     mine = results[scheme]
-    plain = results[plan.schemes[0]]
+    plain = results[plan.plain(scheme)]
     return {
         "task": plan.task.name,
-        "parallel": plan.parallel,
+        "parallel": DDP if scheme == SYNCHRONOUS else plan.parallel,
         "optimizer": plan.optimizer,
-        "codec": scheme.label,
+        "codec": NONE if scheme == SYNCHRONOUS else scheme.label,
+        **_outer_columns(plan, scheme, results),
         "weights": scheme.weights,
         "feedback": mine[0][0].feedback,
         "world": plan.world,
         "link": str(plan.link or "loopback"),
         "seeds": plan.task.seeds,
-        **_loss_columns(losses(mine), losses(plain)),
-        **_val_columns(val_losses(mine), val_losses(plain)),
+        **loss_columns(losses(mine), losses(plain)),
+        **val_columns(val_losses(mine), val_losses(plain)),
         **_time_columns(plan, scheme, times),
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         "control": scheme.control,
@@ -182,6 +216,18 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "params": mine[0][0].params,
         "threads": launch.THREADS,
         "cores": os.cpu_count(),
+    }
+
+
+def _outer_columns(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
+    """Of DiLoCo and of DDP beside it: steps between two messages, and ln(loss / DDP's)."""
+    if plan.parallel != DILOCO:
+        return {}
+    ratios = log_ratios(losses(results[scheme]), losses(results[SYNCHRONOUS]))
+    return {
+        "every": scheme.every or 1,
+        "ddp_log_ratio": timing.mean(ratios),
+        "ddp_log_ratio_error": timing.standard_error(ratios),
     }
 
 
@@ -195,7 +241,7 @@ def val_losses(results: Results) -> list[float]:
     return [tasks.mean(totals) for totals in held_out if totals]
 
 
-def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     ratios = log_ratios(mine, fp32)
     return {
         "loss_log_ratio": timing.mean(ratios),
@@ -207,7 +253,7 @@ def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     }
 
 
-def _val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     if not fp32:
         return {"val_gap_nats": None}
     gaps = [a - b for a, b in zip(mine, fp32, strict=True)]
@@ -235,12 +281,17 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
     def step_ms(name: str) -> float:
         return median(turns.slowest(times, name))
 
-    p20, mine, p80 = timing.percentiles(turns.slowest(times, scheme.name))
+    every = scheme.every or 1
+    plain_name = plan.schemes[0].name
+    pairs = zip(turns.slowest(times, scheme.name), turns.slowest(times, COMPUTE), strict=True)
+    p20, mine, p80 = timing.percentiles([alone + (ms - alone) / every for ms, alone in pairs])
     compute = step_ms(COMPUTE)
+    alone_cpu = turns.cpu_ms([part[COMPUTE] for part in times])
     power = [step_ms(peer.name) for peer in plan.schemes if peer.label in RANKS]
     counter = "interface_bytes" if plan.link else "transport_bytes"
-    sent = turns.sent(times, scheme.name, counter)
-    plain = turns.sent(times, NONE, counter)
+    whole = turns.sent(times, scheme.name, counter)
+    sent = None if whole is None else whole / every
+    plain = turns.sent(times, plain_name, counter)
     limit = compute + 8e3 * sent / plan.link.rate if plan.link and sent is not None else None
     held = [part[scheme.name].extra_bytes for part in times]
     return {
@@ -248,8 +299,8 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
         "step_ms_p20": p20,
         "step_ms_p80": p80,
         "compute_ms": compute,
-        "cpu_ms_per_rank": turns.cpu_ms([part[scheme.name] for part in times]),
-        "speedup_plain": step_ms(NONE) / mine,
+        "cpu_ms_per_rank": alone_cpu + (turns.cpu_ms([part[scheme.name] for part in times]) - alone_cpu) / every,
+        "speedup_plain": step_ms(plain_name) / mine,
         "speedup_bf16": step_ms(BF16) / mine,
         "speedup_powersgd": min(power) / mine if power else None,
         "bytes_per_step": sent,
@@ -282,7 +333,8 @@ class Trainer:
         self._steps = 0
         network = plan.task.model(run.seed)
         self.params = sum(parameter.numel() for parameter in network.parameters())
-        self.replica = _replica(plan, run.scheme, network, round(schemes.WARMUP * plan.task.steps))
+        warmup = round(schemes.WARMUP * plan.task.steps)
+        self.replica = _replica(plan, run.scheme, network, warmup, run.scheme.every)
 
     def step(self) -> torch.Tensor:
         """The next step, and the loss of this rank's batch before it."""
@@ -321,7 +373,7 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
         for _ in range(replica.scheme.settled):
             calls[name]()
     if COMPUTE not in calls:
-        calls[COMPUTE] = partial(step, replicas[NONE], alone=True)
+        calls[COMPUTE] = partial(step, replicas[plan.schemes[0].name], alone=True)
         calls[COMPUTE]()
 
     def transport(name: str) -> int | None:
@@ -338,8 +390,14 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     return samples
 
 
-def _replica(plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: int) -> Replica:
-    kind = Replica
+def _replica(
+    plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: int, every: int | None = None
+) -> Replica:
+    kind: Callable[[TrainScheme, nn.Module, Optimizer], Replica] = Replica
+    if every is not None:
+        from thinwire.tools.bench import across  # as below
+
+        kind = partial(across.OuterReplica, every=every)
     if plan.parallel == FSDP2:
         from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
 
@@ -349,7 +407,13 @@ def _replica(plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: i
 
 
 def _replicas(plan: TrainPlan) -> dict[str, Replica]:
-    """One per scheme: with DDP on one network, with FSDP2 on one each, and one that sends nothing."""
+    """One per scheme: with DDP on one network, else on one each, and with FSDP2 one that sends nothing.
+
+    With DiLoCo every step is a round.
+    """
+    if plan.parallel == DILOCO:
+        rounds = {scheme: None if scheme.every is None else 1 for scheme in plan.timed}
+        return {one.name: _replica(plan, one, plan.task.model(0), 1, every) for one, every in rounds.items()}
     if plan.parallel == FSDP2:
         each = {COMPUTE: schemes.ALONE, **{scheme.name: scheme for scheme in plan.timed}}
         return {name: _replica(plan, scheme, plan.task.model(0), 1) for name, scheme in each.items()}

@@ -235,7 +235,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "codec": ("distribution", "codec", "numel"),
     "kernels": ("part", "op", "codec", "backend", "device", "dtype", "numel", "world", "threads"),
     "collectives": ("verb", "codec", "asked", "world", "nodes", "link", "numel"),
-    "train": ("task", "parallel", "optimizer", "codec", "weights", "feedback", "world", "link", "steps"),
+    "train": ("task", "parallel", "optimizer", "codec", "every", "weights", "feedback", "world", "link", "steps"),
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
 }
 METRICS: dict[str, tuple[Metric, ...]] = {

@@ -58,9 +58,12 @@ def _train_grids(record: Record) -> list[TextGrid]:
 def _train_title(rows: Sequence[Row]) -> str:
     task, optimizer, world, link, seeds, steps = listed(rows, "task", "optimizer", "world", "link", "seeds", "steps")
     shards = " in shards (FSDP2)" if any(row["parallel"] == "fsdp2" for row in rows) else ""
+    outer = any(row["parallel"] == "diloco" for row in rows)
+    shards = ", DiLoCo" if outer else shards
     floors = [f"{fixed(rows[0]['noise_floor'], 3)} in ln(loss)"] if rows[0]["noise_floor"] is not None else []
     floors += [f"{fixed(rows[0]['val_noise_floor'], 3)} nats"] if rows[0].get("val_noise_floor") is not None else []
     parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
+    parts += ["every: steps between two messages, of which fp32 has as many; /DDP's: ln(loss / DDP's)"] if outer else []
     parts += [f"two fp32 seeds differ by {' and '.join(floors)}"] if floors else []
     parts += ["over fp32, bf16, PowerSGD: torch's time per step over this one's"]
     shaped = any(row.get("over_limit") is not None for row in rows)
@@ -109,9 +112,11 @@ _ON_GPU = (
     Column.of("launches", "launches", text),
 )
 _TRAIN = (
+    Column.of("every", "every", text),
     Column.of("loss", "loss", significant),
     Column("log ratio", _log_ratio),
     Column.of("± (loss)", "loss_log_ratio_error", lambda value: fixed(value, 3)),
+    Column.of("/DDP's", "ddp_log_ratio", cells.signed),
     Column.of("val. gap", "val_gap_nats", lambda value: cells.signed(value, 4)),
     Column.of("± (val.)", "val_gap_error", lambda value: fixed(value, 4)),
     Column.of("ms", "step_ms", significant),

@@ -1,0 +1,98 @@
+"""The parts of a model that DiLoCo averages by turns, and an average that is under way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thinwire.errors import CollectiveError
+from thinwire.integrations.averager import Future
+from thinwire.integrations.names import plain_name
+
+
+class Fragment:
+    """Parameters that are averaged together, and their outer copies, in fp32, one after the other in one buffer.
+
+    Where one of the parameters is in fp64, all of that is too.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = tuple(name for name, _ in named)
+        self.parameters = [parameter for _, parameter in named]
+        self.shapes = [tensor.shape for tensor in self.own()]
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
+
+    def own(self) -> list[Tensor]:
+        """This rank's parameters; of a sharded one, its shard."""
+        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
+
+    def has_learnt(self) -> bool:
+        """Whether this rank's parameters differ from the outer ones."""
+        return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        parts = buffer.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass
+class Round:
+    """An average of outer gradients under way."""
+
+    fragment: int
+    due: int  # the inner step after which it is applied
+    sent: Tensor  # this rank's parameters when it began
+    average: Tensor
+    future: "Future[Tensor] | None"
+    late: bool = False  # on some rank it was not there in time: it is applied when the next round begins
+
+    def wait(self) -> Tensor:
+        if self.future is not None:
+            self.future.wait()
+            self.future = None
+        return self.average
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
+
+
+def trained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
+    if not isinstance(model, nn.Module):
+        raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
+    named = [(plain_name(name), p) for name, p in bare(model).named_parameters() if p.requires_grad]
+    found: list[tuple[str, Tensor]] = []
+    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
+    complex_ones = [name for name, p in found if p.is_complex()]
+    if complex_ones or not found:
+        what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
+        raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
+    return found
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
+    """`count` parts one after the other, about equally large, none of them empty."""
+    total = sum(parameter.numel() for _, parameter in named)
+    found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
+    index = 0
+    seen = 0
+    for at, one in enumerate(named):
+        numel = one[1].numel()
+        left = len(named) - at  # every later part needs one
+        full = seen + numel / 2 >= total * (index + 1) / count or left < count - index
+        if found[index] and index + 1 < count and full:
+            index += 1
+        found[index].append(one)
+        seen += numel
+    return found

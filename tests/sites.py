@@ -1,0 +1,142 @@
+"""Sites of a DiLoCo run that die, come back, join and leave, under real torchruns; found.json says what became of them.
+
+    python tests/sites.py                  # in an empty folder
+
+Every site is a torchrun of one worker. a and b begin. b is killed in the middle of an outer step, when half of its
+parameters are updated. c joins. Later c is killed, worker and torchrun, while it writes its file. a and b go on to the
+end.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STEPS = 24
+EVERY = 3
+KILLED_AT = 2  # rounds of b
+LEAVES_AT = 5  # rounds of c
+# Where torchruns share the store of the first rendezvous, one that joins later is never told its address.
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+CONF = "join_timeout=120,last_call_timeout=6,keep_alive_interval=2,keep_alive_max_attempt=4"
+
+
+def main() -> None:
+    """Start the sites and wait for those that stay."""
+    port = _free_port()
+    sites = {name: _start(name, port) for name in "abc"}
+    try:
+        status = {name: sites[name].wait(timeout=240) for name in "ab"}
+    finally:
+        for site in sites.values():
+            site.kill()
+    lines = {name: [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()] for name in "abc"}
+    Path("found.json").write_text(json.dumps({"status": status, "left": sites["c"].wait(), "lines": lines}))
+
+
+def _free_port() -> int:
+    store = dist.TCPStore("localhost", 0, is_master=True)  # type: ignore[attr-defined]
+    return int(store.port)
+
+
+def _start(name: str, port: int) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, **ENVIRONMENT, "SITE": name, "PORT": str(port)}
+    with Path(f"{name}.log").open("wb") as log:
+        return subprocess.Popen([sys.executable, __file__, "agent"], env=environment, stdout=log, stderr=log)
+
+
+def agent() -> None:
+    """torchrun; that of c when b was killed."""
+    from torch.distributed.run import main as torchrun
+
+    name = os.environ["SITE"]
+    while name == "c" and not Path("killed").exists():
+        time.sleep(0.02)
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{os.environ['PORT']}", "--rdzv-conf", CONF]
+    where += ["--rdzv-id", "sites", "--local-addr", "localhost"]
+    torchrun([*where, "--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "5", __file__, "site"])
+
+
+class Mortal(torch.optim.SGD):
+    """The outer optimizer of b kills its process when half of the parameters are stepped."""
+
+    rounds = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """A step, or half of one."""
+        self.rounds += 1
+        if os.environ["SITE"] == "b" and self.rounds == KILLED_AT and not Path("killed").exists():
+            parameters = self.param_groups[0]["params"]
+            for parameter in parameters[: len(parameters) // 2]:
+                parameter.data -= parameter.grad
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+
+def site() -> None:
+    """Train, and write a line at the start, after every round and at the end."""
+    import thinwire
+    from thinwire.integrations import rejoin
+
+    name = os.environ["SITE"]
+    dist.init_process_group("gloo")
+    torch.manual_seed(ord(name))
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    diloco = thinwire.DiLoCo(
+        model, optimizer, lambda copies: Mortal(copies, 0.7, 0.9, nesterov=True), every=EVERY, codec="lloyd2",
+        snapshot=f"{name}.pt",
+    )  # fmt: skip
+    _tell(name, "start", diloco)
+    write = torch.save
+
+    def last_words(state: Any, file: Any) -> None:
+        if name == "c" and diloco.rounds >= LEAVES_AT:
+            file.write(b"half of a file")
+            file.flush()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(state, file)
+
+    rejoin.torch.save = last_words  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(ord(name))
+    before = diloco.rounds
+    while diloco.steps < STEPS:
+        x = torch.randn(16, 16, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+        if diloco.rounds > before:
+            before = diloco.rounds
+            _tell(name, "round", diloco)
+        time.sleep(0.05)
+    diloco.close()
+    _tell(name, "end", diloco)
+    dist.destroy_process_group()
+
+
+def _tell(name: str, what: str, diloco: Any) -> None:
+    outer = [p.detach() for group in diloco.outer_optimizer.param_groups for p in group["params"]]
+    line = {
+        "what": what,
+        "world": dist.get_world_size(),
+        "rounds": diloco.rounds,
+        "steps": diloco.steps,
+        "outer": [part.double().sum().item() for part in outer],
+        "residual": diloco.stats().residual_bytes,
+    }
+    with Path(f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    {"agent": agent, "site": site, "": main}["".join(sys.argv[1:])]()
