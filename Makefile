@@ -5,11 +5,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough demo check lint types format clean
+.PHONY: help test thorough demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | thorough | demo | check (what CI runs) | format | clean"
+	@echo "make test | thorough | demo | docs | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
@@ -21,6 +21,10 @@ thorough: .venv/.installed
 
 demo: .venv/.package
 	@$(BIN)/thinwire demo
+
+docs: .venv/.docs
+	@echo "== the documentation's site, in site/"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
 
 check: lint types test
 
@@ -38,7 +42,7 @@ format: .venv/.dev
 	@$(BIN)/ruff format
 
 clean:
-	@rm -rf .venv build dist src/*.egg-info src/thinwire/kernels/_native.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv build dist site src/*.egg-info src/thinwire/kernels/_native.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -57,6 +61,11 @@ $(BIN)/python:
 	@echo "== installing the test dependencies"
 	@$(PIP) install -c constraints.txt 'thinwire[test]'
 	@$(PIP) install -c constraints.txt 'thinwire[frameworks]' || echo "== no frameworks: their tests skip themselves"
+	@touch $@
+
+.venv/.docs: .venv/.package mkdocs.yml
+	@echo "== installing what builds the site"
+	@$(PIP) install -c constraints.txt 'thinwire[docs]'
 	@touch $@
 
 .venv/.dev: .venv/.installed

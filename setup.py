@@ -21,6 +21,7 @@ NATIVE = Extension(
     depends=sorted(glob("native/*.h") + glob("native/*.inc")),
     extra_compile_args=[
         "-O3",
+        "-g0",  # Python's own flags may ask for symbols, four fifths of the library
         "-std=gnu11",
         "-fPIC",
         "-fno-fast-math",

@@ -4,6 +4,7 @@
  * in a process forked from one that has called it.
  */
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "thinwire.h"
@@ -19,7 +20,10 @@ extern const tw_kernels tw_avx2;
 extern const tw_kernels tw_dotprod;
 #endif
 
+/* THINWIRE_ISA=baseline: what runs on processors without the newer instructions, for tests. */
 static const tw_kernels *kernels(void) {
+  const char *asked = getenv("THINWIRE_ISA");
+  if (asked && !strcmp(asked, "baseline")) return &tw_baseline;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &tw_avx2; /* F16C came first */

@@ -1,21 +1,28 @@
 """Figures of the README, the docs and the package, taken again from the records they name: a script, and its test.
 
 `python tests/figures.py` writes them. A table stands between `<!-- table: FILES -->` and `<!-- end table -->`, with
-`<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column; what
+`<!-- table: FILES; COLUMN=VALUE|VALUE, COLUMN=VALUE -->` only the rows that have one of the values in each column, with
+`; without: HEAD, HEAD` at the end no columns under these heads; what
 `thinwire demo` prints between `<!-- demo: FILE -->` and `<!-- end demo -->`, what `thinwire advise` prints between
-`<!-- advise: FLAGS -->` and `<!-- end advise -->`; `thinwire advise` ships MACHINES.
+`<!-- advise: FLAGS -->` and `<!-- end advise -->`, the options of a command between `<!-- options: COMMAND -->` and
+`<!-- end options -->`; `thinwire advise` ships MACHINES
+and EVIDENCE.
 """
 
+import functools
 import io
 import json
 import re
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 
+import typer
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from thinwire.tools.advise import machine as machines
+from thinwire.tools import rule
+from thinwire.tools.advise import check, evidence, machine as machines, units
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
@@ -26,7 +33,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- table: (?P<files>[^>]*) -->\n.*?<!-- end table -->", re.DOTALL)
 DEMO = re.compile(r"<!-- demo: (?P<file>[^>]*) -->\n.*?<!-- end demo -->", re.DOTALL)
 ADVICE = re.compile(r"<!-- advise: (?P<flags>[^>]*) -->\n.*?<!-- end advise -->", re.DOTALL)
+OPTIONS = re.compile(r"<!-- options: (?P<command>[^>]*)-->\n.*?<!-- end options -->", re.DOTALL)
 MACHINES = ROOT / "src" / "thinwire" / "tools" / "advise" / "machines.json"
+EVIDENCE = MACHINES.with_name("evidence.json")
+SHAPED = (
+    *("collectives_1gbit", "collectives_100mbit", "train_mlp_1gbit", "train_mlp_100mbit"),
+    *("collectives_nodes_100mbit", "demo_1gbit", "demo_100mbit"),  # measured when the model was done
+)
+FSDP_STEPS = "fsdp_steps_1gbit.json"
 RECORDS = {
     "aarch64": "kernels_cpu_aarch64.json",
     "x86_64": "kernels_cpu_x86_64.json",
@@ -38,12 +52,12 @@ COLUMNS = 108  # of the terminal
 
 def printed(text: str) -> str:
     """The page with its tables as the records have them."""
-    return ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text)))
+    return OPTIONS.sub(_options, ADVICE.sub(_advice, DEMO.sub(_demo, TABLE.sub(_table, text))))
 
 
 def files(text: str) -> set[str]:
     """The records that a page shows."""
-    listed = [file for found in TABLE.finditer(text) for file in found["files"].partition("; ")[0].split(", ")]
+    listed = [file for found in TABLE.finditer(text) for file in found["files"].split("; ")[0].split(", ")]
     return {*listed, *(found["file"] for found in DEMO.finditer(text))}
 
 
@@ -61,6 +75,36 @@ def shipped() -> str:
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
 
 
+def recorded(name: str) -> record.Record:
+    return record.read(str(ROOT / "benchmarks" / name))
+
+
+def compared() -> list[check.Checked]:
+    """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
+    own = machines.recorded("cpu", "aarch64")
+    return [item for name in SHAPED for item in check.compare(recorded(f"{name}.json"), own)]
+
+
+def proven() -> str:
+    """What evidence.json holds: losses of all runs of three seeds, misses of the model, steps of FSDP2."""
+    paths = sorted((ROOT / "benchmarks").glob("*.json"))
+    trained = [(path.name, found) for path in paths if (found := recorded(path.name)).kind == "train"]
+    losses = [evidence.losses_of(found, name) for name, found in trained]
+    rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
+    found = {
+        "losses": [
+            asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS or one.parallel == "diloco"
+        ],
+        "misses": check.misses(compared()),
+        "most_ranks": max(row["world"] for row in rows),
+        "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
+        "fsdp": evidence.steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
+    }
+    short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
+    lines = (f'"{name}": {json.dumps(value)}'.replace("}, {", "},\n  {") for name, value in short.items())
+    return "{\n " + ",\n ".join(lines) + "\n}\n"  # one record per line
+
+
 def _figures(machine: machines.Machine) -> dict[str, object]:
     speeds = {codec: list(map(_rounded, astuple(speed))) for codec, speed in machine.codecs.items()}
     times = {"copy_s": _rounded(machine.copy_s), "call_s": _rounded(machine.call_s)}
@@ -72,14 +116,28 @@ def _rounded(seconds: float) -> float:
 
 
 def _table(found: re.Match[str]) -> str:
-    files, _, chosen = found["files"].partition("; ")
+    asked, _, heads = found["files"].partition("; without: ")
+    files, _, chosen = asked.partition("; ")
     shown = "\n\n".join(tables.markdown(_rows(record.read(str(ROOT / file)), chosen)) for file in files.split(", "))
+    if heads:
+        shown = "\n\n".join(_without(block, heads.split(", ")) for block in shown.split("\n\n"))
     return f"<!-- table: {found['files']} -->\n\n{shown}\n\n<!-- end table -->"
+
+
+def _without(block: str, heads: list[str]) -> str:
+    """A table without the columns under `heads`; other text as it is."""
+    if not block.startswith("|"):
+        return block
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+    if absent := [head for head in heads if head not in cells[0]]:
+        raise ValueError(f"expected heads among {cells[0]}, got {absent}")
+    kept = [i for i, head in enumerate(cells[0]) if head not in heads]
+    return "\n".join(f"| {' | '.join(line[i] for i in kept)} |" for line in cells)
 
 
 def _rows(whole: record.Record, chosen: str) -> record.Record:
     """The record with the rows that are chosen: all, or those of COLUMN=VALUE|VALUE."""
-    wanted = [part.split("=") for part in chosen.split(", ") if part]
+    wanted = [part.split("=", 1) for part in chosen.split(", ") if part]
     kept = [row for row in whole.rows if all(str(row[name]) in values.split("|") for name, values in wanted)]
     if not kept:
         raise ValueError(f"expected rows of {chosen}, got none: choose among the record's columns and values")
@@ -99,7 +157,20 @@ def _advice(found: re.Match[str]) -> str:
     return f"<!-- advise: {found['flags']} -->\n\n```text\n{lines}```\n\n<!-- end advise -->"
 
 
+def _options(found: re.Match[str]) -> str:
+    words = found["command"].split()
+    command = functools.reduce(lambda above, word: above.commands[word], words, get_command(app))  # type: ignore[attr-defined]
+    told = (param.get_help_record(typer.Context(command)) for param in command.params if "--help" not in param.opts)
+    rows = [
+        (option.replace("|", r"\|"), re.sub(r"\s+", " ", meaning).replace("*", r"\*"))
+        for option, meaning in filter(None, told)
+    ]
+    listed = "\n".join(f"| `{option}` | {meaning} |" for option, meaning in rows)
+    return f"<!-- options: {found['command']}-->\n\n| option | meaning |\n|---|---|\n{listed}\n\n<!-- end options -->"
+
+
 if __name__ == "__main__":
     MACHINES.write_text(shipped())
+    EVIDENCE.write_text(proven())
     for page in PAGES:
         page.write_text(printed(page.read_text()))

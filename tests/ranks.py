@@ -122,10 +122,13 @@ class World:
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, lost: int | None = None
+    ) -> list[Any]:
         """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung.
 
-        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S.
+        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S. `lost`: a rank that dies or stops on the
+        way, whose answer nobody waits for; all ranks are ended afterwards.
         """
         if timeout is None:
             timeout = GPU_LIMIT_S if any(getattr(arg, "type", None) == "cuda" for arg in args) else LIMIT_S
@@ -135,7 +138,11 @@ class World:
                 self._start()
             for rank in self._ranks:
                 rank.send(call)
-            return self._collect(getattr(fn, "__qualname__", repr(fn)), timeout)
+            awaited = [rank for rank in self._ranks if rank.number != lost]
+            found = self._collect(getattr(fn, "__qualname__", repr(fn)), timeout, awaited)
+            if lost is not None:
+                self.close(kill=True)
+            return found
         except BaseException as error:
             if not isinstance(error, RankError) or error.fatal:
                 self.close(kill=True)
@@ -155,21 +162,21 @@ class World:
         for number in range(self.size):
             server = self._servers[number % len(self._servers)]
             self._ranks.append(server.fork(number, self.size, Path(self._dir.name)))
-        self._collect("the start of the ranks", START_S)
+        self._collect("the start of the ranks", START_S, self._ranks)
 
-    def _collect(self, name: str, timeout: float) -> list[Any]:
+    def _collect(self, name: str, timeout: float, ranks: list["_Rank"]) -> list[Any]:
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
-        while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
-            silent = {rank.pipe: rank for rank in self._ranks if rank.number not in answers}
+        while len(answers) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            silent = {rank.pipe: rank for rank in ranks if rank.number not in answers}
             for pipe in wait(list(silent), left):
                 rank = silent[pipe]
                 answers[rank.number] = rank.receive()
                 if not answers[rank.number].ok:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
-            raise RankError.of(name, timeout, self._ranks, answers)
-        return [answers[rank.number].value for rank in self._ranks]
+        if len(answers) < len(ranks) or not all(answer.ok for answer in answers.values()):
+            raise RankError.of(name, timeout, ranks, answers)
+        return [answers[rank.number].value for rank in ranks]
 
 
 class RankError(RuntimeError):

@@ -210,13 +210,13 @@ def many_sizes(group: Group, most: int) -> int:
     fresh = dist.new_group()
     from thinwire.collectives import channel
 
-    kept = channel.MOST_PLANS
-    channel.MOST_PLANS = most
+    kept = channel.MOST_KINDS
+    channel.MOST_KINDS = most
     try:
         for numel in range(1, 3 * most):
             thinwire.all_reduce(torch.ones(numel), group=fresh, algorithm="one_shot")
     finally:
-        channel.MOST_PLANS = kept
+        channel.MOST_KINDS = kept
     return len(channel_of(fresh, torch.device("cpu")).plans)
 
 

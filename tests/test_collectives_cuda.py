@@ -15,6 +15,7 @@ from cases import CUDA, needs_cuda, no_host_sync
 from ranks import GPU_LIMIT_S, RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
+from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
@@ -26,6 +27,7 @@ from thinwire.collectives.two_phase import TwoPhase
 
 pytestmark = list(needs_cuda)
 N = 40_000
+PLACE = Place(1, "all_reduce", known=True)
 
 
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
@@ -33,7 +35,7 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     reducer = kind(channel.transport)
     cut = chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
-    call = Call(channel, "all_reduce", known=True)
+    call = Call(channel, "all_reduce")
     setting = call.setting(CallPlan("all_reduce", codec, cut, size, 3 * size), 7)
     return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
 
@@ -58,9 +60,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     x = torch.randn(N, device=CUDA).to(dtype)
     expected = x.clone()
     y = x.clone()
-    channel.run(stream_operation(channel, codec, KINDS[kind], expected)).wait()  # warm
+    channel.run(stream_operation(channel, codec, KINDS[kind], expected), PLACE).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, KINDS[kind], y))
+        work = channel.run(stream_operation(channel, codec, KINDS[kind], y), PLACE)
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -93,20 +95,20 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        channel.run(stream_operation(channel, codec, reducer, x.clone())).wait()
+        channel.run(stream_operation(channel, codec, reducer, x.clone()), PLACE).wait()
     torch.cuda.synchronize()
     time.sleep(0.5)  # NCCL's watchdog asks for finished works, which a capture would forbid
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it waits for NCCL
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            channel.run(stream_operation(channel, codec, reducer, x)).wait()
+            channel.run(stream_operation(channel, codec, reducer, x), PLACE).wait()
     errors = []
     for _ in range(3):
         numbers = torch.randn(N, device=CUDA)
         x.copy_(numbers)
         graph.replay()
-        channel.run(stream_operation(channel, codec, reducer, numbers)).wait()
+        channel.run(stream_operation(channel, codec, reducer, numbers), PLACE).wait()
         errors.append(float((x - numbers).abs().max()))
     return errors
 
@@ -172,7 +174,7 @@ def torch_on_a_stream(group: dist.ProcessGroup) -> bool:
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)  # the collective cannot have run when `wait` returns
-    call = Call(channel, "all_gather", known=True)
+    call = Call(channel, "all_gather")
     work = torch_verbs.all_gather(call, out, x, [out], async_op=True)
     assert work is not None
     with torch.cuda.stream(side):

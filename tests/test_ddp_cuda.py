@@ -87,9 +87,10 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
 
     def average(x: torch.Tensor, step: int) -> None:
         plan = CallPlan("all_reduce", codec, cut, size, 3 * size)
-        setting = Call(channel, plan.text, known=True).setting(plan, step)
+        call = Call(channel, plan.text)
+        setting = call.setting(plan, step)
         lane = Lane(Flat([x]), cut, codec, codec, carry, None, told.append)
-        channel.run(AllReduce(setting, [lane], reducer, 1.0)).wait()
+        channel.run(AllReduce(setting, [lane], reducer, 1.0), call.place).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

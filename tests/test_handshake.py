@@ -1,5 +1,6 @@
 """Ranks that call different things: one error on every rank that names both sides, instead of a hang or garbage."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from cases import by_turns
 from ranks import RankPool
-from thinwire.collectives import handshake, work
+from thinwire.collectives import board as boards, transport
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -131,35 +134,57 @@ def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPoo
 # --- later calls ------------------------------------------------------------------------------------------------------
 
 
-def known_against_new(group: Group, async_op: bool, algorithm: str) -> tuple[str, float, str]:
-    """Rank 0 repeats a call that all have made, the others make a new one: the group is lost."""
+def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any]], async_op: bool = False) -> Any:
+    """Rank 0 makes the first of two calls, the others the second, when all have made those that `prepare` names."""
     member = dist.new_group()
-    how: Any = {"group": member, "codec": "int8", "algorithm": algorithm}
-    for _ in range(2):
-        thinwire.all_reduce(torch.ones(200), **how)
+    made = {"none": (), "first": calls[:1], "both": calls}[prepare]
+    for call in (*made, *made):
+        call_as(call, member, False)
     dist.barrier()
     start = time.monotonic()
-    x = torch.ones(200 if group.rank() == 0 else 300)
-    with patch.object(handshake, "_LOOK_S", 0.1), patch.object(work, "_LOOK_S", 0.1):
-        text = said(
-            lambda: thinwire.all_reduce(x, async_op=True, **how).wait() if async_op else thinwire.all_reduce(x, **how)
-        )
+    with patch.object(boards, "LOOK_S", 0.1):
+        text = said(lambda: call_as(calls[group.rank() > 0], member, async_op))
     seconds = time.monotonic() - start
-    return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), **how))
+    return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), group=member, **BASE))
 
 
-@pytest.mark.parametrize(
-    ("world", "async_op", "algorithm"),
-    [(2, False, "two_phase"), (2, True, "plain"), (3, True, "two_phase"), (3, False, "plain")],
-)
-def test_a_known_call_against_a_new_one_raises_on_all_ranks_soon(
-    ranks: RankPool, world: int, async_op: bool, algorithm: str
+def call_as(call: dict[str, Any], member: Group, async_op: bool) -> None:
+    how = {"group": member, "codec": "int8", "numel": 200, "verb": "all_reduce", "step": 3, **call}
+    x = torch.ones(how.pop("numel"))
+    work = getattr(thinwire, how.pop("verb"))(x, async_op=async_op, **how)
+    if work is not None:
+        work.wait()
+
+
+TWO: dict[str, Any] = {"algorithm": "two_phase"}
+PLAIN: dict[str, Any] = {"algorithm": "plain"}
+SHORT: dict[str, Any] = {"codec": "lloyd4", "algorithm": "one_shot"}
+BROADCAST: dict[str, Any] = {"verb": "broadcast", "algorithm": "compressed", "group_src": 0}
+MIXED_UP: dict[str, Any] = {  # what all have made before, the two calls, what the error says of both
+    "known-new": ("first", TWO, {**TWO, "numel": 300}, "numel=200", "numel=300"),
+    "plain-new": ("first", PLAIN, {**PLAIN, "numel": 300}, "numel=200", "numel=300"),
+    "sizes": ("both", TWO, {**TWO, "numel": 300}, "numel=200", "numel=300"),
+    "op": ("both", TWO, {**TWO, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
+    "codec": ("both", TWO, {**TWO, "codec": "int8:seed=1"}, "codec=int8,", "codec=int8:seed=1"),
+    "plain-coded": ("both", PLAIN, TWO, "algorithm=plain", "algorithm=two_phase"),
+    "verb": ("both", BROADCAST, TWO, "broadcast(", "all_reduce("),
+    "source": ("both", BROADCAST, {**BROADCAST, "group_src": 1}, "from rank 0", "from rank 1"),
+    "step": ("both", SHORT, {**SHORT, "step": 4}, "at step 3", "at step 4"),
+    "first step": ("none", SHORT, {**SHORT, "step": 4}, "at step 3", "at step 4"),
+}
+
+
+@by_turns("name, world, async_op", list(MIXED_UP), [2, 3], [False, False, True, True])
+def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
+    ranks: RankPool, name: str, world: int, async_op: bool
 ) -> None:
-    for text, seconds, again in ranks(world).run(known_against_new, async_op, algorithm):
-        assert "disagree" in text, text
-        assert "numel=200" in text
-        assert "numel=300" in text
-        assert seconds < 8
+    prepare, one, other, *both = MIXED_UP[name]
+    answers = ranks(world).run(after, prepare, (one, other), async_op, timeout=15.0)
+    assert len({text for text, _, _ in answers}) == 1, answers
+    for text, seconds, again in answers:
+        assert text.startswith("DisagreementError: the ranks disagree about operation "), text
+        assert all(side in text for side in both), text
+        assert seconds < 5
         assert "make a new group" in again
 
 
@@ -178,17 +203,6 @@ def same_text_other_spelling(group: Group) -> bool:
 
 def test_ranks_may_spell_one_call_differently(ranks: RankPool) -> None:
     assert all(ranks(2).run(same_text_other_spelling, timeout=10.0))
-
-
-def wrong_step(group: Group) -> str:
-    """Steps are not compared: they change with every call. Rotated wires carry their key and are refused."""
-    member = dist.new_group()
-    x = torch.ones(2000)
-    return said(lambda: thinwire.all_reduce(x, group=member, codec="lloyd4", algorithm="one_shot", step=group.rank()))
-
-
-def test_ranks_that_differ_in_step_are_told_so_by_the_wires(ranks: RankPool) -> None:
-    assert all("key" in text or "step" in text for text in ranks(2).run(wrong_step))
 
 
 # --- the debug mode ---------------------------------------------------------------------------------------------------
@@ -227,7 +241,62 @@ def test_the_debug_mode_compares_every_call(ranks: RankPool) -> None:
         assert "expects" in splits
 
 
-# --- the store --------------------------------------------------------------------------------------------------------
+def half_debugged(group: Group) -> str:
+    member = dist.new_group()
+    with patch.dict(os.environ, {"THINWIRE_DEBUG": str(group.rank())}):
+        return said(lambda: thinwire.all_reduce(torch.ones(10), group=member, **BASE))
+
+
+def other_versions(group: Group) -> str:
+    with patch.object(thinwire, "__version__", f"0.{group.rank()}"):
+        return said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
+
+
+def test_ranks_of_different_settings_or_versions_are_told_so(ranks: RankPool) -> None:
+    for text in ranks(2).run(half_debugged):
+        assert "rank 0 runs thinwire" in text
+        assert "wire format 1, THINWIRE_DEBUG=0, checksums=0; rank 1 runs" in text
+    for text in ranks(2).run(other_versions):
+        assert "rank 0 runs thinwire 0.0, wire format 1" in text
+        assert "rank 1 runs thinwire 0.1, wire format 1" in text
+
+
+def other_options(group: Group, step: int, options: dict[str, Any]) -> str:
+    """What the first backward pass says: rank 1 has these options besides, or is at another step."""
+    model = DistributedDataParallel(torch.nn.Linear(30, 30), process_group=dist.new_group())
+    handle = thinwire.compress_ddp(model, "int8", **options if group.rank() else {})
+    handle.step = step * group.rank()
+    try:
+        model(torch.ones(2, 30)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_compress_gradients_in_different_ways_are_told_so(ranks: RankPool) -> None:
+    cases = (
+        (0, {"warmup_steps": 5}, "codec=int8,", "codec={0: none, 5: int8}"),
+        (0, {"exempt": ["bias"]}, "exempt=auto", "exempt=['bias']"),
+        (7, {}, "from step 0", "from step 7"),
+    )
+    for step, options, *both in cases:
+        answers = ranks(2).run(other_options, step, options)
+        assert len(set(answers)) == 1
+        assert all(side in answers[0] for side in both), answers
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 1024])
+def test_all_ranks_hear_of_all_in_few_rounds(world: int) -> None:
+    """What PairTransport.agree sends, between as many ranks: one message per rank and round."""
+    heard = [{rank} for rank in range(world)]
+    rounds = transport.hops(world)
+    for hop in rounds:
+        heard = [heard[rank] | heard[(rank - hop) % world] for rank in range(world)]
+    assert all(len(known) == world for known in heard)
+    assert len(rounds) == math.ceil(math.log2(world))
 
 
 def keys(group: Group, mode: str) -> tuple[int, int]:
@@ -237,21 +306,13 @@ def keys(group: Group, mode: str) -> tuple[int, int]:
         member = dist.new_group()
         store = member.get_group_store()
         dist.barrier(member)
-        before = _count(store, member)
+        before = int(store.num_keys())
         for numel in (5, 6, 7, 5, 6, 7):
             thinwire.all_reduce(torch.ones(numel), group=member, codec="int8", algorithm="two_phase")
         said(lambda: thinwire.all_reduce(torch.ones(8 + group.rank()), group=member, **BASE))
-        return before, _count(store, member)
+        return before, int(store.num_keys())
     finally:
         del os.environ["THINWIRE_DEBUG"]
-
-
-def _count(store: Any, member: Group) -> int:
-    """The keys, counted while no rank writes."""
-    dist.barrier(member)
-    found = int(store.num_keys())
-    dist.barrier(member)
-    return found
 
 
 @pytest.mark.parametrize("mode", ["0", "1"])
@@ -264,7 +325,7 @@ def shakes(group: Group) -> tuple[int, int, int]:
     """How often the ranks compared: in four calls of one kind, then in one of another, then in its repetition."""
     member = dist.new_group()
     counts = [0]
-    check = Handshake.compare
+    check = Handshake.check
 
     def counting(self: Handshake, *args: Any, **kwargs: Any) -> list[str]:
         counts[0] += 1
@@ -275,7 +336,7 @@ def shakes(group: Group) -> tuple[int, int, int]:
             thinwire.all_reduce(torch.ones(numel), group=member, **BASE)
         return counts[0]
 
-    with patch.object(Handshake, "compare", counting):
+    with patch.object(Handshake, "check", counting):
         return after(50, 4), after(60, 1), after(60, 3)
 
 

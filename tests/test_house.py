@@ -30,6 +30,7 @@ FLOORS = [
     {"functional"},
     {"integrations"},
     {"hooks"},
+    {"tools.rule"},
     {"tools.report", "tools.advise", "tools.bench"},
     {"tools.cli"},
     {"tools", "__main__"},
@@ -103,6 +104,7 @@ def test_imports_flow_downwards(path: Path) -> None:
         ("tools.advise", "thinwire.tools.bench.record.Record", True),
         ("tools.report", "thinwire.tools.bench.timing", False),
         ("tools.bench", "thinwire.tools.report", False),
+        ("tools.report", "thinwire.tools.rule.Choice", True),
     ],
 )
 def test_the_import_rule(room: str, target: str, allowed: bool) -> None:

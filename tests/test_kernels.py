@@ -89,6 +89,17 @@ def test_long_tensors_of_every_content(codec: Codec, place: Place) -> None:
     assert_as_reference(place, recodings, codec, wires_WN, n, torch.float32, recoded)
 
 
+@needs_cpu
+def test_instructions_of_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that this machine would not choose, because it has newer instructions, give the same bytes."""
+    chosen = cpu.variant()
+    monkeypatch.setenv("THINWIRE_ISA", "baseline")
+    if cpu.variant() == chosen:
+        pytest.skip(f"this machine has no newer instructions than {chosen}")
+    for codec in cases.ONE_OF_EACH:
+        test_long_tensors_of_every_content(codec, Place("cpu", cases.CPU))
+
+
 def half_of(codec: Codec) -> int:
     """0 or 1: of two codecs of one width and mode, or four of one width, half have the one and half the other."""
     number = cases.CODECS.index(codec)

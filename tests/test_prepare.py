@@ -3,11 +3,9 @@
 import copy
 import math
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -502,13 +500,6 @@ def test_summary_tells_what_quantization_does(capsys: pytest.CaptureFixture[str]
     assert row.scale == (scale.min().item(), scale.max().item())
     assert row.sqnr_db == pytest.approx(10 * math.log10(weight.square().sum() / noise), rel=1e-5)
     assert row.saturation == ((weight / scale <= -2) | (weight / scale >= 1)).double().mean()
-
-
-def test_the_example_of_the_docs_prints_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "howto" / "qat.md").read_text()
-    code, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", text, re.DOTALL).groups()
-    exec(code)
-    assert capsys.readouterr().out == printed
 
 
 def test_summary_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,11 +28,12 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from thinwire.errors import RecordError
+from thinwire.tools import rule
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import cells, charts, compare, kinds, page, tables
-from thinwire.tools.report.charts import Bars, Lines, draw
+from thinwire.tools.report.charts import Bars, Lines, draw, look
 from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
 from thinwire.tools.report.page import element
 
@@ -137,21 +138,45 @@ def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
         assert (show(value) == cells.ABSENT) == (not abs(value) <= sys.float_info.max)
 
 
-@pytest.mark.parametrize("columns", [50, 80, 200])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_tables_are_never_folded(columns: int, terminal: bool) -> None:
-    """Ruled where the terminal is wide enough, else whole lines, which the terminal may break."""
-    grid = kinds.grids(committed("collectives_1gbit.json"))[0]
-    screen = Console(file=io.StringIO(), width=columns, force_terminal=terminal, color_system=None)
-    tables.show_grid(dataclasses.replace(grid, title="title"), screen)
-    shown = screen.file.getvalue().splitlines()[1:]
-    assert (set(shown[1]) == {"─"}) == (terminal and columns == 200)
-    assert [line.split() for line in shown if "─" not in line][1:] == [" ".join(row).split() for row in grid.rows]
+@pytest.mark.parametrize("columns", [60, 80, 100, 240])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int, whole: bool) -> None:
+    grid = dataclasses.replace(kinds.grids(committed("collectives_1gbit.json"))[0], title="title")
+    screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    screen.shows_all = whole  # type: ignore[attr-defined]
+    tables.show_grid(grid, screen)
+    shown = screen.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
+    kept = len(grid.header)
+    if not whole and columns < 240:
+        assert max(map(len, shown)) <= columns
+        (told,) = (line for line in [" ".join(shown)] if "Left out: " in line)
+        left = re.search(r"Left out: (.*)\. --all shows them\.", told)
+        assert left is not None
+        kept -= len(left[1].split(", "))
+        assert grid.labels < kept < len(grid.header)
+    rows = [line.split() for line in shown if "─" not in line][1:][: len(grid.rows)]
+    assert rows == [" ".join(row[:kept]).split() for row in grid.rows]
+
+
+def test_a_pipe_gets_every_column_on_one_line() -> None:
+    grid = dataclasses.replace(kinds.grids(committed("collectives_1gbit.json"))[0], title="title")
+    screen = Console(file=io.StringIO(), width=50)
+    tables.show_grid(grid, screen)
+    shown = screen.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
+    assert [line.split() for line in shown] == [" ".join(row).split() for row in grid.rows]
 
 
 def test_pipes_do_not_break_markdown() -> None:
     grid = cells.TextGrid("title", ["a|b", "c"], [["x|y", "1"]])
     assert "| x\\|y | 1 |" in tables.markdown_grid(grid)
+
+
+def test_markdown_shows_what_a_record_says_and_obeys_none_of_it() -> None:
+    row = train_row("<img src=x onerror=alert(1)>", task="[x](javascript:y)", feedback="`*a*`")
+    told = tables.markdown(made("train", [row], cpu="<script>", commit="<b>"))
+    assert not re.search(r"<(img|script|b)|(?<!\\)\[|(?<!\\)[`*]", told)
+    assert "&lt;img src=x onerror=alert(1)&gt;" in told
+    assert "\\[x\\](javascript:y)" in told
 
 
 def test_qat_tables_are_of_training_and_of_speed() -> None:
@@ -186,7 +211,15 @@ def every_kind() -> list[Record]:
 @functools.cache
 def whole_page() -> str:
     """A page of every kind: drawn once for all tests."""
-    return page.page(every_kind(), title="All kinds", notes=["A note."], grids=[cells.TextGrid("told", ["a"], [["b"]])])
+    cards = [page.Card("Verdict", a_choice("use(it)"))]
+    grids = [cells.TextGrid("told", ["a"], [["b"]])]
+    return page.page(every_kind(), title="All kinds", notes=["A note."], cards=cards, grids=grids)
+
+
+def a_choice(code: str, name: str = "int8") -> rule.Choice:
+    plain = rule.Way("fp32", "none", 1.0, is_exact=True)
+    loss = rule.Loss(0.0, 0.1, 3, name)
+    return rule.choose([plain, rule.Way(name, code, 0.5, loss=loss)], "measured")
 
 
 def drawn() -> list[tuple[charts.Chart, str]]:
@@ -231,14 +264,18 @@ def test_a_png_has_the_chart_on_white() -> None:
     )
     assert pixels.shape[1] > 800
     assert pixels[0, 0, :3].tolist() == [1, 1, 1]
-    first = [int(LIGHT.series[0][at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    assert (abs(pixels[..., :3] - first).max(axis=2) < 0.01).mean() > 0.02  # the bars of the first series
+    for name in ("int8", "lloyd4", "lloyd2"):
+        colour = LIGHT.series[look.color_of(name) or 0]
+        own = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        assert (abs(pixels[..., :3] - own).max(axis=2) < 0.01).mean() > 0.003  # its bar
 
 
 def test_charts_show_the_numbers_of_the_record() -> None:
     rows = committed("train_mlp_1gbit.json").rows
     bars = {chart.name: chart for chart in charts.of(committed("train_mlp_1gbit.json")) if isinstance(chart, Bars)}
     assert list(bars["step_time"].series[0].values) == [row["step_ms"] for row in rows]
+    known = [(row.get("step_ms_p20"), row.get("step_ms_p80")) for row in rows]
+    assert list(bars["step_time"].series[0].spans or ()) == [None if None in span else span for span in known]
     assert bars["bytes"].axis.label == "sent per rank, MB per step"
     sent = [float(str(row["bytes_per_step"])) / 1e6 for row in rows]
     assert list(bars["bytes"].series[0].values) == pytest.approx(sent)
@@ -254,12 +291,47 @@ def test_charts_show_the_numbers_of_the_record() -> None:
     assert drawn_levels == pytest.approx(sorted(known, reverse=True), rel=1e-3)
 
 
-def test_loss_curves_are_drawn_where_rows_carry_them() -> None:
-    rows = [train_row("none", curve=[[0, 4.0], [10, 2.0]]), train_row("int8", curve=[[0, 4.0], [10, None], [20, 1.5]])]
+def test_losses_are_drawn_as_differences_to_fp32() -> None:
+    rows = [train_row("none", curve=[[0, 4.0], [10, 2.0]], noise_floor=0.1),
+            train_row("int8", curve=[[0, 4.0], [10, 2.2], [20, 1.5]])]  # fmt: skip
     (chart,) = charts.of(made("train", rows))
     assert isinstance(chart, Lines)
-    assert chart.name == "loss"
-    assert [list(curve.points) for curve in chart.curves] == [[(0, 4), (10, 2)], [(0, 4), (20, 1.5)]]
+    assert (chart.name, chart.axis.label) == ("loss", "loss against fp32, %")
+    assert [(curve.name, list(curve.points)) for curve in chart.curves] == [("int8", [(0, 0), (10, pytest.approx(10))])]
+    assert [(mark.name, mark.low) for mark in chart.marks] == [
+        ("fp32", 0),
+        ("what another seed does", pytest.approx(-10.517, rel=1e-3)),
+    ]
+    few = [{**row, "seeds": 2} for row in rows]
+    assert [mark.name for mark in charts.of(made("train", few))[0].marks] == ["fp32"]  # two seeds know no spread
+
+
+@pytest.mark.parametrize("name", ["train_digits.json", "train_mlp_1gbit.json", "collectives_1gbit.json"])
+def test_a_codec_has_one_colour_everywhere_and_fp32_is_grey(name: str) -> None:
+    assert look.color_of("fp32") == look.GREY
+    assert len({look.color_of(one) for one in ("fp32", "bf16", "int8", "lloyd4", "lloyd2", "lloyd1")}) == 6
+    for chart in charts.of(committed(name)):
+        assert isinstance(chart, Bars)
+        assert draw._by_label(chart)
+        for number, values in enumerate(chart.series):
+            expected = [LIGHT.series[look.color_of(label) or 0] for label in chart.labels]
+            assert draw._colors(chart, values, number) == expected
+
+
+def test_the_banner_shows_gains_by_link_and_losses(tmp_path: Path) -> None:
+    gain, loss = charts.banner([committed(f"train_{name}.json") for name in ("mlp_100mbit", "mlp_1gbit", "gpt")])
+    assert isinstance(gain, Bars)
+    assert isinstance(loss, Bars)
+    assert list(gain.labels) == ["100mbit, 4 ranks", "1gbit, 2 ranks"]
+    rows = committed("train_mlp_100mbit.json").rows
+    shown = {values.name: values.values[0] for values in gain.series}
+    assert shown["lloyd4"] == rows[2]["speedup_plain"]
+    assert shown["bf16"] == pytest.approx(1 / float(str(rows[0]["speedup_bf16"])))
+    assert "sign" not in loss.labels
+    path = tmp_path / "banner.png"
+    files = [str(BENCHMARKS / f"train_{name}.json") for name in ("mlp_1gbit", "gpt")]
+    assert call("report", *files, "--png", str(path)).stderr.endswith(f"wrote {path}\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def words(chart: charts.Chart) -> list[str]:
@@ -298,17 +370,11 @@ def test_a_control_that_fails_leaves_the_others_room() -> None:
     ratios = {str(row["codec"]): row["loss_log_ratio"] for row in committed("train_digits.json").rows}
     chart = next(chart for chart in charts.of(committed("train_digits.json")) if chart.name == "loss_ratio")
     assert chart.axis.most is not None
-    assert 0.4 < chart.axis.most < 0.6
-    assert {f"{cells.significant(ratios[name])} →" for name in ("sign", "int2")} <= set(words(chart))
+    assert 60 < chart.axis.most < 80  # per cent
+    beyond = {name: 100 * math.expm1(float(str(ratios[name]))) for name in ("sign", "int2")}
+    assert {f"{cells.significant(value)} →" for value in beyond.values()} <= set(words(chart))
     within = [train_row(codec, loss_log_ratio=0.1, control=codec == "sign") for codec in ("int8", "sign")]
     assert charts.of(made("train", within))[0].axis.most is None
-
-
-def test_the_uncompressed_run_is_drawn_under_the_others_and_at_its_bytes() -> None:
-    loss, against, *_ = (chart for chart in charts.of(committed("demo.json")) if isinstance(chart, Lines))
-    assert [curve.name for curve in loss.curves if curve.under] == ["none"]
-    none = next(curve for curve in against.curves if curve.name == "none")
-    assert list(none.points) == [(pytest.approx(1002.368, rel=0.01), 0)]
 
 
 def test_charts_of_what_no_run_measures() -> None:
@@ -404,11 +470,12 @@ def test_the_page_has_a_structure() -> None:
     assert outline.all("html") == [{"lang": "en"}]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in outline.all("meta")
     assert [len(outline.all(tag)) for tag in ("h1", "main", "title", "header", "footer")] == [1] * 5
-    assert len(outline.all("h2")) == len(outline.all("section")) == len(every_kind()) + 1
+    assert len(outline.all("h2")) == len(outline.all("section")) == len(every_kind()) + 2  # By link, and a card
     pictures = sum(len(charts.of(found)) for found in every_kind())
     assert len(outline.all("svg")) == len(outline.all("figure")) == len(outline.all("figcaption")) == pictures
-    count = len(outline.all("table"))
-    assert count == len(outline.all("caption")) == len(outline.all("thead")) == 1 + len(every_kind()) + 1
+    count = len(outline.all("table")) - 1  # the overview, which comes first
+    assert count == len(outline.all("caption")) == len(outline.all("thead")) - 1 == 1 + len(every_kind()) + 1
+    assert whole_page().index("<nav") < whole_page().index("<figure")
     assert {head.get("scope") for head in outline.all("th")} == {"col", "row"}
 
 
@@ -439,11 +506,12 @@ def test_the_page_refers_to_itself_alone() -> None:
 def test_every_string_is_escaped() -> None:
     """A record may say anything: in cells, labels, legends, headings, conditions, notes and titles."""
     row: Row = {**committed("collectives_1gbit.json").rows[0], "codec": HOSTILE, "link": HOSTILE, "verb": HOSTILE}
-    trained = train_row(HOSTILE, task=HOSTILE, step_ms=3.0, curve=[[0, 1.0], [1, 0.5]])
-    records = [made(kind, [found], cpu=HOSTILE, device=HOSTILE, commit=HOSTILE)
-               for kind, found in (("collectives", row), ("train", trained))]  # fmt: skip
+    trained = [train_row(name, task=HOSTILE, step_ms=3.0, curve=[[0, 1.0], [1, 0.5]]) for name in ("none", HOSTILE)]
+    records = [made(kind, found, cpu=HOSTILE, device=HOSTILE, commit=HOSTILE)
+               for kind, found in (("collectives", [row]), ("train", trained))]  # fmt: skip
     grid = cells.TextGrid(HOSTILE, [HOSTILE], [[HOSTILE]])
-    text = page.page(records, title=HOSTILE, notes=[HOSTILE], grids=[grid])
+    cards = [page.Card(HOSTILE, a_choice(HOSTILE, HOSTILE))]
+    text = page.page(records, title=HOSTILE, notes=[HOSTILE], cards=cards, grids=[grid], names=[HOSTILE, HOSTILE])
     text.encode()
     outline = Outline(text)
     assert outline.all("script") == []
@@ -462,7 +530,8 @@ def test_elements_escape_what_is_not_html() -> None:
 
 def test_write_gives_a_page_and_a_png_of_every_chart(tmp_path: Path) -> None:
     first = train_row("none", step_ms=4.0, bytes_per_step=4000, curve=[[0, 2.0], [5, 1.0]])
-    records = [made("train", [first]), made("train", [train_row("int8", step_ms=2.0)])]
+    other = train_row("int8", step_ms=2.0, curve=[[0, 2.0], [5, 1.1]])
+    records = [made("train", [first, other]), made("train", [train_row("int8", step_ms=2.0)])]
     paths = page.write(records, tmp_path / "new" / "report", title="Demo", notes=["Two ranks."])
     names = ["index.html", "loss.png", "bytes.png", "step_time.png", "step_time-2.png"]
     assert [path.name for path in paths] == names
@@ -530,7 +599,8 @@ function look(frame) {
   return {
     title: page.title, wide: root.scrollWidth, view: root.clientWidth, tables: all('table').length,
     scrolled: all('.scroll').filter(part => part.scrollWidth > part.clientWidth).length,
-    outside: all('svg, p, h1, h2, figcaption, .scroll').filter(part => box(part).right > root.clientWidth + 1).length,
+    outside: all('svg, p, h1, h2, figcaption, .scroll, .card, code').filter(
+      part => box(part).right > root.clientWidth + 1).length,
     flat: all('svg').filter(part => box(part).height < 50).length, pictures: all('svg').length,
     page: style.backgroundColor, ink: style.color, words: frame.contentWindow.getComputedStyle(text).fill,
     high: Math.min(...all('svg text').map(part => box(part).height).filter(high => high)),

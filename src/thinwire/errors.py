@@ -2,7 +2,8 @@
 
 ThinwireError
 ├── CollectiveError      (ValueError)    a collective called with tensors, an op or a group it cannot serve
-│   └── DisagreementError                the ranks of a group called different things
+│   ├── DisagreementError                the ranks of a group called different things
+│   └── PeerError        (RuntimeError)  another rank was lost, or failed, in the middle of a call
 ├── CodecError           (ValueError)    a codec string, parameter or input tensor that no codec can serve
 ├── QatError             (ValueError)    a model, quantiser, tensor or setting that thinwire.qat cannot serve
 │   ├── QatTypeError     (TypeError)     one of the wrong type
@@ -69,3 +70,7 @@ class CollectiveError(ThinwireError, ValueError):
 
 class DisagreementError(CollectiveError):
     """The ranks of a group called different things; the message names both sides."""
+
+
+class PeerError(CollectiveError, RuntimeError):
+    """Another rank of the group was lost, did not come, or failed; the message says in which call, and which rank."""

@@ -286,9 +286,10 @@ KINDS = ("classic", "ef21")
 
 
 class RowFeedback:
-    """Feedback of reduce_scatter_tensor: one per flat buffer, passed at every call. All ranks have the same kind.
+    """Error feedback for reduce_scatter_tensor. Make one per flat buffer and pass it at every call.
 
-    It remembers one number per element of the input, in `dtype`; "ef21" one more per element of the output.
+    All ranks use the same kind. It remembers one number per element of the input, in `dtype`; "ef21" remembers one more
+    per element of the output.
     """
 
     def __init__(self, kind: str = "classic", dtype: torch.dtype = torch.float32) -> None:
@@ -337,9 +338,9 @@ class RowFeedback:
 
 
 class RowCopy:
-    """What all_gather_into_tensor gave last, so that ranks send what became different: one per flat buffer.
+    """What all_gather_into_tensor gathered last, so that ranks send differences only. Make one per flat buffer.
 
-    The first call is exact. It takes as much memory as the output.
+    The first call is exact. The copy takes as much memory as the output.
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ def all_gather(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Tensor:
-    """Every rank's x, one after the other along `dim`. All ranks bring the same shape."""
+    """The x of all ranks, in rank order along `dim`. All ranks pass the same shape."""
     forth = _spell(codec)
     back = forth if backward_codec is None else _spell(backward_codec)
     out: Tensor = _all_gather(x, dim, _group_name(group), forth, back, algorithm, step)
@@ -89,7 +89,7 @@ def reduce_scatter(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Tensor:
-    """This rank's part, of the world's equal parts along `dim`, of the sum or mean of every rank's x."""
+    """This rank's part of the sum or mean of all ranks' x, cut into equal parts along `dim`."""
     forth = _spell(codec)
     back = forth if backward_codec is None else _spell(backward_codec)
     out: Tensor = _reduce_scatter(x, _op_name(op), dim, _group_name(group), forth, back, algorithm, step)
@@ -107,7 +107,7 @@ def all_to_all_single(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Tensor:
-    """Rows of x for each rank against rows from each rank, in rank order.
+    """Send rows of x to each rank, and return the rows that each rank sent here, in rank order.
 
     The lists say how many rows come from (`output_split_sizes`) and go to (`input_split_sizes`) each rank; zeros are
     fine, and None is equal parts.

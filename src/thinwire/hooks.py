@@ -56,7 +56,7 @@ def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
 
 
 def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
-    """The mean, numbers travelling as float16 under a scale for every 128, summed in float32.
+    """The mean: numbers travel as float16 with one scale per 128 elements, and are summed in float32.
 
     Scales follow the numbers, so no block overflows or underflows; one with NaN or Inf becomes NaN.
     """
@@ -64,7 +64,7 @@ def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tenso
 
 
 def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
-    """The mean, numbers travelling as bfloat16, summed in float32. NaN and Inf stay where they are."""
+    """The mean: numbers travel as bfloat16 and are summed in float32. NaN and Inf stay where they are."""
     return _sum_of_shares(process_group, bucket, "bf16")
 
 
@@ -73,7 +73,7 @@ bf16_compress_hook.__name__ = "bf16_mean_hook"
 
 
 def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
-    """The mean in 8 bits, one scale and minimum for all that a rank encodes at once: a shard, or a chunk of one.
+    """The mean in 8 bits, with one scale and minimum per encoded shard (or chunk of a long shard).
 
     NaN or Inf makes that shard NaN and leaves the others alone.
     """
@@ -82,7 +82,7 @@ def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Fut
 
 
 def quantization_perchannel_hook(process_group: Group, bucket: GradBucket, bucket_size: int = 512) -> Future[Tensor]:
-    """The mean in 8 bits, one scale and minimum for every `bucket_size` elements of the bucket.
+    """The mean in 8 bits, with one scale and minimum per `bucket_size` elements of the bucket.
 
     DDP passes no third argument: register `perchannel_hook(bucket_size)` for another size.
     NaN or Inf makes its channel NaN and leaves the others alone.

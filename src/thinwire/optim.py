@@ -17,12 +17,12 @@ __all__ = ["OneBitAdam"]
 
 
 class OneBitAdam(Optimizer):
-    """Adam for 1-bit gradients: Adam while it warms up, then momentum SGD with the variance that Adam had found.
+    """Adam for 1 bit: AdamW during a warm-up, then momentum SGD divided by the variance that the warm-up found.
 
-    Adam divides by the variance of gradients, and one bit per number inflates it. So for `warmup_steps` steps gradients
-    travel uncompressed and this is AdamW. Then the variance is frozen, and what is left is linear: every rank adds its
-    gradient to its momentum, and the momentum travels in one bit with error feedback (Tang et al., "1-bit Adam", 2021).
-    A parameter whose frozen variance is small would take enormous steps; `floor` bounds it from below.
+    Adam divides by the variance of gradients, and one bit per number inflates it. So gradients travel uncompressed for
+    `warmup_steps` steps, and this is AdamW. Then the variance is frozen. From there on every rank adds its gradient to
+    its momentum, and the momentum travels in one bit with error feedback (Tang et al., "1-bit Adam", 2021).
+    A parameter with a small frozen variance would take enormous steps; `floor` is the least variance.
 
     Through `thinwire.compress_ddp(model, codec, optimizer=optimizer)` the momentum arrives where gradients do: after
     the warm-up `p.grad` holds the new momentum. Gradients must not be rescaled from step to step (no GradScaler), and

@@ -28,7 +28,7 @@ _MOST_RECIPES = 4096  # lengths a codec remembers
 class Codec(ABC):
     """Turns a float tensor into one uint8 buffer, the wire, and back.
 
-    Codecs are frozen, hashable and compare by value; `str(codec)` is the string `thinwire.codec` makes it from.
+    Codecs are frozen, hashable and compare by value. `thinwire.codec(str(codec))` makes an equal one.
     """
 
     inputs: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ class Codec(ABC):
 
     @property
     def unit(self) -> int:
-        """Elements that collectives keep together when they cut a message. Ask the codec that `pick` gives."""
+        """How many elements collectives keep together when they cut a message. Ask the codec that `pick` gives."""
         return 1
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Codec(ABC):
 
     @ranged("thinwire::encode")
     def encode(self, x: Tensor, wire: Tensor, *, step: int = 0, residual: Tensor | None = None) -> None:
-        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave there what was lost.
+        """Write the wire of x. With a residual (fp32, like x): encode x + residual and leave in it what was lost.
 
         `step` varies rotation and stochastic rounding from call to call; ranks that add their wires must share it.
         A block that holds NaN or Inf decodes to NaN and leaves its part of the residual untouched.
@@ -74,16 +74,15 @@ class Codec(ABC):
         _mark_written(wire, *(() if residual is None else (residual,)))
 
     def decode(self, wire: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
-        """Write the decoded wire into `out`: a dtype the codec takes (the identity: the encoded one), any strides."""
+        """Decode the wire into `out`, of a dtype that the codec takes (for `none` the encoded one) and any strides."""
         self.decode_sum(wire.unsqueeze(0), out, scale=scale, step=step)
 
     @ranged("thinwire::decode")
     def decode_sum(self, wires_WN: Tensor, out: Tensor, *, scale: float = 1.0, step: int | None = None) -> None:
         """out = scale * sum over ranks of decode(wire). Ranks are added in rank order, so all ranks agree bitwise.
 
-        `step`, where it is known that the wires were encoded with it, stands in for their headers, which are then not
-        read. Wires that are not what this codec writes for that length raise WireError; on a GPU nothing waits for
-        their headers, and the sum of such wires is NaN.
+        Pass `step` if the wires are known to be encoded with it; their headers are then not read. Wires of another
+        codec or length raise WireError. On a GPU, where nothing waits for headers, the sum of such wires is NaN.
         """
         recipe = _recipe(self, out.numel(), out.dtype)
         rotation = _key_of(recipe, wires_WN, out.device, step)

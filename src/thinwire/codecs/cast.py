@@ -33,8 +33,8 @@ class Identity(Codec):
 class Cast(Codec):
     """A shorter float. fp16 and the 8-bit formats carry a power-of-two scale per block: nothing over- or underflows.
 
-    bf16 has the range of fp32, needs no scale and keeps every NaN and Inf where it is. So does fp16 with block=0, a
-    plain cast, in which numbers beyond 65504 become infinite.
+    bf16 has the range of fp32, needs no scale and keeps every NaN and Inf in its element. fp16 with block=0 is a plain
+    cast too; numbers beyond 65504 become infinite in it.
     """
 
     format: FloatFormat = "bf16"

@@ -24,8 +24,8 @@ from thinwire.wire import IDENTITY_DTYPES
 class BySize(Codec):
     """`small` for tensors of fewer than `min_numel` elements or `min_ndim` dimensions, `large` for the others.
 
-    min_ndim=2 exempts norms, biases and other 1-D parameters. It is judged where a shape is known (`pick`), never on
-    the buffers that `encode` sees, which may be flat.
+    min_ndim=2 exempts norms, biases and other 1-D parameters. Only `pick`, which knows the shape, looks at it; `encode`
+    does not, since its buffers may be flat.
     """
 
     small: Codec = field(default_factory=Cast)

@@ -47,14 +47,14 @@ _CASTS: dict[object, str] = {DQuantType.FP16: "fp16:block=0", DQuantType.BFP16: 
 def auto_quantize(
     func: Callable[..., Any], qtype: DQuantType | str | Codec, quant_loss: float | None = None
 ) -> Callable[..., Work | None]:
-    """`func`, a collective of torch.distributed or of thinwire, with its data sent as `qtype`.
+    """Wrap `func`, a collective of torch.distributed or of thinwire, so that its data travels as `qtype`.
 
-    The result is called like `func`, positional and keyword arguments alike, writes in place, and returns a Work when
-    async_op is true. It always goes through the codec, also where sending plain would be faster. all_to_all_single
-    takes out_splits and in_splits as other names of output_split_sizes and input_split_sizes.
+    The result takes the arguments of `func`, writes in place, and returns a Work when async_op is true. It always uses
+    the codec, even where sending plain would be faster. all_to_all_single also takes out_splits and in_splits, as other
+    names of output_split_sizes and input_split_sizes.
 
-    qtype: DQuantType.FP16 and DQuantType.BFP16 are casts, which keep NaN and Inf; in float16 what exceeds 65504 becomes
-        infinite. The codec "fp16" has scales instead: nothing overflows, and a block with NaN or Inf becomes NaN.
+    qtype: DQuantType.FP16 and DQuantType.BFP16 are casts, which keep NaN and Inf. In float16 numbers beyond 65504
+        become infinite. The codec "fp16" has scales: nothing overflows, and a block with NaN or Inf becomes NaN.
     quant_loss: a number by which every value that arrives is divided.
     """
     named: Any = _CASTS.get(qtype, qtype) if isinstance(qtype, DQuantType | str) else qtype
@@ -242,7 +242,7 @@ def _divide(outputs: Sequence[Tensor], by: float) -> None:
 def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     """A Work that is done once the outputs of `work` were divided: when they arrive, whoever waits for them."""
     divided = Work(list(outputs))
-    divided.look = work.look
+    divided.line = work.line
 
     def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
         # On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's.

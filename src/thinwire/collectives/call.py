@@ -1,45 +1,47 @@
 """One call of a verb: numbered, compared with the other ranks' where it is the first of its kind, its plan found."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from thinwire.collectives import handshake
+from thinwire.collectives.board import Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import check_step
-from thinwire.collectives.handshake import BrokenError
 from thinwire.collectives.measuring import Trial, fastest
-from thinwire.collectives.operations import TAGS, Setting, VerbOperation
+from thinwire.collectives.operations import Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
 from thinwire.collectives.plan import CallPlan, PlanKey, plan_verb
 from thinwire.collectives.programs import Copying, Program
+from thinwire.collectives.transport import lost_in
 from thinwire.collectives.work import Work
+from thinwire.errors import ThinwireError
 
 
 class Call:
-    def __init__(self, channel: Channel, text: str, *, known: bool, details: str = "") -> None:
+    """Compared with the other ranks' unless one like it was before; `anew`: in any case."""
+
+    def __init__(self, channel: Channel, text: str, *, details: str = "", anew: bool = False) -> None:
         self.channel = channel
-        self.text = text
-        self.known = known  # whether one like it was made before
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
             channel.calls += 1
-            self.number = channel.calls
+            self.place = Place(channel.calls, text, known=text in channel.kinds and not anew)
         self.answers: list[str] = []  # the ranks' details, where they were compared
-        self.free_next_time = not channel.handshakes[0].every_call
-        if not known or not self.free_next_time:
-            with _noting_failure(channel):
-                self.answers = handshake.check(channel.handshakes, self.number, text, details=details)
+        self.free_next_time = not channel.handshake.every_call
+        if not (self.place.known and self.free_next_time):
+            self.answers = channel.compare(self.place, details)
 
     def setting(self, plan: CallPlan, step: int | None, scratch: tuple[int, int] | None = None) -> Setting:
         """What an operation of this call needs to know; `scratch` where the plan does not say it."""
         assert plan.codec is not None
         channel = self.channel
-        tags = tuple(link.draw_tags(TAGS) for link in channel.transports)
         number = channel.next_step() if step is None else check_step(step)
+        self.place.step = number
+        mark = _hash(self.place.text) ^ number & 0xFFFFFFFF
+        tags = tuple(link.draw_tags(mark) for link in channel.transports)
         chunk_bytes, scratch_bytes = scratch or (plan.chunk_bytes, plan.scratch_bytes)
         return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
 
@@ -57,12 +59,25 @@ class Call:
         `outputs` are the caller's own, of which they are parts or other views.
         """
         number = self.channel.next_step() if step is None else check_step(step)
-        first = not self.known
+        first = not self.place.known
         rows = [tensor.detach() for tensor in tensors]
         if all(row.is_contiguous() for row in rows):
             return self.channel.start(program, rows, outputs, number, async_op=async_op, first=first)
         copying = Copying(program, written)
         return self.channel.start(copying, rows, outputs, number, async_op=async_op, first=first)
+
+    def decided(self, decide: Callable[[], CallPlan]) -> CallPlan:
+        """A new plan, for which ranks may measure together: one that fails tells the others."""
+        try:
+            return decide()
+        except ThinwireError:  # of all ranks alike, or told already
+            raise
+        except BaseException as error:
+            lost = lost_in(error)
+            if lost is None:
+                self.channel.board.ended(error, self.place)
+                raise
+        raise self.channel.board.ended(lost, self.place)
 
     def run(
         self,
@@ -73,38 +88,25 @@ class Call:
     ) -> Work | None:
         """What a verb returns: the work of the operation, or None once it is done."""
         operation.copies_back(outputs, copies)
-        work = self.channel.run(operation, self.look)
+        work = self.channel.run(operation, self.place)
         if async_op:
             return work
         work.wait()
         return None
 
-    def look(self) -> None:
-        look(self.channel, self.number, self.text)
 
-
-def look(channel: Channel, number: int, text: str) -> None:
-    """Say where this rank waits, and raise if another is held up in a different call."""
-    with _noting_failure(channel):
-        for shake in channel.handshakes:
-            shake.look(number, text)
-
-
-@contextlib.contextmanager
-def _noting_failure(channel: Channel) -> Iterator[None]:
-    try:
-        yield
-    except BrokenError as error:
-        channel.disagreed = str(error)
-        raise
+@functools.lru_cache(maxsize=4096)
+def _hash(text: str) -> int:
+    """Not Python's own, which differs between processes."""
+    return zlib.crc32(text.encode())
 
 
 def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> tuple[Call, CallPlan]:
     """A call and its plan: compared and decided the first time, looked up afterwards."""
     plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text, known=plan is not None)
+    call = Call(channel, str(key) if plan is None else plan.text)
     if plan is None:
-        plan = decide()
+        plan = call.decided(decide)
         channel.remember(key, plan)
     return call, plan
 

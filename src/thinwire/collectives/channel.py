@@ -2,7 +2,9 @@
 
 import atexit
 import math
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +17,21 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
+from thinwire.collectives.board import Board, Place, lookout
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
-from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, serve
+from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refuse, serve
 from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
 from thinwire.collectives.rooms import Room, Rooms
 from thinwire.collectives.transport import Group, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
+from thinwire.errors import CollectiveError
 
-_GRACE_S = 0.5  # how long the end of the process waits for a line
+_GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
+_END_S = 5.0  # and once their connections are closed: kernels end by themselves
 Made = TypeVar("Made")
-MOST_PLANS = 4096  # calls of different kinds that are remembered; ranks make the same calls, so they forget alike
+MOST_KINDS = 1024  # of calls that are remembered; ranks make the same calls, so they forget alike
 
 
 class Channel:
@@ -38,26 +43,28 @@ class Channel:
         self.transport = links[0]
         self.device = device
         self.world = math.prod(link.world for link in links)
+        self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
         self.plans: dict[PlanKey, CallPlan] = {}
         self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
         self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
-        self.handshakes = [Handshake(link.group, f"{device.type}{len(links)}") for link in links]
+        self.board = Board(links)
+        self.handshake = Handshake(links, self.board)
         self.calls = 0
-        self.disagreed: str | None = None  # what made the group unusable
+        self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
         self.rooms = Rooms(device) if self.transport.on_stream else None  # where programs run
         self.stream = torch.cuda.Stream(device) if self.rooms and device.type == "cuda" else None
         self.scratch = Scratch(device, exact=self.transport.on_stream)
         self._steps = 0
-        self._line = Line(self.scratch)
+        self._line = Line(self.scratch, self.board)
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def failure(self) -> str | None:
-        return self.disagreed or self._line.failure
+        return self._failed or self._line.failure or self.board.over
 
     def next_step(self) -> int:
         """The step of a call that names none: such calls are counted, alike on all ranks."""
@@ -65,26 +72,33 @@ class Channel:
             self._steps += 1
             return self._steps - 1
 
-    def remember(self, key: PlanKey, plan: CallPlan) -> None:
-        """Keep the plan of calls of one kind; very many kinds are all forgotten, and agreed on again."""
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
+    def compare(self, place: Place, details: str) -> list[str]:
+        """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
+
+        All ranks forget at the same call: they count kinds as they compare them, however each spells its calls.
+        """
+        found = self.handshake.check(place, details)
+        if len(self.kinds) >= MOST_KINDS:
+            self.kinds.clear()
             self.quick.clear()
-        self.plans[key] = plan
+        self.kinds[place.text] = 0
+        return found
+
+    def remember(self, key: PlanKey, plan: CallPlan) -> None:
+        """Keep the plan of calls of one kind."""
+        bounded(self.plans)[key] = plan
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
-        """What `make` gives for a key, made once; very many are all forgotten, as plans are."""
+        """What `make` gives for a key, made once."""
         if key not in self._made:
-            if len(self._made) >= MOST_PLANS:
-                self._made.clear()
-            self._made[key] = make()
+            bounded(self._made)[key] = make()
         found: Made = self._made[key]
         return found
 
-    def run(self, operation: Operation, look: Callable[[], None] | None = None) -> Work:
-        """Enter an operation into the line; who waits long for it may `look` whether the ranks disagree."""
-        work = Work(operation.outputs, look)
-        entry = Queued(operation, work, tuple(link.group for link in self.transports))
+    def run(self, operation: Operation, place: Place) -> Work:
+        """Enter an operation, called at `place`, into the line."""
+        work = Work(operation.outputs, self._line)
+        entry = Queued(operation, work, tuple(link.group for link in self.transports), place)
         if self.stream is not None:
             with self.lock:
                 self._run_on_stream(entry, self.stream)
@@ -95,6 +109,8 @@ class Channel:
             if self._thread is None:
                 self._start_thread()
             self._inbox.put(entry)
+            if self._line.failure is not None:  # the thread has ended, or will
+                refuse(self._inbox, self._line.failure)
         return work
 
     def start(
@@ -140,7 +156,7 @@ class Channel:
 
     def fail(self, error: BaseException) -> None:
         """A program that failed half-way has sent what others wait to go on with: no other call may follow it."""
-        self.disagreed = f"{type(error).__name__}: {error}"
+        self._failed = f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """End the thread once it has nothing more to do."""
@@ -161,7 +177,14 @@ class Channel:
                 thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
                 thread.start()
                 self._thread = thread
-                _threads[thread] = self._inbox
+                _threads[thread] = weakref.ref(self)
+
+
+def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary that another entry is put into: where there are very many, all are forgotten."""
+    if len(kept) >= MOST_KINDS:
+        kept.clear()
+    return kept
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
@@ -186,17 +209,41 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-_threads: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Queued | None]]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Channel]]" = weakref.WeakKeyDictionary()
+_of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one
 _lock = threading.Lock()
 
 
 @atexit.register
 def _end_threads() -> None:
-    """A daemon thread that comes back from C++ after the interpreter has gone would abort the process."""
-    for inbox in list(_threads.values()):
-        inbox.put(None)
-    for thread in list(_threads):
-        thread.join(_GRACE_S)
+    """A daemon thread that comes back from C++ after the interpreter has gone would abort the process.
+
+    What nobody waited for has a moment to end; then its connections are closed.
+    """
+    lookout.end(_GRACE_S)
+    found = [(thread, channel()) for thread, channel in _threads.items() if thread.is_alive()]
+    left = [(thread, channel) for thread, channel in found if channel is not None]
+    for _, channel in left:
+        channel.close()
+    deadline = time.monotonic() + _GRACE_S
+    for thread, _ in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for thread, channel in left:
+        if thread.is_alive():
+            for link in channel.transports:
+                link.close()
+    for thread, _ in left:
+        thread.join(_END_S)
+
+
+def _forked() -> None:
+    """A child has none of the threads, and may not send on its parent's connections."""
+    _of_parent.update(dist.distributed_c10d._world.pg_map if dist.is_initialized() else ())
+    _threads.clear()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def channel_of(group: Group, device: torch.device) -> Channel:
@@ -212,6 +259,11 @@ def channel_of(group: Group, device: torch.device) -> Channel:
 def _new_channel(
     members: Sequence[dist.ProcessGroup], device: torch.device, key: tuple[torch.device, str | None]
 ) -> Channel:
+    if any(member in _of_parent for member in members):
+        raise CollectiveError(
+            "this process was forked from one that has the group: make a group in the child itself, or start processes "
+            "with the method 'spawn' or 'forkserver'"
+        )
     with _lock:
         state = _groups.setdefault(members[0], _GroupState())
         if key not in state.channels:

@@ -29,10 +29,10 @@ def all_to_all_single(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """Send a part of `input`, cut along dimension 0, to every rank and gather theirs in `output`, in rank order.
+    """Send a part of `input`, cut along dimension 0, to every rank. `output` holds their parts, in rank order.
 
     Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
-    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster; see `all_to_all`).
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
     """
     even = output_split_sizes is None and input_split_sizes is None
     if even:
@@ -84,8 +84,8 @@ def all_to_all(
 ) -> Work | None:
     """output_tensor_list[r] = what rank r's input_tensor_list holds for this rank. Lengths may differ and be zero.
 
-    Algorithms: "compressed", "plain" (exact), "auto": decided at the first call of a dtype, codec and group from the
-    sizes of that call, the same for all ranks, and kept: later sizes are known to no rank but their own.
+    Algorithms: "compressed", "plain" (exact), "auto". "auto" decides at the first call of a dtype, codec and group,
+    from the sizes of that call, and keeps the decision: no rank knows the later sizes of the others.
     """
     world = len(output_tensor_list)
     tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all", outputs=world)
@@ -129,14 +129,16 @@ def _planned(
     """The call and its plan. Lengths are compared when ranks shake hands; they change from call to call."""
     received, sent = _lengths(outputs, inputs)
     plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text, known=plan is not None, details=f"{sent}/{received}")
+    text = str(key) if plan is None else plan.text
+    call = Call(channel, text, details=f"{sent}/{received}")
     if call.answers:
-        numel = _compare(call.number, call.answers)
+        channel.kinds[text] = _compare(channel, call)
     elif sent[rank := channel.transport.rank] != received[rank]:  # what can be known without asking
         raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     if plan is None:
         trial = functools.partial(all_to_all_single, group=channel.transport.group)
         shares = (channel.world, channel.world)
+        numel = channel.kinds[text]
         choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, shares)
         plan = plan_exchange(key, numel, channel.transport, choose)
         channel.remember(key, plan)
@@ -147,17 +149,19 @@ def _lengths(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[
     return [part.numel() for part in outputs], [part.numel() for part in inputs]
 
 
-def _compare(number: int, answers: Sequence[str]) -> int:
+def _compare(channel: Channel, call: Call) -> int:
     """Check that every rank expects what the others send; the most elements that one rank sends."""
+    answers = call.answers
     sent, expected = zip(
         *(([int(n) for n in side[1:-1].split(",")] for side in a.split("/")) for a in answers), strict=True
     )
     for source, row in enumerate(sent):
         for target, numel in enumerate(row):
             if numel != expected[target][source]:
+                del channel.kinds[call.place.text]  # the next one is compared again
                 raise DisagreementError(
-                    f"the ranks disagree about operation {number} of this group: rank {source} sends {numel} elements "
-                    f"to rank {target}, which expects {expected[target][source]}"
+                    f"the ranks disagree about operation {call.place.number} of this group: rank {source} sends "
+                    f"{numel} elements to rank {target}, which expects {expected[target][source]}"
                 )
     return max(int(sum(row)) for row in sent)
 

@@ -41,11 +41,11 @@ def all_gather_into_tensor(
     step: int | None = None,
     feedback: RowCopies | None = None,
 ) -> Work | None:
-    """output_tensor = every rank's input_tensor, one after the other, as decoded from its wire on every rank.
+    """output_tensor = the input_tensors of all ranks in rank order. All ranks decode them to the same bits.
 
-    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted faster).
-    `feedback`: a thinwire.RowCopy of this buffer. Ranks then send the difference to what they sent last, the first time
-    exactly; calls with one are blocking.
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster).
+    `feedback`: a thinwire.RowCopy of this buffer. Ranks then send the difference to what they sent last. The first call
+    is exact. Such calls are blocking.
     """
     if feedback is not None:
         _gather_differences(output_tensor, input_tensor, group, async_op, codec, algorithm, step, feedback)
@@ -118,7 +118,7 @@ def all_gather(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """tensor_list[r] = rank r's tensor, as decoded from its wire on every rank. Lengths may differ between ranks."""
+    """tensor_list[r] = rank r's tensor, decoded to the same bits on all ranks. Lengths may differ between ranks."""
     *outputs, input = checks.check_tensors((*tensor_list, tensor), "all_gather", outputs=len(tensor_list))
     channel = channel_of(transport.resolve(group), input.device)
     sizes = [output.numel() for output in outputs]
@@ -149,7 +149,7 @@ def broadcast(
     algorithm: VerbAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """tensor = the source's, as decoded from its wire on every rank, the source's own too, so that all agree bitwise.
+    """tensor = the tensor of the source. Every rank decodes the same wire, the source too, so all hold the same bits.
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """

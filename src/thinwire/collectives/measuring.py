@@ -65,7 +65,7 @@ def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
 def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     """Send `size` bytes to each other rank and take as many from each."""
     link = channel.transport
-    tag = link.draw_tags(1)
+    tag = link.draw_tags()
     sent, came = (torch.zeros(link.world, size, dtype=torch.uint8, device=channel.device) for _ in range(2))
     others = [rank for rank in range(link.world) if rank != link.rank]
 

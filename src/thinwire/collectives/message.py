@@ -71,7 +71,6 @@ class Message:
             sum_cut(codec, spec.numel, self._encoded(spec, codec), links, self.algorithm) for spec, codec in pairs
         ]
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
-        self._met = False  # whether the ranks have compared it
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         where = "" if nodes is None else f" in {nodes.inside}"
         self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
@@ -117,12 +116,11 @@ class Message:
     def meet(self) -> None:
         """Compare the message with the other ranks' before its program runs for the first time."""
         channel = self.channel
-        if self._met and channel.failure is None and not channel.handshakes[0].every_call:
+        if self._text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
             with channel.lock:
                 channel.calls += 1
         else:
-            Call(channel, self._text, known=self._met)
-            self._met = True
+            Call(channel, self._text)
 
     def run(
         self,
@@ -134,8 +132,7 @@ class Message:
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self._text, known=self._met)
-        self._met = True
+        call = Call(self.channel, self._text)
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:
@@ -144,7 +141,7 @@ class Message:
         scale = 1.0 / self.channel.world
         operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
-        return self.channel.run(operation, call.look)
+        return self.channel.run(operation, call.place)
 
     @functools.cached_property
     def sent_bytes(self) -> int:

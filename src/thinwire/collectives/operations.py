@@ -21,7 +21,6 @@ from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.transport import Stages, Transport, Waitable
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
-TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.board import Board, Place
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
-from thinwire.collectives.transport import Stages, Waitable
-from thinwire.collectives.work import Work
+from thinwire.collectives.transport import Stages, Waitable, wait_for
+from thinwire.collectives.work import Work, serving
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
 
@@ -88,6 +89,12 @@ class Scratch:
         while self._lent and self._lent[0][0] in self._back:
             self._back.remove(self._lent.popleft()[0])
 
+    def release(self) -> None:
+        """Let go of the buffer, whoever has a part of it."""
+        self._lent.clear()
+        self._back.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
     def _place(self, nbytes: int, capacity: int) -> int | None:
         if not self._lent:
             return 0 if nbytes <= capacity else None
@@ -105,6 +112,7 @@ class Queued:
     operation: Operation
     work: Work
     groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
+    place: Place
     started: int = 0  # chunks
     ended: int = 0
 
@@ -132,21 +140,22 @@ class _Running:
     waited: int = 0  # how often
 
 
-@ranged("thinwire::wire")
-def _wait(awaited: Sequence[Waitable]) -> None:
-    for waitable in awaited:
-        waitable.wait()
+_wait = ranged("thinwire::wire")(wait_for)
 
 
 class Line:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, board: Board) -> None:
         self.scratch = scratch
+        self.board = board
+        self.turn = 0
+        self.place: Place | None = None  # where messages are waited for
         self._under_way: deque[_Running] = deque()
         self.entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
+        board.line = self
 
     @property
     def idle(self) -> bool:
@@ -167,7 +176,10 @@ class Line:
                 if not self._under_way:
                     return
                 self._current = running = self._under_way.popleft()
+                self.turn += 1
+                self.place = running.entry.place
                 _wait(running.awaited)
+                self.place = None
             self._resume(running)
         except BaseException as error:
             self._fail(error)
@@ -206,16 +218,19 @@ class Line:
                 self._under_way.append(running)
 
     def _fail(self, error: BaseException) -> None:
-        """Messages of a failed operation may still arrive in the scratch: nothing can run on this group any more."""
-        self.failure = f"{type(error).__name__}: {error}"
+        """Messages of a failed operation may still be under way: nothing can run on this group any more."""
         running = [*self._under_way, *([] if self._current is None else [self._current])]
         entries = {id(chunk.entry): chunk.entry for chunk in running}
         if self.entry is not None:
             entries[id(self.entry)] = self.entry
         self.entry = None
         self._under_way.clear()
+        self.place = None
+        told = self.board.ended(error, next(iter(entries.values())).place)
+        self.failure = f"{type(told).__name__}: {told}"
+        self.scratch.release()
         for entry in entries.values():
-            entry.fail(error)
+            entry.fail(told)
 
 
 def broken(cause: str) -> CollectiveError:
@@ -223,10 +238,20 @@ def broken(cause: str) -> CollectiveError:
     return CollectiveError(f"an earlier collective of this group failed ({cause}); make a new group to go on")
 
 
+def refuse(inbox: "SimpleQueue[Queued | None]", cause: str) -> None:
+    """Fail all operations that a line which has failed did not come to."""
+    with contextlib.suppress(Empty):
+        while True:
+            entry = inbox.get(block=False)
+            if entry is not None:
+                entry.fail(broken(cause))
+
+
 def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
-    """The thread of a line, until None comes. It holds no group while it sleeps, so that a group can end."""
+    """The thread of a line, until None comes or it fails. While it sleeps it holds no group, which can end."""
     if line.scratch.device.type == "cuda":
         torch.cuda.set_device(line.scratch.device)
+    serving.line = line
     closing = False
     while not (closing and line.idle):
         if line.entry is None and not closing:
@@ -237,3 +262,6 @@ def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
                     line.enter(entry)
                 del entry
         line.advance()
+        if line.failure is not None:
+            refuse(inbox, line.failure)
+            return

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import torch_verbs, transport
+from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import MOST_PLANS, known_channel
+from thinwire.collectives.channel import bounded, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.programs import Program
 
@@ -49,10 +50,9 @@ def remember(
         return
     if any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
         return
-    if len(channel.quick) >= MOST_PLANS:
-        channel.quick.clear()
     if program is not None or len(channel.transports) == 1:
-        channel.quick[verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors]] = program or call.text
+        key = (verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors])
+        bounded(channel.quick)[key] = program or call.place.text
 
 
 def quick(
@@ -89,7 +89,7 @@ def quick(
         channel.calls += 1
         number = channel.calls
     if isinstance(found, str):
-        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, number, found)
+        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, found, known=True))
         return None
     at = channel.next_step() if step is None else check_step(step)
     return channel.start(found, tensors, tensors[:1], at, async_op=async_op)

@@ -33,13 +33,13 @@ def all_reduce(
     algorithm: SumAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """Sum (or average) `tensor` over the ranks of `group`, in place, its wire in `codec`. The same bits on every rank.
+    """Sum (or average) `tensor` over the ranks of `group`, in place, sent in `codec`. All ranks get the same bits.
 
-    Algorithms: "two_phase" (reduce-scatter and all-gather of wires), "one_shot" (all-gather of the wire), "plain"
-    (torch's own, exact), "auto" (the one predicted fastest; see `explain`) and, on a 2-D DeviceMesh of nodes and the
-    ranks inside them, "hierarchical", where codec may be a pair: inside a node, across nodes.
+    Algorithms: "two_phase" (every rank sums a shard), "one_shot" (every rank sends all to all others), "plain"
+    (torch's own, exact), "auto" (the one predicted to be fastest; see `explain`). On a 2-D DeviceMesh of nodes and the
+    ranks inside them there is "hierarchical", where codec may be a pair: inside a node, across nodes.
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
-    calls of the group; pass the iteration, the same on all ranks, where a run must be repeatable from a checkpoint.
+    calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     """
     done: Work | None = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
     if done is not UNKNOWN:
@@ -57,7 +57,7 @@ def all_reduce_coalesced(
     algorithm: SumAlgorithm = "auto",
     step: int | None = None,
 ) -> Work | None:
-    """all_reduce of several tensors of one dtype as one message."""
+    """Sum (or average) several tensors of one dtype in one message; otherwise like `all_reduce`."""
     return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, codec, algorithm, step)
 
 
@@ -120,8 +120,8 @@ def reduce_scatter_tensor(
     """output = this rank's part of the sum of `input` over ranks: one message in `codec`, one rounding.
 
     `input` holds world times as many elements as `output`. Algorithms: "compressed", "plain" (exact), "auto".
-    `feedback`: a thinwire.RowFeedback of this buffer. What is lost is then made good at later calls; calls with one are
-    compressed and blocking, and leave in `input` what they please.
+    `feedback`: a thinwire.RowFeedback of this buffer. Later calls then send what this one loses. Such calls are
+    compressed and blocking, and overwrite `input`.
     """
     if feedback is not None:
         _scatter_fed_back(output, input, op, group, async_op, codec, algorithm, step, feedback)
@@ -214,6 +214,6 @@ def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
-        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), known=False)
+        Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
         _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
     return explain(tensor, members, codec=codec)

@@ -51,7 +51,6 @@ class _RowMessage:
         self.specs = tuple(specs)
         self.channel = channel_of(group, like.device)
         self._dtype = like.dtype
-        self._met = False  # whether the ranks have compared it
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         self._text = f"{self.verb}({named}; {str(like.dtype).removeprefix('torch.')}{how})"
         self._cuts = [self._cut(spec) for spec in self.specs]
@@ -116,11 +115,6 @@ class _RowMessage:
     def _made_program(self) -> Program:
         raise NotImplementedError
 
-    def _call(self) -> Call:
-        call = Call(self.channel, self._text, known=self._met)
-        self._met = True
-        return call
-
 
 class ScatterMessage(_RowMessage):
     """Sums of rows: every rank gets scale * the sum over ranks of their rows for it."""
@@ -150,7 +144,7 @@ class ScatterMessage(_RowMessage):
         It returns when the outputs are there or, on a GPU, when the current stream will have them. `note`: where a
         program notes numbers that are not finite.
         """
-        call = self._call()
+        call = Call(self.channel, self._text)
         if self._program is not None and watched is None:
             program = self._program if note is None else programs.Noting(self._program, note)
             call.start(program, [*outputs, *inputs], outputs, step, False, written=len(outputs))
@@ -162,7 +156,7 @@ class ScatterMessage(_RowMessage):
         ]
         rows = [Flat([output]) for output in outputs]
         operation = operations.ReduceScatter(call.setting(self._plan, step), lanes, rows, self.scale)
-        self.channel.run(operation, call.look).wait()
+        self.channel.run(operation, call.place).wait()
 
 
 class GatherMessage(_RowMessage):
@@ -177,7 +171,7 @@ class GatherMessage(_RowMessage):
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
         """By lane: the rows of all ranks, and the own one, which may be a part of them."""
-        call = self._call()
+        call = Call(self.channel, self._text)
         if self._program is not None:
             call.start(self._program, [*outputs, *inputs], outputs, step, False, written=len(outputs))
             return
@@ -187,4 +181,4 @@ class GatherMessage(_RowMessage):
             for out, x, cut, spec in zip(outputs, inputs, self._cuts, self.specs, strict=True)
         ]
         operation = operations.Gather(call.setting(self._plan, step), lanes)
-        self.channel.run(operation, call.look).wait()
+        self.channel.run(operation, call.place).wait()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import call as calls, transport
+from thinwire.collectives import transport
+from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import Reduction
@@ -108,12 +109,12 @@ def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how
     return verb(out, sent, *how, group=call.channel.transport.group, async_op=True)
 
 
-def wait(work: Any, channel: Channel, number: int, text: str) -> None:
-    """Wait for a work of torch's; one that takes long looks whether the ranks disagree."""
+def wait(work: Any, channel: Channel, place: Place) -> None:
+    """Wait for a work of torch's."""
     if channel.transport.on_stream:
         work.wait()
     else:
-        wait_looking(work, lambda: calls.look(channel, number, text))
+        wait_looking(work, channel.board, place)
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:
@@ -156,12 +157,12 @@ def _end(
         return Work(outputs).finished() if async_op else None
     stream = call.channel.stream
     if not async_op:
-        wait(work, call.channel, call.number, call.text)
+        wait(work, call.channel, call.place)
         if finish is not None:
             finish()
         return None
     if stream is None:
-        return TorchWork(work, outputs, finish, call.look)
+        return TorchWork(work, outputs, finish, call.channel.board, call.place)
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
     with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()

@@ -8,9 +8,12 @@ On NCCL, messages are collectives on the stream of the call (programs.py); what 
 grouped messages, issued inline.
 """
 
+import contextlib
 import threading
+import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.collectives import checksums
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
 from thinwire.ranges import ranged
@@ -26,8 +30,12 @@ from thinwire.ranges import ranged
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
 
+TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags
-_NUM_TAGS = 1 << 30
+_TURNS = 1 << 11  # operations in flight that have tags of their own
+_MARKS = 1 << 16  # what an operation's tags tell of it
+_LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
+_MOMENT = timedelta(milliseconds=1)
 
 
 class Waitable(Protocol):
@@ -40,6 +48,45 @@ class Waitable(Protocol):
 Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between its stages, what it waits for
 
 
+class LostRankError(RuntimeError):
+    """A message did not come, or could not be sent: whoever waits for it says in which call."""
+
+    def __init__(self, rank: int | None, error: Exception) -> None:
+        text = (
+            str(error).split("] ", 1)[-1] if str(error).startswith("[") else str(error)
+        )  # without gloo's file and line
+        super().__init__(text.split(". ", 1)[0])
+        self.rank = rank  # at the other end, where that is known
+        self.late = text.startswith("Timed out waiting")
+
+
+def lost_in(error: BaseException) -> LostRankError | None:
+    """What torch's own verbs raise on gloo when a rank is lost, as such; None for other errors."""
+    if isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
+        return LostRankError(None, error)
+    return None
+
+
+class Moving(list[Waitable]):
+    """Messages under way, and the ranks at their other ends."""
+
+    def __init__(self, works: Iterable[Waitable], peers: Sequence[int]) -> None:
+        super().__init__(works)
+        self.peers = peers
+
+
+def wait_for(moving: Sequence[Waitable]) -> None:
+    """Wait for messages; raises LostRankError."""
+    at = 0
+    try:
+        for at, waitable in enumerate(moving):  # noqa: B007
+            waitable.wait()
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise LostRankError(moving.peers[at] if isinstance(moving, Moving) else None, error) from None
+
+
 class Tags:
     """The tags of a group, drawn in program order, whatever the device: its messages share one space."""
 
@@ -47,12 +94,17 @@ class Tags:
         self._next = 0
         self._lock = threading.Lock()
 
-    def draw(self, count: int) -> int:
-        """The first of `count` consecutive tags that no other operation in flight uses."""
+    def draw(self, mark: int | None = None) -> int:
+        """The first of TAGS consecutive tags that no other operation in flight uses.
+
+        `mark` is a number made of all that ranks have to agree on. Messages of calls that differ have other tags: they
+        never meet, and whoever waits for them finds out why ([Note: Board] in board.py). None is that of messages that
+        compare calls.
+        """
         with self._lock:
-            first = self._next if self._next + count <= _NUM_TAGS else 0
-            self._next = first + count
-        return _TAGS_FROM + first
+            turn = self._next
+            self._next = (turn + 1) % _TURNS
+        return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
 
 
 class Transport:
@@ -86,6 +138,17 @@ class Transport:
         sends = [(rank, rows[self.rank]) for rank in others if rows[self.rank].numel()]
         return self.exchange(sends, [(rank, rows[rank]) for rank in others if rows[rank].numel()], tag)
 
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """The largest of each of these numbers over the ranks; the host waits for it. Raises LostRankError."""
+        raise NotImplementedError
+
+    def share(self, row: bytes) -> list[bytes]:
+        """The rows of all ranks, which are equally long; the host waits for them. Raises LostRankError."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the connections of the group, where that is possible: whoever waits for a message gets an error."""
+
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
 
@@ -97,23 +160,70 @@ class Transport:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+        super().__init__(group, tags)
+        self.checked = checksums.wanted()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         """Receives come first in what is returned."""
         self._count(sends, receives)
+        return self._exchange_checked(sends, receives, tag) if self.checked else self._exchange(sends, receives, tag)
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         group = self.group
-        works: list[Waitable] = [group.recv([part], rank, tag) for rank, part in receives]
+        works = Moving([group.recv([part], rank, tag) for rank, part in receives], [rank for rank, _ in receives])
         works += [group.send([part], rank, tag) for rank, part in sends]
+        works.peers = [rank for rank, _ in (*receives, *sends)]
         return works
+
+    def _exchange_checked(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+        """Every message is followed by its checksums."""
+        group = self.group
+        sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
+        sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
+        came = [group.recv([part], rank, tag) for rank, part in (*receives, *sums_in)]
+        sent = [group.send([part], rank, tag) for rank, part in (*sends, *sums_out)]
+        pairs = zip(came[: len(receives)], came[len(receives) :], receives, sums_in, strict=True)
+        works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
+        peers = [rank for rank, _ in (*receives, *sends, *sends)]
+        return Moving([*works, *sent], peers)
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """In about log2(world) rounds of one message each: what a rank knows reaches twice as many in every round."""
+        tag = self.draw_tags()
+        most = torch.tensor(values)
+        for hop in hops(self.world):
+            came = torch.empty_like(most)
+            to = (self.rank + hop) % self.world
+            wait_for(self._exchange([(to, most)], [((self.rank - hop) % self.world, came)], tag))
+            most = torch.maximum(most, came)
+        found: list[int] = most.tolist()
+        return found
+
+    def share(self, row: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        wait_for(self._exchange([(r, own) for r in others], [(r, rows[r]) for r in others], self.draw_tags()))
+        return [bytes(found.tolist()) for found in rows]
+
+    def close(self) -> None:
+        """A message that is given up on closes all connections of gloo's, at both ends; some may be closed already."""
+        for rank in range(self.world):
+            if rank != self.rank:
+                with contextlib.suppress(RuntimeError, CollectiveError):
+                    self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
         works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
-        arrivals = [_Arrival(work, host, part) for work, (_, host), (_, part) in zip(works, landing, receives)]  # noqa: B905
-        return [*arrivals, *works[len(receives) :]]
+        for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
+            works[at] = _Arrival(works[at], host, part)
+        return works
 
 
 class _Arrival:
@@ -127,6 +237,11 @@ class _Arrival:
     def wait(self) -> None:
         self._work.wait()
         self._target.copy_(self._host)
+
+
+def hops(world: int) -> list[int]:
+    """How far messages go in each round until every rank has heard of all."""
+    return [1 << k for k in range((world - 1).bit_length())]
 
 
 @runtime_checkable
@@ -218,6 +333,29 @@ class StreamTransport(Transport):
         self.received += nbytes * (self.world - 1)
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
         return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        most = torch.tensor(values, device=self.device)
+        self._await(dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        found: list[int] = most.tolist()
+        return found
+
+    def share(self, row: bytes) -> list[bytes]:
+        own = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
+        whole = own.new_empty(self.world * len(row))
+        self._await(all_gather_single(whole, own, group=self.group, async_op=True))
+        return [bytes(found) for found in whole.view(self.world, -1).tolist()]
+
+    def _await(self, work: Any) -> None:
+        """Wait for a collective that other ranks may never come to, for the group's timeout at most."""
+        deadline = time.monotonic() + timeout_s(self.group)
+        pause = 1e-5
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise LostRankError(None, TimeoutError("Timed out waiting"))
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        work.wait()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""

@@ -1,17 +1,23 @@
 """What a verb returns: collectives under way, as torch.distributed.Work."""
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives import board as boards
+from thinwire.collectives.board import Board, Place
+from thinwire.collectives.transport import LostRankError
+from thinwire.errors import CollectiveError
+
 Futures = torch.futures.Future
-_LOOK_S = 1.0  # how often a waiting caller looks whether the ranks disagree
+serving = threading.local()  # .line: the line that this thread serves
 
 
 def new_future(device: torch.device) -> "Futures[Tensor]":
@@ -23,7 +29,9 @@ def new_future(device: torch.device) -> "Futures[Tensor]":
 class Work(dist.Work):
     """A collective under way. The outputs may be read after `wait`, or in the callbacks of its future."""
 
-    def __init__(self, outputs: list[Tensor], look: Callable[[], None] | None = None) -> None:
+    line: object = None  # that runs it
+
+    def __init__(self, outputs: list[Tensor], line: object = None) -> None:
         super().__init__()
         self._outputs = outputs
         self._done = threading.Event()
@@ -32,19 +40,20 @@ class Work(dist.Work):
         self._future: Futures[list[Tensor]] = Futures(devices=devices)
         self._error: BaseException | None = None
         self._ready: torch.cuda.Event | None = None
-        self.look = look  # raises when the ranks turn out to disagree
+        self.line = line
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the outputs may be read (on a GPU: by what the current stream runs next), or raise."""
-        left = timeout.total_seconds() if timeout else float("inf")  # as for torch, 0 is no limit
-        while not self._done.wait(min(left, _LOOK_S)):
-            left -= _LOOK_S
-            if left <= 0:
+        if not self._done.is_set():
+            if self.line is not None and self.line is getattr(serving, "line", None):
+                raise CollectiveError(
+                    "a callback of a future waits for a collective of its own group, which cannot go on before the "
+                    "callback returns: start it with async_op=True there, and wait elsewhere"
+                )
+            if not self._done.wait(timeout.total_seconds() if timeout else None):  # as for torch, 0 is no limit
                 raise TimeoutError(f"the collective did not end within {timeout}")
-            if self.look is not None:
-                self.look()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self._device))
         return True
@@ -92,9 +101,9 @@ class Work(dist.Work):
 
     def failed(self, error: BaseException) -> "Work":
         """Mark as failed: waiting raises `error`."""
-        self._error = error
+        self._error = again(error)
         self._done.set()
-        self._future.set_exception(error)  # type: ignore[arg-type]
+        fail_future(self._future, error)
         return self
 
 
@@ -130,28 +139,59 @@ class StreamWork(Work):
         return future
 
 
-def wait_looking(work: Any, look: Callable[[], None], timeout: timedelta | None = None) -> None:
-    """Wait for a work of torch's on gloo; while that takes long, `look` whether the ranks disagree."""
+def again(error: BaseException) -> BaseException:
+    """The same error without a traceback, whose frames hold tensors and groups. An error that is kept is never raised.
+
+    A future's error is held by C++, which the garbage collector cannot look into.
+    """
+    try:
+        found = copy.copy(error)
+    except TypeError:  # its class wants other arguments
+        found = CollectiveError(f"{type(error).__name__}: {error}")
+    return found.with_traceback(None)
+
+
+def fail_future(future: "Futures[Any]", error: BaseException) -> None:
+    """Let whoever waits for a future get `error`, a new one each time."""
+    kept = again(error)
+
+    def raise_again(_: object) -> NoReturn:
+        raise again(kept)
+
+    future._set_unwrap_func(raise_again)
+    future.set_result(None)
+
+
+def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
+    """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree."""
     left = timeout.total_seconds() if timeout else float("inf")
-    while True:
-        try:
-            work.wait(timedelta(seconds=min(left, _LOOK_S)))
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # raises what went wrong
-                return
-        left -= _LOOK_S
-        if left <= 0:
-            raise TimeoutError(f"the collective did not end within {timeout}") from None
-        look()
+    found = _wait(work, left)
+    if found is False:
+        with board.waiting(place):
+            while found is False:
+                left -= boards.LOOK_S
+                if left <= 0:
+                    raise TimeoutError(f"the collective did not end within {timeout}")
+                found = _wait(work, left)
+    if isinstance(found, LostRankError):
+        raise board.ended(found, place)
+
+
+def _wait(work: Any, left: float) -> bool | LostRankError:
+    """Whether a work of torch's has ended within LOOK_S, or what went wrong."""
+    try:
+        work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
+    except RuntimeError as error:
+        late = not work.is_completed() and "Operation timed out" in str(error)
+        return False if late else LostRankError(None, error)
+    return True
 
 
 class TorchWork(Work):
     """A work of torch's on gloo. What `finish` has to do is done once, by whoever learns first that it is completed."""
 
     def __init__(
-        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, look: Callable[[], None]
+        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, board: Board, place: Place
     ) -> None:
         dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
         self._work = work
@@ -159,20 +199,20 @@ class TorchWork(Work):
         self._finish = finish  # brings the result to the outputs
         self._waited = False  # gloo's reduce_scatter never says that it is completed
         self._error = None
-        self.look = look
+        self._board = board
+        self._place = place
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
-        assert self.look is not None
         try:
-            wait_looking(self._work, self.look, timeout)
+            wait_looking(self._work, self._board, self._place, timeout)
             self._end()
         except Exception as error:
-            self._error = None if isinstance(error, TimeoutError) else error
+            self._error = None if isinstance(error, TimeoutError) else again(error)
             raise
         return True
 
@@ -200,7 +240,7 @@ class TorchWork(Work):
         try:
             self.wait()
         except BaseException as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+            fail_future(future, error)
         else:
             future.set_result(None)
 
@@ -208,9 +248,10 @@ class TorchWork(Work):
         try:
             future.value()  # raises what went wrong
             self._end()
-        except Exception as error:
-            self._error = error
-            raise
+        except RuntimeError as error:
+            lost = error if isinstance(error, CollectiveError) else LostRankError(None, error)
+            self._error = again(self._board.ended(lost, self._place))
+            raise again(self._error) from None
         return self._outputs
 
     def _end(self) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
@@ -126,6 +128,7 @@ class Averager:
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
         self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
+        self._agreed = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
@@ -139,6 +142,7 @@ class Averager:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
+            Call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
         self._step = step
         self.tally.timed = device.type == "cpu"
         by_name = self.errors.by_name()

@@ -138,7 +138,7 @@ class DDPState(Handle):
         return self._averager.stats(self.step)
 
     def close(self) -> None:
-        """Let gradients travel as without a hook, and remember nothing; `compress_ddp` may be called again."""
+        """Go back to plain DDP and forget all residuals. `compress_ddp` may be called again."""
         self.closed = True
         self._decisions.end_scout()
         self._averager.go_on({}, {}, {}, {})
@@ -231,24 +231,24 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
 
     model: a DistributedDataParallel model, or what torch.compile, Fabric or Accelerate made of one.
     codec: a codec ("int8", "lloyd4", ...); a schedule ({0: "none", 100: "int8", 500: "lloyd2"}); "auto", which times
-        uncompressed, bf16, int8 and 4 bit on real steps and keeps the fastest inside `error_budget`; or "auto:2.5",
-        which deals out 2.5 bits per element on average by measured error, anew every `replan_every` steps.
-    feedback: "auto" (by codec and optimiser), "none", "classic" or "ef21". Kept as `residual_dtype` (float32, bfloat16,
-        int8).
+        uncompressed, bf16, int8 and lloyd4 on real steps and keeps the fastest within `error_budget`; or "auto:2.5",
+        which gives 2.5 bits per element on average, more to layers that lose more, again every `replan_every` steps.
+    feedback: "auto" (by codec and optimiser), "none", "classic" or "ef21".
+    residual_dtype: what feedback remembers is kept as float32, bfloat16 or int8 ("ef21": float32).
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
-    policy: codecs by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions. A last "*" stands
-        for `codec`.
-    warmup_steps: so many steps travel uncompressed.
-    optimizer: one or several, for feedback="auto" below 4 bits; without it those that step the model's parameters
-        decide, and int8 travels until they were seen. A thinwire.optim.OneBitAdam sends its momentum.
+    policy: codecs by name pattern, {"*.embed*": "int8"}. The first pattern that matches holds, before exemptions. A
+        last "*" stands for `codec`.
+    warmup_steps: the first steps, uncompressed.
+    optimizer: one or several, for feedback="auto" below 4 bits. Without it thinwire watches which optimisers step the
+        model's parameters, and sends int8 until it has seen them. A thinwire.optim.OneBitAdam sends its momentum.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
     mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
-        summed inside every node first, and `codec` is what travels across nodes, 1/gpus of the bytes per rank. There is
-        no feedback: feedback="auto" is "none".
-    inside: what travels inside a node; a parameter that has more bits across keeps them.
+        summed inside every node first. `codec` travels across nodes, with 1/gpus of the bytes per rank. There is no
+        feedback: feedback="auto" is "none".
+    inside: the codec inside a node. A parameter with more bits across nodes keeps them inside too.
     """
     ddp_model = find_ddp(model)
     if ddp_model.mixed_precision is not None:

@@ -186,7 +186,7 @@ class DiLoCo(Handle):
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
         if self._group.size() > 1:
             device = self._fragments[0].outer[0].device
-            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", known=False)
+            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", anew=True)
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""

@@ -256,7 +256,7 @@ class FSDPState(Handle):
         return fsdp_checkpoint.Layout(self._groups)
 
     def close(self) -> None:
-        """Plain FSDP2 again, and nothing remembered; `compress_fsdp` may be called again."""
+        """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""
         self.closed = True
         self._decisions.end_scout()
         for group in self._groups:
@@ -294,19 +294,19 @@ def compress_fsdp(
     replan_every: int = 100,
     measure_every: int = 100,
 ) -> FSDPState:
-    """Let the gradients of an FSDP2 model, and its weights if asked for, travel compressed.
+    """Let the gradients of an FSDP2 model travel compressed, and its weights if you ask for it.
 
     Call it after `fully_shard`, before or after the first step. The result has `stats()`, `state_dict()`,
     `load_state_dict()` and `close()`.
 
-    gradients: a codec ("int8", "lloyd4", ...), a schedule of them, "auto" or "auto:2.5", as for compress_ddp. With
-        replicas of shards (HSDP) it is what travels between replicas.
-    weights: the codec of the all-gather, "none" or "int8" for most. Fewer bits than 8 cost accuracy, unless ranks keep
-        a copy of all weights and are sent the differences: see `replica`. With any codec but "none", weights of
-        quantised layers (`thinwire.qat`) travel as their integers, exactly.
-    feedback: "auto" (none), "none", "classic" or "ef21". What a rank remembers of what it sent to others is as large as
-        the unsharded gradients, in `residual_dtype`; between replicas as large as a shard, and "auto" then goes by
-        codec and optimiser as for compress_ddp.
+    gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
+        replicas of shards (HSDP) it is the codec between replicas.
+    weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
+        copy of all weights and receive differences: see `replica`. With any codec but "none", weights of quantised
+        layers (`thinwire.qat`) travel as their integers, exactly.
+    feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
+        has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
+        codec and optimiser, as for compress_ddp.
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
     policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions.

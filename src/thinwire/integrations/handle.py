@@ -24,7 +24,7 @@ class Handle:
         raise NotImplementedError
 
     def log_to(self, target: Target, *, every: int = 100) -> Self:
-        """Write `stats()` to `target` every so many steps, on the group's first rank. Gives the handle back.
+        """Write `stats()` to `target` after every `every` steps, on the group's first rank. Returns the handle.
 
         target: a path, to which lines of JSON are appended; TensorBoard's SummaryWriter, or anything with
             `add_scalar`; a Weights & Biases run, or anything with `log`; or a function, called with a dict.

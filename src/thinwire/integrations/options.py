@@ -92,6 +92,14 @@ class DDPOptions:
         return Schedule(self.codec, self.warmup_steps)
 
     @property
+    def agreed(self) -> str:
+        """What all ranks have to be given alike, in one line."""
+        exempt = "a function" if callable(self.exempt) else self.exempt
+        policy = "; ".join(f"{pattern}={codec}" for pattern, codec in (self.policy or {}).items())
+        rules = f"feedback={self.feedback}, exempt={exempt}, policy={policy or None}, algorithm={self.algorithm}"
+        return f"codec={self.schedule}, {rules}, every={self.replan_every}, {self.measure_every}"
+
+    @property
     def rules(self) -> Rules:
         return Rules(self.exempt, self.policy)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.channel import MOST_PLANS
+from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
@@ -122,7 +122,7 @@ class Scatterer(Averager):
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
-        if len(self._messages) >= MOST_PLANS:  # a divisor that changes at every step makes them by the thousand
+        if len(self._messages) >= MOST_KINDS:  # a divisor that changes at every step makes them by the thousand
             self._messages.clear()
             self._buckets.clear()
         if key not in self._messages:  # codecs that come back need not agree on theirs again

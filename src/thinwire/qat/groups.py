@@ -16,9 +16,9 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for any optimiser, every parameter of the model in exactly one: "weights", "vectors" and "scales".
 
-    Only weights decay. Vectors, parameters of one dimension such as biases and norms, do not; nor do the scales and
-    offsets of quantisers, which decay would pull to zero, where a quantiser dies. `lr` is everyone's (None: the
-    optimiser's own), `scale_lr` that of the scales (None: as the others).
+    Only weights decay. Vectors (parameters of one dimension, such as biases and norms) do not. Nor do the scales and
+    offsets of quantisers: decay would pull them to zero, where a quantiser dies. `lr` is the rate of all groups (None:
+    the optimiser's own), `scale_lr` that of the scales (None: as the others).
     """
     for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scale_lr", scale_lr)):
         if value is not None and not value >= 0:

@@ -56,10 +56,10 @@ class LSQ(nn.Module):
     `symmetric=False`: from 0 to 2**bits - 1, for what is never negative, as after a ReLU. "auto": as the first batches
     are. There is no zero point in either; `LSQPlus` has an offset.
 
-    One scale for all, for every index of `axis` (negative ones count from the end), or for every `group` elements of a
-    row (weights only). Scales are fp32 parameters of one dimension whatever the model is cast to, fp64 after
-    `.double()`. A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n are the elements under it. A scale
-    is never used below 1/64 of the least at the start, whatever the optimiser does; NaN and Inf are reported.
+    There is one scale in all, one per index of `axis` (negative ones count from the end), or one per `group` elements
+    of a row (weights only). Scales are one-dimensional fp32 parameters whatever the model is cast to (fp64 after
+    `.double()`). A scale's gradient is multiplied by 1 / sqrt(n * quant_max), where n counts the elements under it. No
+    scale is used below 1/64 of the smallest one at the start, whatever the optimiser does; NaN and Inf are reported.
     """
 
     scale_gradient = True  # the paper's factor; a subclass may do without

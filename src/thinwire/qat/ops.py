@@ -41,12 +41,12 @@ def fake_quantize(
     gradient: Gradient = "lsq",
     scale_gradient: bool = True,
 ) -> Tensor:
-    """x on the grid of `scale`, and straight-through gradients for x, the scale and the shift.
+    """Round x to the grid of `scale`, with straight-through gradients for x, the scale and the shift.
 
-    One scale for all, one for every index of `axis`, or one for every `group` elements of a row. The shift, where there
-    is one, has as many elements: `zero_point` in steps (rounded), or `offset` in units of x (LSQ+). `gradient="lsq"` is
-    the paper's rule, "torch" that of torch's learnable fake quantisation. `scale_gradient` multiplies the gradients of
-    scale and shift by 1 / sqrt(n * quant_max), where n are the elements of a channel ("lsq") or of x ("torch").
+    There is one scale in all, one per index of `axis`, or one per `group` elements of a row. A shift has as many
+    elements as the scale: `zero_point` in steps (rounded), or `offset` in units of x (LSQ+). `gradient="lsq"` is the
+    paper's rule, "torch" that of torch's learnable fake quantisation. `scale_gradient` multiplies the gradients of
+    scale and shift by 1 / sqrt(n * quant_max), where n counts the elements of a channel ("lsq") or of x ("torch").
     """
     check_grid(quant_min, quant_max, gradient)
     if zero_point is not None and offset is not None:

@@ -33,16 +33,16 @@ def prepare(
 ) -> Model:
     """Quantise the Linear, Conv1d, Conv2d and Embedding layers of a model, in place; returns the model.
 
-    Layers stay the same objects with the same parameters. Each gets a `weight_quantizer`, with a scale for every output
-    channel or for every `group` weights of one, and an `act_quantizer`, with one scale for what comes in, whose sign
-    the first batches decide. Weights that are tied stay tied and share their quantiser.
+    Layers stay the same objects with the same parameters. Each gets a `weight_quantizer`, with one scale per output
+    channel or per `group` weights of a channel, and an `act_quantizer`, with one scale for its input. The first batches
+    decide whether that input may be negative. Tied weights stay tied and share their quantiser.
 
     `skip` leaves layers in full precision: by name, by the name of a module around them, or by pattern ("*.fc1").
     The first and the last layer, in the order in which the model registers them, get `first_last_bits`. Layers of other
     classes, subclasses too, are left as they are, and so are layers that are quantised already: `qat.summary` says so.
 
-    Load pretrained weights before this, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
-    initialised, all ranks of `process_group` must call: they share their statistics ("local": nobody has to).
+    Load pretrained weights before this call, and wrap the model (DDP, fully_shard) after it. Where torch.distributed is
+    initialised, all ranks of `process_group` must call it: they share their statistics ("local": each rank alone).
     """
     sharded = "parameters are sharded already: prepare the model, calibrate it, then call fully_shard"
     check_model(model, "prepare", sharded)
@@ -71,8 +71,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> None:
 
     A batch is a tensor, a tuple of positional arguments or a mapping of named ones; of a loader that yields pairs,
     `(x for x, _ in loader)`. The model stays in the mode it is in: in training, batch norms see these batches too.
-    Where torch.distributed is initialised, all ranks must call with as many batches. Warns of quantisers that no batch
-    came by; they start in the first forward that does.
+    Where torch.distributed is initialised, all ranks must call it with equally many batches. It warns of quantisers
+    that no batch reached; they start in the first forward that reaches them.
     """
     left = waiting(model)
     for batch in batches:

@@ -211,7 +211,7 @@ QUICK_TASKS: dict[str, Task] = {
 }
 # What `thinwire demo` trains: in a minute and a half on two cores, and in seconds. Short batches, so that a step of so
 # small a network sends enough for a link to matter.
-DEMO = replace(_GPT, steps=150, seeds=2, rows=4, judged=1 << 14)
+DEMO = replace(_GPT, steps=150, seeds=3, rows=4, judged=1 << 14)
 QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
 
 

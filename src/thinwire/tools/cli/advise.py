@@ -13,29 +13,43 @@ import typer
 
 from thinwire.codecs import Codec
 from thinwire.errors import AdviceError, RecordError
-from thinwire.tools.advise import check as checks, machine as machines, measure, model, schemes, units, verdict
-from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, PAYLOAD, TRANSPORTS, Cluster, LinkModel
+from thinwire.tools.advise import (
+    check as checks,
+    evidence,
+    machine as machines,
+    measure,
+    memory as memories,
+    model,
+    rounds,
+    schemes,
+    units,
+    verdict,
+)
+from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, PAYLOAD, TRANSPORTS, Cluster, LinkModel, payload_of
 from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.model import Prediction, TrainingJob
-from thinwire.tools.advise.verdict import Verdict, duration
+from thinwire.tools.advise.model import TrainingJob
+from thinwire.tools.advise.verdict import duration
 from thinwire.tools.bench import record
-from thinwire.tools.cli import flags, screen
+from thinwire.tools.cli import advice, flags, screen
 from thinwire.tools.cli.flags import Device, Optimizer
 from thinwire.tools.report import tables
-from thinwire.tools.report.cells import TextGrid, Tone, counted
+from thinwire.tools.report.cells import TextGrid
 
 T = TypeVar("T")
 FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
 MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
-CHECKED = ("check", "kernels", "as_json")  # the flags that go with --check
+CHECKED = ("check", "kernels", "as_json", "whole")  # the flags that go with --check
+DDP_ONLY = ("losses", "memory", "optimizer", "overlap", "bucket", "dtype")  # and those that do not go with --diloco
 LEAST_EFFICIENCY = 0.001
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
-EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f}, that of TCP."
+EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f} for TCP, 1 for NVLink and InfiniBand."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
 OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
 CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
-BUDGET = "Largest expected error of what is advised, relative, RMS."
+LOSSES = "Losses of a record of `bench train` or `demo`, which counts before the committed ones."
+MEMORY = "Per GPU; default 80GB. On a CPU it is judged only where it is given."
+DILOCO = "DiLoCo on these links instead of DDP: steps between rounds, and codecs."
 CHECK = "Compare the model with a record of bench collectives or train --link."
 Whole = int | None
 Number = float | None
@@ -83,26 +97,32 @@ def command(
     overlap: Annotated[Number, _option(units.share, "SHARE", OVERLAP)] = None,
     bucket: Annotated[Whole, _option(_bucket_size, "SIZE", "bucket_cap_mb; default the best of 25 to 1600MiB.")] = None,
     codecs: Annotated[list[str] | None, typer.Option(metavar="A,B", help=CODECS)] = None,
-    error_budget: Annotated[float, typer.Option(min=0.0, metavar="X", help=BUDGET)] = verdict.ERROR_BUDGET,
+    losses: Annotated[str | None, typer.Option(metavar="FILE", help=LOSSES)] = None,
+    memory: Annotated[Whole, _option(units.size, "SIZE", MEMORY)] = None,
+    diloco: Annotated[bool, typer.Option("--diloco", help=DILOCO)] = False,
     kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
     check: Annotated[str | None, typer.Option(metavar="FILE", help=CHECK)] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
+    whole: screen.All = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict a training step on your links in every codec and algorithm, rank them, and say what to do.
+    """Say what to use on your links: predict a training step with every codec, and choose.
 
-    The answer may be not to compress. Values that are missing are asked for on a terminal; elsewhere they are an error.
-    Everything is predicted from the links and from kernel times of committed records (docs/reference/advise.md has the
-    formulas).
+    The advice is the fastest scheme among those whose loss stays within what another seed does. It may be not to
+    compress; where DDP cannot hold the model, it is FSDP2. Values that are missing are asked for on a terminal;
+    elsewhere they are an error. Steps are predicted from the links and from kernel times of committed records
+    (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it was compared.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
 
     \b
     Columns:
+      step      predicted time
+      over X    gain over bf16, and over no compression
+      loss      its change in a committed record, if there is one
       bytes     sent per rank and step; across: of these, to other nodes
-      step      predicted time, and speed-up against no compression
-      error     expected, relative, RMS, of the summed gradients, were they Gaussian
+      error     expected, relative, RMS, of the summed gradients, if they were Gaussian
       bucket    DDP's bucket_cap_mb that the prediction is for
 
     \b
@@ -113,9 +133,10 @@ def command(
 
     \b
     Example:
-      thinwire advise --params 7e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 1.2s
+      thinwire advise --params 1.3e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400GB/s --step 1.2s
       thinwire advise --params 25M --world 4 --inter 100mbit --step 200ms --device cpu --json
-      torchrun --nproc-per-node 8 -m thinwire advise --params 7e9 --step 1.2s
+      torchrun --nproc-per-node 8 -m thinwire advise --params 1.3e9 --step 1.2s
+      thinwire advise --params 1.3e9 --world 4 --inter 100mbit --step 1.2s --diloco
       thinwire advise --check collectives.json --kernels kernels.json
     """
     if check is not None:
@@ -123,8 +144,11 @@ def command(
         _refuse(context, others, "--check reads it from the record: leave it out")
         _compare(check, kernels, as_json)
         return
+    if diloco:
+        _refuse(context, DDP_ONLY, "it is for DDP: leave it out, or leave --diloco out")
     place = None if no_measure else _place()
-    chosen = flags.codecs(codecs, schemes.CODECS)
+    chosen = flags.codecs(codecs, rounds.CODECS if diloco else schemes.CODECS)
+    known = _losses(losses)
     links = _Links(inter, intra, latency, intra_latency, efficiency)
     needed: dict[str, object] = {"--params": params, "--step": step}
     if place is None:
@@ -144,9 +168,23 @@ def command(
     job = TrainingJob(count, ask("--step", step), model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
     if place is not None and place.rank:
         return
+    if diloco:
+        found = list(rounds.rounds(job, cluster, own, chosen, rounds.EVERY))
+        (advice.print_rounds_json if as_json else advice.print_rounds)(job, cluster, own, found)
+        return
+    needs = memories.needed(job)
+    has = memory or (memories.GPU_BYTES if own.device == Device.cuda else None)
+    if has is not None and sum(needs.values()) > has:
+        (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has)
+        return
     buckets = (bucket,) if bucket else verdict.BUCKETS
-    found = verdict.judge(job, cluster, own, codecs=chosen, error_budget=error_budget, buckets=buckets)
-    (_print_json if as_json else _print)(job, cluster, own, found)
+    judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)
+    (advice.print_json if as_json else advice.print_verdict)(job, cluster, own, judged)
+
+
+def _losses(path: str | None) -> list[evidence.Losses]:
+    with screen.usage_errors("--losses", RecordError):
+        return [] if path is None else [evidence.losses_of(record.read(path), Path(path).name)]
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
@@ -191,10 +229,10 @@ class _Ask:
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--params": ("Parameters of the model (such as 7e9)", units.count),
     "--world": ("Ranks in all", units.count),
-    "--gpus-per-node": ("Ranks of a node", units.count),
+    "--gpus-per-node": ("Ranks per node", units.count),
     "--inter": ("Link of a node to the others (such as 25gbit)", units.rate),
     "--intra": ("Link of a rank to the others of its node (such as 400GB/s)", units.rate),
-    "--step": ("What a step computes, without communication (such as 1.2s)", units.seconds),
+    "--step": ("Compute per step, without communication (such as 1.2s)", units.seconds),
 }
 
 
@@ -220,8 +258,9 @@ class _Links(NamedTuple):
             return None
         latency = self.latency if inter else self.intra_latency
         usual = LATENCY_S[transport] if inter else INSIDE_LATENCY_S[transport]
-        payload = PAYLOAD if self.efficiency is None else self.efficiency
-        return LinkModel.of_rate(ask(flag, rate), usual if latency is None else latency, payload=payload)
+        known: float = ask(flag, rate)
+        payload = payload_of(known, transport, inside=not inter) if self.efficiency is None else self.efficiency
+        return LinkModel.of_rate(known, usual if latency is None else latency, payload=payload)
 
 
 def _described(
@@ -265,110 +304,6 @@ def _measured(
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
-
-
-def _print(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
-    console = screen.console()
-    best = found.advised
-    advice = "do not compress"
-    if found.compress:
-        advice = f"{best.scheme}, predicted {found.speedup(best):.3g} times as fast"
-    for line in _conditions(job, cluster, own):
-        console.print(line, soft_wrap=True)
-    tables.show_grid(_grid(cluster, found), console)
-    console.print(f"Advice: {advice}.", style="bold", soft_wrap=True)
-    console.print(f"Why: {found.reason}.", soft_wrap=True)
-    console.print(f"How: {best.scheme.how(cluster)}", soft_wrap=True)
-    for note in found.notes:
-        console.print(f"Note: {note}.", soft_wrap=True)
-
-
-def _conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> list[str]:
-    links = [
-        f"{name} {_bytes(link.bytes_per_s)}/s, {duration(link.latency_s)} per message"
-        for name, link in (("across nodes", cluster.across), ("inside a node", cluster.inside))
-        if link is not None
-    ]
-    ranks = f"{cluster.world} ranks in nodes of {cluster.per_node}" if cluster.world > 1 else "1 rank"
-    return [
-        f"{counted(job.params, 'parameter')}, {_name(job.dtype)} gradients, {ranks}; a step computes "
-        f"{duration(job.step_s)}, {duration(job.hidden_s(own))} of it may hide messages",
-        f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}{_calls(own)}",
-    ]
-
-
-def _calls(own: Machine) -> str:
-    """Where the host's time of calls comes from, on NCCL."""
-    if own.device == Device.cpu:
-        return ""
-    assumed = f"not known, {duration(own.message_s)} per message assumed"
-    return f". Host's calls of NCCL: {own.nccl.source if own.nccl else assumed}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
-    across = ["across"] if cluster.has_levels else []
-    header = ["", "scheme", "bytes", *across, "step", "speed-up", "error", "feedback", "bucket"]
-    rows = [
-        [
-            "*" if prediction is found.advised else "",
-            str(prediction.scheme),
-            _bytes(prediction.bytes),
-            *(_bytes(prediction.bytes_across) for _ in across),
-            duration(prediction.step_s),
-            f"{found.speedup(prediction):.2f}",
-            f"{prediction.error:.2g}",
-            prediction.feedback,
-            f"{verdict.mebibytes(prediction.bucket_bytes)} MiB",
-        ]
-        for prediction in found.ranked
-    ]
-    tones: list[Tone] = ["good" if prediction is found.advised else "" for prediction in found.ranked]
-    return TextGrid("Predicted, the fastest first; * is advised", header, rows, labels=2, tones=tones)
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"
-
-
-def _print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
-    answer = {
-        "job": {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)},
-        "cluster": asdict(cluster),
-        "machine": {
-            "device": own.device,
-            "source": own.source,
-            "cores": own.cores,
-            "nccl": own.nccl and own.nccl.source,
-        },
-        "schemes": [_figures(found, prediction) for prediction in found.ranked],
-        "advice": {
-            "compress": found.compress,
-            "scheme": str(found.advised.scheme),
-            "how": found.advised.scheme.how(cluster),
-            "reason": found.reason,
-            "notes": list(found.notes),
-        },
-    }
-    typer.echo(json.dumps(answer, indent=1, allow_nan=False))
-
-
-def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
-    scheme = prediction.scheme
-    parts = {"codec": str(scheme.codec), "across_codec": scheme.across and str(scheme.across)}
-    return {
-        "scheme": str(scheme),
-        **parts,
-        "algorithm": scheme.algorithm,
-        "speedup": found.speedup(prediction),
-        **{name: value for name, value in vars(prediction).items() if name != "scheme"},
-    }
 
 
 def _compare(path: str, kernels: str | None, as_json: bool) -> None:

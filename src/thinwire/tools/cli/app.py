@@ -42,7 +42,8 @@ class _Commands(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         super().__getitem__(name)
-        module = importlib.import_module(f"thinwire.tools.cli.{name}")
+        with screen.waiting("loading"):
+            module = importlib.import_module(f"thinwire.tools.cli.{name}")
         holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
         if hasattr(module, "app"):
             holder.add_typer(module.app, name=name)

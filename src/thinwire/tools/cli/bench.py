@@ -27,6 +27,7 @@ from thinwire.tools.cli.flags import Device
 from thinwire.tools.report import tables
 
 app = typer.Typer(
+    cls=screen.Commands,
     help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
     epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
     no_args_is_help=True,
@@ -67,6 +68,7 @@ def codec_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """Bits on the wire and what they lose (NMSE), on six distributions.
 
@@ -97,6 +99,7 @@ def kernels_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What the kernels cost beside a plain copy and torch eager.
 
@@ -157,6 +160,7 @@ def collectives_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
 
@@ -221,6 +225,7 @@ def train_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What compressed gradients, and weights, do to the loss, and to the time of a step.
 
@@ -278,6 +283,7 @@ def qat_command(
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What fake quantisation costs, and what networks trained with it reach.
 

@@ -1,53 +1,133 @@
-"""What the demo found: the measured table, the predicted one and its chart, and what they mean in sentences."""
+"""What a training record means: the measured table, the verdict on every link, and the chart of gains by link."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.integrations.auto import GAIN
-from thinwire.tools.advise import check
+from thinwire.codecs import Codec, codec
+from thinwire.errors import CodecError
+from thinwire.integrations import policy
+from thinwire.tools import rule
+from thinwire.tools.advise import check, evidence, schemes, verdict
+from thinwire.tools.advise.evidence import Losses
 from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.verdict import duration
-from thinwire.tools.bench.record import Row
-from thinwire.tools.bench.schemes import BF16, NONE
-from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, signed, significant, text
-from thinwire.tools.report.charts import Axis, Bars, Chart, Values
+from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
+from thinwire.tools.report.charts import Axis, Bars, Chart, Mark, Values
+from thinwire.tools.rule import Choice, Way
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
-CHART = "predicted"  # the name of its file
-TOO_SHORT = 0.12  # at most, of a compressed step of this network: advise --check of benchmarks/demo_*.json
+CHART = "gain"  # the name of its file
+LOOPBACK = "loopback"
+HERE = "this run"
 
 
-def grids(rows: Sequence[Row], machine: Machine) -> list[TextGrid]:
-    return [_measured(rows), _predicted(rows, machine)] if rows else []
+@dataclass(frozen=True)
+class Outlook:
+    """What the rule says of one link, and the ways it chose from."""
+
+    link: str
+    choice: Choice
+    ways: Sequence[Way]
+
+    @property
+    def heading(self) -> str:
+        return f"Verdict for this network at {self.link}"
 
 
-def charts(rows: Sequence[Row], machine: Machine) -> list[Chart]:
-    outlooks = _outlooks(rows, machine) if rows else []
-    series = [Values(name, [number(outlook.steps[name], 1e3) for outlook in outlooks]) for name in map(_label, rows)]
-    title = "PREDICTED, not measured: time per step, by link"
-    return [Bars(CHART, title, Axis("time, ms"), [outlook.link for outlook in outlooks], series)] if rows else []
+def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlook]:
+    """By link: as measured on the shaped link of the run, as predicted on the others. None where seeds are too few."""
+    rows = record.rows
+    if not is_judged(record) or len(rows) < 2:
+        return []
+    losses = evidence.losses_of(record, source)
+    known = [parsed for row in rows if not row.get("peer") and (parsed := _codec(row)) is not None]
+    measured = str(rows[0]["link"])
+    found = [_measured(rows, losses)] if measured not in (LOOPBACK, *LINKS) else []
+    for link in LINKS:
+        found.append(_measured(rows, losses) if link == measured else predicted(rows[0], link, machine, known, losses))
+    return sorted(found, key=lambda outlook: outlook.link != measured)
 
 
-def sentences(rows: Sequence[Row], machine: Machine) -> list[str]:
-    """What the tables mean, for a person who has to decide."""
-    others = [row for row in rows if row["codec"] != NONE]
-    told = [_of_loss(others), _of_steps(rows[0], others), *_of_links(_outlooks(rows, machine))] if others else []
-    return [*told, "For your own model, ranks and links: thinwire advise."] if rows else []
+def predicted(row: Row, link: str, machine: Machine, codecs: Sequence[Codec], losses: Losses) -> Outlook:
+    """What `thinwire advise` says of the same job, ranks and link."""
+    job, cluster, own = check.described({**row, "link": link}, machine)
+    found = verdict.judge(job, cluster, own, codecs=codecs, losses=[losses], buckets=(job.bucket_bytes,))
+    return Outlook(link, found.choice, list(found.ways.values()))
 
 
-def _measured(rows: Sequence[Row]) -> TextGrid:
+def is_judged(record: Record) -> bool:
+    """Whether a run has seeds enough to know what another one does."""
+    seeds = number(record.rows[0]["seeds"]) if record.rows else None
+    return seeds is not None and seeds >= rule.LEAST_SEEDS
+
+
+def sentences(record: Record) -> list[str]:
+    """What is to be said beside the verdict."""
+    told = ["For your own model, ranks and links: thinwire advise."]
+    if record.rows and not is_judged(record):
+        seeds = counted(text(record.rows[0]["seeds"]), "seed")
+        least = f"it takes {rule.LEAST_SEEDS} to know what another seed does to the loss"
+        told = [f"No verdict: this run has {seeds}, and {least}.", *told]
+    return told if record.rows else []
+
+
+def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
+    """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
+    known = [losses, *evidence.shipped().losses]
+    ours = [row for row in rows if _codec(row) is not None and not row.get("control")]
+    ways = [_way(row, known) for row in sorted(ours, key=_bits, reverse=True)]
+    hook = number(rows[0]["speedup_bf16"])
+    if hook and not any(way.name == "bf16" for way in ways):
+        ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))
+    return Outlook(str(rows[0]["link"]), rule.choose(ways, f"measured over {text(rows[0]['link'])}"), ways)
+
+
+def _way(row: Row, known: Sequence[Losses]) -> Way:
+    found = rule.scheme_of(row)
+    p20, p50, p80 = (1e-3 * (number(row.get(name)) or 0.0) for name in ("step_ms_p20", "step_ms", "step_ms_p80"))
+    torchs = {"fp32": "plain DDP, no hook", "bf16": schemes.BF16_HOOK}
+    code = torchs.get(found, f'thinwire.compress_ddp(model, "{row["codec"]}")')
+    return Way(found, code, p50, p50 / (p80 or p50), p50 / (p20 or p50), evidence.find(found, known), found in torchs)
+
+
+def _bits(row: Row) -> float:
+    """On the wire, per element."""
+    return policy.bits_of(codec(str(row["codec"])))
+
+
+def _codec(row: Row) -> Codec | None:
+    """None: no codec of ours, such as PowerSGD."""
+    try:
+        return codec(str(row["codec"]))
+    except CodecError:
+        return None
+
+
+def grids(record: Record, machine: Machine) -> list[TextGrid]:
+    """What was measured, and what the rule makes of every link."""
+    return [_measured_grid(record.rows), *links_grid(record, machine)] if record.rows else []
+
+
+def _measured_grid(rows: Sequence[Row]) -> TextGrid:
     first = rows[0]
     seeds, steps, cores = (counted(text(first[name]), name[:-1]) for name in ("seeds", "steps", "cores"))
     parts = [
         f"Measured here: a GPT of {text(first['params'])} weights, {text(first['world'])} ranks on {cores}, over "
         f"{text(first['link'])}, {seeds} of {steps}",
-        f"log ratio: ln(loss / fp32's); another seed changes fp32's by {fixed(first['noise_floor'], 3)}",
+        "loss: of the whole text, and its change against fp32",
     ]
-    if computed := [text(row["codec"]) for row in rows if row["bytes_from"] == "formula"]:
-        parts.append(f"bytes of {_listed(computed)} are computed from the ring formula, not counted")
-    header = ["codec", "feedback", "loss", "log ratio", "bytes per step", "fewer", "step", "×none"]
-    return TextGrid(". ".join(parts), header, [_measured_cells(row, first) for row in rows], labels=2)
+    if is_judged(Record("train", {}, list(rows))):
+        parts.append(f"another seed changes fp32's by {_percent(first['noise_floor']).removeprefix('+')}")
+    computed = [rule.scheme_of(row) for row in rows if row.get("bytes_from") == "formula"]
+    if computed:
+        parts.append(f"bytes of {' and '.join(computed)} are computed from the ring formula, not counted")
+    header = ["scheme", "loss", "change", "step", "over fp32", "sent per step", "fewer"]
+    return TextGrid(". ".join(parts), header, [_measured_cells(row, first) for row in rows])
+
+
+def _percent(ratio: object) -> str:
+    """A log ratio as people read it: +1.3 %."""
+    return ABSENT if not isinstance(ratio, int | float) else rule.Loss(ratio, None, 0, "").change
 
 
 def _measured_cells(row: Row, plain: Row) -> list[str]:
@@ -55,133 +135,42 @@ def _measured_cells(row: Row, plain: Row) -> list[str]:
     most = number(plain["bytes_per_step"])
     step = number(row["step_ms"], 1e-3)
     return [
-        text(row["codec"]),
-        text(row["feedback"]),
+        rule.scheme_of(row),
         "diverged" if row["diverged"] else significant(row["loss"]),
-        signed(row["loss_log_ratio"]),
+        _percent(row["loss_log_ratio"]),
+        ABSENT if step is None else verdict.duration(step),
+        f"{fixed(row['speedup_plain'], 2)} ×",
         ABSENT if sent is None else f"{sent / 1e3:.0f} kB",
-        ABSENT if sent is None or most is None else f"{most / sent:.1f}×",
-        ABSENT if step is None else duration(step),
-        fixed(row["speedup_plain"], 2),
+        ABSENT if sent is None or most is None else f"{most / sent:.1f} ×",
     ]
 
 
-@dataclass(frozen=True)
-class _Outlook:
-    """Steps predicted on one link, in seconds; None where the model does not know the scheme."""
-
-    link: str
-    steps: dict[str, float | None]  # by codec as named in the tables, the uncompressed one first
-    plain: float
-    bf16: float | None  # with torch's own hook
-
-    @property
-    def best(self) -> tuple[str, float] | None:
-        """The fastest codec, or bf16 where that is all; None where there is none, or none that the model knows."""
-        found = [(name, step) for name, step in self.steps.items() if name != NONE and step is not None]
-        known = [(name, step) for name, step in found if name != BF16] or found
-        return min(known, key=lambda found: found[1], default=None)
-
-
-def _outlooks(rows: Sequence[Row], machine: Machine) -> list[_Outlook]:
-    """On all links but the one that was measured, from what the rows say a step computes."""
-
-    def step_s(row: Row, link: str) -> float | None:
-        found = check.predicted(row, link, machine)
-        return None if found is None else found.step_s
-
-    outlooks = []
-    for link in LINKS:
-        steps = {_label(row): step_s(row, link) for row in rows}
-        plain = steps[NONE]
-        assert plain is not None
-        if link != rows[0]["link"]:
-            outlooks.append(_Outlook(link, steps, plain, step_s({**rows[0], "codec": BF16, "peer": True}, link)))
-    return outlooks
-
-
-def _predicted(rows: Sequence[Row], machine: Machine) -> TextGrid:
-    header = ["codec"]
-    cells = {_label(row): [_label(row)] for row in rows}
-    for outlook in _outlooks(rows, machine):
-        header += [outlook.link, "×none"]
-        for name, step in outlook.steps.items():
-            cells[name] += [ABSENT] * 2 if step is None else [duration(step), f"{outlook.plain / step:.2f}"]
+def links_grid(record: Record, machine: Machine) -> list[TextGrid]:
+    found = outlooks(record, machine)
+    rows = []
+    for one in found:
+        pairs = {way.name: one.choice.chosen.range(way) for way in one.choice.others if one.choice.compress}
+        gains = [pairs.get(name, ABSENT) for name in ("bf16", "fp32")]
+        rows.append([one.link, one.choice.chosen.name if one.choice.compress else "do not compress", *gains])
     title = (
-        "PREDICTED, not measured: the same step, were every rank behind a link of that rate, and how many times as "
-        f"fast as none. Cost model of thinwire advise: compute as measured here, kernels of {machine.source}. "
-        f"Compressed steps of so small a network are predicted up to {TOO_SHORT:.0%} too short"
+        "By link: predicted by the cost model of thinwire advise, if every rank had a link of that rate, unless it is "
+        f"the link of this run. Compute as measured here, kernels of {machine.source}"
     )
-    return TextGrid(title, header, list(cells.values()))
+    return [TextGrid(title, ["link", "use", "over bf16", "over fp32"], rows, labels=2)] if found else []
 
 
-def _label(row: Row) -> str:
-    """lloyd2@ef21: two rows may share a codec."""
-    feedback = text(row["feedback"])
-    return text(row["codec"]) if feedback == "none" else f"{text(row['codec'])}@{feedback}"
-
-
-def _of_loss(others: Sequence[Row]) -> str:
-    floor = number(others[0]["noise_floor"])
-    within = []
-    told = []
-    for row in others:
-        ratio = number(row["loss_log_ratio"])
-        if ratio is not None and floor is not None and abs(ratio) <= floor:
-            within.append(_label(row))
-        elif ratio is None:
-            told.append(f"{_label(row)} diverged")
-        else:
-            told.append(f"{_label(row)} {abs(math.expm1(ratio)):.1%} {'higher' if ratio > 0 else 'lower'}")
-    same = [f"{_listed(within)} within what another seed does to fp32"] if within else []
-    return f"Loss: {'; '.join([*same, *told])}."
-
-
-def _of_steps(plain: Row, others: Sequence[Row]) -> str:
-    best = min([row for row in others if row["codec"] != BF16] or others, key=lambda row: _ms(row, "step_ms"))
-    where = f"Measured over {text(plain['link'])}"
-    gain = _ms(plain, "step_ms") / _ms(best, "step_ms")
-    if gain * (1 - GAIN) <= 1:
-        share = "about as long as" if 1 - gain < GAIN else f"{1 - gain:.0%} less than"
-        told = f"{where}: compression does not pay, an uncompressed step takes {share} one in {_label(best)}."
-        loopback = " Loopback is about as fast as memory, there is little to gain."
-        return told + loopback if plain["link"] == "loopback" else told
-    if _ms(best, "step_ms_p80") >= _ms(plain, "step_ms_p20"):
-        return f"{where}: no clear difference, the steps of one codec scatter as far as codecs differ."
-    return f"{where}: compression pays, {_faster(_label(best), gain, number(best['speedup_bf16']))}."
-
-
-def _faster(name: str, times: float, bf16: float | None) -> str:
-    """Beside an uncompressed step, and beside torch's own hook, where it is known."""
-    told = f"a step in {name} is {times:.2f} times as fast as an uncompressed one"
-    if bf16 is None or name == BF16:
-        return told
-    if bf16 * (1 - GAIN) <= 1:
-        return f"{told}, but bf16 (torch's own hook) does as well"
-    return f"{told}, and {bf16:.2f} times as fast as one in bf16 (torch's own hook)"
-
-
-def _of_links(outlooks: Sequence[_Outlook]) -> list[str]:
-    told = []
-    idle = []
-    for outlook in outlooks:
-        if outlook.best is None:
-            continue
-        name, step = outlook.best
-        if step < (1 - GAIN) * outlook.plain:
-            faster = _faster(name, outlook.plain / step, outlook.bf16 and outlook.bf16 / step)
-            told.append(f"Predicted at {outlook.link}: compression pays, {faster}.")
-        else:
-            idle.append(outlook.link)
-    loses = f"compression does not pay, it wins less than {GAIN:.0%} or loses. Do not compress there."
-    return [*told, f"Predicted at {_listed(idle)}: {loses}"] if idle else told
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _ms(row: Row, column: str) -> float:
-    found = number(row[column])
-    assert found is not None, column  # every scheme of a run was timed
-    return found
+def charts(record: Record, machine: Machine) -> list[Chart]:
+    """Gains over fp32 by link, each with its range."""
+    found = outlooks(record, machine)
+    names = list(dict.fromkeys(way.name for one in found for way in one.ways[1:]))
+    series = []
+    for name in names:
+        ways = [next((way for way in one.ways if way.name == name), None) for one in found]
+        gains = [way.gain(one.choice.plain) if way else None for way, one in zip(ways, found, strict=True)]
+        pairs = zip(gains, ways, strict=True)
+        spans = [(gain * way.low, gain * way.high) if gain and way else None for gain, way in pairs]
+        series.append(Values(name, gains, spans=spans))
+    axis = Axis("gain over fp32: time of a plain step / of this one")
+    title = "Gain by link (predicted where the run did not measure it; lines: the range)"
+    labels = [one.link for one in found]
+    return [Bars(CHART, title, axis, labels, series, [Mark("fp32", 1.0)], points=True)] if found else []

@@ -10,19 +10,21 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import compare, page, tables
+from thinwire.tools.report import charts, compare, page, tables
 from thinwire.tools.report.cells import text
 from thinwire.tools.report.charts import draw
 
 HTML = "Write one page there: to x.html, or to index.html in a directory."
+PNG = "Write every plot to a directory; to x.png, gain by link and loss against fp32 side by side."
 WORSE = "Exit with 1 where the second record is worse by more than noise, or lacks rows of the first."
 
 
 def command(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help='Records; "-" is standard input.')],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
-    png: Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there as a PNG file.")] = None,
+    png: Annotated[str | None, typer.Option(metavar="PATH", help=PNG)] = None,
     html: Annotated[str | None, typer.Option(metavar="PATH", help=HTML)] = None,
+    whole: screen.All = False,
     fail_on_regression: Annotated[bool, typer.Option("--fail-on-regression", help=WORSE)] = False,
 ) -> None:
     """Show records: tables, plots, an HTML page; two of a kind are compared.
@@ -37,6 +39,7 @@ def command(
     Example:
       thinwire report --markdown codec.json >> README.md
       thinwire report codec.json train.json --html page.html --png plots
+      thinwire report train_100mbit.json train_1gbit.json train.json --png banner.png
       thinwire report before.json after.json --fail-on-regression
     """
     pictures = _target(png, "--png")
@@ -101,13 +104,40 @@ def _why_not(records: list[Record]) -> str:
     return f"the two {kinds[0]} records share no row: none has the same {labels} in both"
 
 
+def _cards(records: list[Record], names: list[str]) -> list[page.Card]:
+    """The verdicts on the training records of DDP that have seeds enough."""
+    if not any(one.kind == "train" for one in records):
+        return []
+    from thinwire.tools.advise import machine as machines  # they need torch, which takes seconds
+    from thinwire.tools.cli import findings
+
+    own = machines.recorded("cpu")
+    found = []
+    for place, trained in enumerate(records):
+        if trained.kind == "train" and {row["parallel"] for row in trained.rows} == {"ddp"}:
+            name = names[place] if names else "this record"
+            verdicts = findings.outlooks(trained, own, name)[:1]
+            found += [page.Card(f"{one.heading} ({name})", one.choice) for one in verdicts]
+    return found
+
+
+def _pictures(records: list[Record], png: Path) -> list[Path]:
+    if png.suffix.lower() != ".png" or png.is_dir():
+        return page.write_pngs(records, png)
+    drawn = charts.banner(records)
+    if drawn:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        png.write_bytes(draw.banner(drawn))
+    return [png] if drawn else []
+
+
 def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> None:
     paths = []
     if html is not None:
         is_page = html.suffix.lower() in (".html", ".htm") and not html.is_dir()
         paths = [html if is_page else html / page.INDEX]
-        page.save(page.page(records, names=names), paths[0])
-    plots = [] if png is None else page.write_pngs(records, png)
+        page.save(page.page(records, names=names, cards=_cards(records, names)), paths[0])
+    plots = [] if png is None else _pictures(records, png)
     for path in (*paths, *plots):
         typer.echo(f"wrote {path}", err=True)
     if png is not None and not plots:

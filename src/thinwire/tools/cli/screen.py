@@ -4,16 +4,20 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.bench.record import Progress
+from thinwire.tools.cli import BEGUN
+from thinwire.tools.rule import Choice
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
 INTERRUPTED = 130  # exit statuses: what a shell gives for SIGINT
@@ -30,6 +34,14 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _say_what_is_allowed(), _say_how_it_ended():
             return super().invoke(ctx)
+
+
+class Commands(TyperGroup):
+    """A group whose help has the whole first sentence of every command."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(1 << 10)) for name, one in self.commands.items()])
 
 
 @contextlib.contextmanager
@@ -91,6 +103,8 @@ def _add_what_is_allowed(error: Any, context: Any) -> None:
 class _Console(Console):
     """Tells a reader that went away to the root command, which knows the status."""
 
+    shows_all = False  # columns of tables, whether they fit or not
+
     def on_broken_pipe(self) -> None:
         """rich would exit with 1."""
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -99,7 +113,35 @@ class _Console(Console):
 def console(*, stderr: bool = False) -> Console:
     """A console on standard output or error: no colour unless it is a terminal, none under NO_COLOR."""
     stream = sys.stderr if stderr else sys.stdout
-    return _Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
+    width = None if stream.isatty() else WIDE
+    made = _Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    made.shows_all = "all" in _shown
+    return made
+
+
+_shown: set[str] = set()  # "all", while a command runs that was given --all
+
+
+def _remember(asked: bool) -> bool:
+    """Called for every command that has the flag, given or not."""
+    _shown.clear()
+    _shown.update({"all"} if asked else ())
+    return asked
+
+
+ALL = "On a narrow terminal, show the columns of tables that do not fit too."
+All = Annotated[bool, typer.Option("--all", callback=_remember, help=ALL)]
+
+
+def say(text: str, console: Console, style: str | None = None) -> None:
+    """Print a sentence: a terminal wraps it at words, a pipe gets it on one line."""
+    console.print(text, style=style, soft_wrap=not console.is_terminal)
+
+
+def say_choice(choice: Choice, console: Console) -> None:
+    """The three lines of a verdict."""
+    for place, line in enumerate(choice.lines):
+        say(line, console, None if place else "bold")
 
 
 @contextlib.contextmanager
@@ -119,6 +161,23 @@ def progress() -> Iterator[Progress]:
                 bar.advance(task)
 
         yield follow
+
+
+class SinceTheFirstSecond(bars.ProgressColumn):
+    """Seconds since the command began, its imports included."""
+
+    def render(self, task: bars.Task) -> Text:
+        return Text(f"{time.monotonic() - BEGUN:.0f} s")
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what takes a while, and for how long."""
+    shown = console(stderr=True)
+    parts = (bars.TextColumn("{task.description}"), SinceTheFirstSecond())
+    with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+        bar.add_task(what, total=None)
+        yield
 
 
 def write_all(files: Mapping[str, Callable[[], None]]) -> bool:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from thinwire.tools.bench.record import Row, Value
@@ -21,6 +21,10 @@ class TextGrid:
     rows: list[list[str]]
     labels: int = 1
     tones: list[Tone] = field(default_factory=list)  # of each row, where one is worse than it was
+
+    def first(self, columns: int) -> "TextGrid":
+        """The same with so many columns."""
+        return replace(self, header=self.header[:columns], rows=[row[:columns] for row in self.rows])
 
     @property
     def told(self) -> tuple[str, str]:
@@ -79,6 +83,12 @@ def text(value: Value) -> str:
     """A value as it is, or a dash. Line breaks are spaces; what no screen can show, control codes say, is "\ufffd"."""
     shown = ABSENT if value is None else str(value)
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "\ufffd" for letter in shown)
+
+
+def commit(value: Value) -> str:
+    """Twelve digits, and whether files differed from that commit."""
+    told = text(value)
+    return told[:12] + ("-dirty" if told.endswith("-dirty") else "")
 
 
 def number(value: Value, times: float = 1) -> float | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thinwire.tools.bench.record import Record, Row, Value
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, fixed, number, significant, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, commit, counted, fixed, number, significant, text
 from thinwire.tools.report.kinds import SPEED_LABELS
 
 SIGMAS = 3.0  # standard errors; more => fewer false alarms, larger changes go unseen
@@ -177,10 +177,10 @@ def _moved(found: Comparison) -> str:
     """The conditions under which the two differ; when and by which command they were made goes without saying."""
     told = []
     for name in ("device", "cpu", "threads", "torch", "triton", "thinwire", "commit"):
-        before, after = (text(record.conditions.get(name)) for record in (found.old, found.new))
+        show = commit if name == "commit" else text
+        before, after = (show(record.conditions.get(name)) for record in (found.old, found.new))
         if before != after:
-            shown = slice(12 if name == "commit" else None)
-            told.append(f"{name} {before[shown]} → {after[shown]}")
+            told.append(f"{name} {before} → {after}")
     return f". The records differ in {'; '.join(told)}" if told else ""
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from thinwire.tools import rule
 from thinwire.tools.bench.record import Record, Row, Value
 from thinwire.tools.report import cells
 from thinwire.tools.report.cells import ABSENT, Column, TextGrid, distinct, fixed, listed, percent, significant, text
@@ -32,8 +33,8 @@ def _codec_grids(record: Record) -> list[TextGrid]:
 def _collectives_grids(record: Record) -> list[TextGrid]:
     threads, cores = listed(record.rows, "threads", "cores")
     title = (
-        f"Ranks of {cells.counted(threads, 'thread')} on {cells.counted(cores, 'core')}. ×plain, ×bf16: torch's time "
-        "over thinwire's; bytes: sent per rank; limit: share of the link's rate; CPU ms: per rank"
+        f"Ranks of {cells.counted(threads, 'thread')} on {cells.counted(cores, 'core')}. over fp32, over bf16: torch's "
+        "time over thinwire's; kB: sent per rank; limit: share of the link's rate; CPU ms: per rank"
     )
     on_gpu = cells.filled(_ON_GPU, record.rows)
     if on_gpu:
@@ -50,8 +51,8 @@ def _world(row: Row) -> str:
 
 
 def _train_grids(record: Record) -> list[TextGrid]:
-    columns = [Column("codec", _scheme), Column.of("feedback", "feedback", text), *cells.filled(_TRAIN, record.rows)]
-    return [cells.grid(_train_title(record.rows), record.rows, columns, 2)]
+    columns = [Column("scheme", _marked), *cells.filled(_TRAIN, record.rows)]
+    return [cells.grid(_train_title(record.rows), record.rows, columns, 1)]
 
 
 def _train_title(rows: Sequence[Row]) -> str:
@@ -64,21 +65,20 @@ def _train_title(rows: Sequence[Row]) -> str:
     parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
     parts += ["every: steps between two messages, of which fp32 has as many; /DDP's: ln(loss / DDP's)"] if outer else []
     parts += [f"two fp32 seeds differ by {' and '.join(floors)}"] if floors else []
-    parts += ["×plain, ×bf16, ×PowerSGD: torch's time per step over this one's"]
+    parts += ["over fp32, bf16, PowerSGD: torch's time per step over this one's"]
     shaped = any(row.get("over_limit") is not None for row in rows)
     parts += ["limit: compute plus bytes over the link's rate"] if shaped else []
     run = f"{task} with {optimizer}{shards}, {world} ranks, {link}, {cells.counted(seeds, 'seed')} of {steps} steps"
     return f"{run}. {'; '.join(parts)}"
 
 
-def _scheme(row: Row) -> str:
-    return f"{codec_of(row)}{' (control)' if row.get('control') else ' (peer)' if row.get('peer') else ''}"
+def _marked(row: Row) -> str:
+    return f"{scheme_of(row)}{' (control)' if row.get('control') else ' (peer)' if row.get('peer') else ''}"
 
 
-def codec_of(row: Row) -> str:
-    """lloyd4, or lloyd4/int8 where weights travel compressed too; torch's ways have one name for both."""
-    alone = row.get("peer") or row.get("weights") in (None, "none")
-    return text(row["codec"]) if alone else f"{text(row['codec'])}/{text(row['weights'])}"
+def scheme_of(row: Row) -> str:
+    """fp32, lloyd2 + EF21, or lloyd4/int8 where weights travel compressed too."""
+    return text(rule.scheme_of(row))
 
 
 def _log_ratio(row: Row) -> str:
@@ -89,7 +89,7 @@ def _verdict(value: Value) -> str:
     return ABSENT if value is None else "yes" if value else "NO"
 
 
-_SPEEDUPS = (Column.of("×plain", "speedup_plain", significant), Column.of("×bf16", "speedup_bf16", significant))
+_SPEEDUPS = (Column.of("over fp32", "speedup_plain", significant), Column.of("over bf16", "speedup_bf16", significant))
 _IDENTICAL = Column.of("identical", "identical", _verdict)
 _COLLECTIVES = (
     *(Column.of(name, name, text) for name in ("verb", "codec")),
@@ -98,7 +98,7 @@ _COLLECTIVES = (
     *(Column.of(name, name, text) for name in ("link", "numel")),
     Column.of("ms", "ms_p50", significant),
     *_SPEEDUPS,
-    Column.of("bytes", "bytes_per_rank", lambda value: fixed(value, 0)),
+    Column.of("kB", "bytes_per_rank", lambda value: significant(value, 1e-3)),
     Column.of("limit", "wire_limit_share", percent),
     Column.of("CPU ms", "cpu_ms_per_rank", significant),
     Column.of("rel. error", "rel_error", cells.scientific),
@@ -121,9 +121,9 @@ _TRAIN = (
     Column.of("± (val.)", "val_gap_error", lambda value: fixed(value, 4)),
     Column.of("ms", "step_ms", significant),
     *_SPEEDUPS,
-    Column.of("×PowerSGD", "speedup_powersgd", significant),
-    Column.of("bytes", "bytes_per_step", lambda value: fixed(value, 0)),
-    Column.of("of plain's", "bytes_over_plain", lambda value: fixed(value, 3)),
+    Column.of("over PowerSGD", "speedup_powersgd", significant),
+    Column.of("kB", "bytes_per_step", lambda value: significant(value, 1e-3)),
+    Column.of("of fp32's", "bytes_over_plain", lambda value: fixed(value, 3)),
     Column.of("over limit", "over_limit", percent),
     Column.of("CPU ms", "cpu_ms_per_rank", significant),
     Column.of("extra MB", "extra_bytes", lambda value: significant(value, 1e-6)),

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: tables, and charts as inline SVG. No scripts, no fonts, nothing to fetch."""
+"""One self-contained HTML page: verdicts, charts as inline SVG, tables. No scripts, no fonts, nothing to fetch."""
 
 import html
 from collections import Counter
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from thinwire.tools.bench.record import Record, Value, version
 from thinwire.tools.report import charts, compare, kinds, tables
-from thinwire.tools.report.cells import ABSENT, TextGrid, distinct, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, commit, distinct, text
 from thinwire.tools.report.charts import Chart, draw
 from thinwire.tools.report.charts.look import DARK, LIGHT
+from thinwire.tools.rule import Choice
 
 TITLE = "thinwire report"
 INDEX = "index.html"
@@ -58,21 +59,30 @@ class Section:
     conditions: Mapping[str, Value] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Card:
+    """A verdict, on top of the page."""
+
+    heading: str
+    choice: Choice
+
+
 def write(
     records: Sequence[Record],
     directory: str | Path,
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
+    cards: Sequence[Card] = (),
     grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
 ) -> list[Path]:
     """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
 
-    `notes` are paragraphs under the title; `grids` and `drawings` come before the records' own: predictions, say.
+    `cards` and `notes` stand under the title; `grids` and `drawings` come before the records' own: predictions, say.
     """
     index = Path(directory) / INDEX
-    save(page(records, title=title, notes=notes, grids=grids, drawings=drawings), index)
+    save(page(records, title=title, notes=notes, cards=cards, grids=grids, drawings=drawings), index)
     return [index, *write_pngs(records, directory, drawings)]
 
 
@@ -99,12 +109,13 @@ def page(
     *,
     title: str = TITLE,
     notes: Sequence[str] = (),
+    cards: Sequence[Card] = (),
     grids: Sequence[TextGrid] = (),
     drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> str:
     """The text of the page; `names` of the records, where given, stand in their headings."""
-    sections = [Section("Summary", charts=drawings, grids=grids)] if grids or drawings else []
+    sections = [Section("By link", charts=drawings, grids=grids)] if grids or drawings else []
     if compare.comparable(records):
         found = compare.compare(*records)
         sections += [Section(f"Comparison: {compare.summary(found)}", grids=[compare.grid(found)])]
@@ -115,7 +126,8 @@ def page(
     placed = {f"part{number}": section for number, section in enumerate(sections, 1)}
     footer = element("footer", element("p", f"Made by thinwire {version()} from benchmark records."))
     main = element("main", [_drawn(place, section) for place, section in placed.items()])
-    body = element("body", _header(title, notes, placed), main, footer)
+    top = element("header", element("h1", title), map(_card, cards), [element("p", note) for note in notes])
+    body = element("body", top, _overview(placed), main, footer)
     return f"<!doctype html>\n{element('html', _head(title), body, lang='en')}\n"
 
 
@@ -141,10 +153,35 @@ def _head(title: str) -> Html:
     )
 
 
-def _header(title: str, notes: Sequence[str], placed: Mapping[str, Section]) -> Html:
-    links = [element("li", element("a", section.heading, href=f"#{place}")) for place, section in placed.items()]
-    contents = element("nav", element("ul", links), aria_label="Contents") if len(links) > 1 else ""
-    return element("header", element("h1", title), [element("p", note) for note in notes], contents)
+def _card(card: Card) -> Html:
+    """The three lines of a verdict; one click selects the line of code."""
+    choice = card.choice
+    before, _, _ = choice.use.partition(choice.chosen.code)
+    return element(
+        "section",
+        element("h2", card.heading),
+        element("p", before, element("code", choice.chosen.code), class_="use"),
+        [element("p", line) for line in choice.lines[1:]],
+        element("p", f"Note: {choice.note}.", class_="told") if choice.note else "",
+        class_="card",
+        aria_label=card.heading,
+    )
+
+
+def _overview(placed: Mapping[str, Section]) -> Html | str:
+    """Where there are several sections: what each shows, from what machine, when and from which commit."""
+    if len(placed) < 2:
+        return ""
+    heads = [element("th", name, scope="col") for name in ("section", "measured on", "date", "commit")]
+    rows = []
+    for place, section in placed.items():
+        have = section.conditions
+        device = have.get("device") if have.get("device") != "cpu" else have.get("cpu")
+        told = [text(device), text(have.get("date"))[:10], commit(have.get("commit"))]
+        link = element("th", element("a", section.heading, href=f"#{place}"), scope="row")
+        rows.append(element("tr", link, [element("td", cell) for cell in told]))
+    table = element("table", element("thead", element("tr", heads)), element("tbody", rows))
+    return element("nav", element("div", table, class_="scroll", tabindex="0"), aria_label="Overview")
 
 
 def _drawn(place: str, section: Section) -> Html:

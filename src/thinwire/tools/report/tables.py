@@ -1,5 +1,7 @@
 """Records as tables, for a terminal and for Markdown."""
 
+import html
+import re
 import sys
 
 from rich import box
@@ -9,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.tools.bench.record import Record
-from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted, text
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, commit, counted, text
 from thinwire.tools.report.kinds import grids
 
 
@@ -22,24 +24,38 @@ def show(record: Record, console: Console) -> None:
 
 
 def show_grid(laid: TextGrid, console: Console) -> None:
-    """Print one table under its title: ruled on a terminal that is as wide, plain aligned columns elsewhere."""
+    """Print one table under its title. On a terminal that is too narrow the last columns are left out, and named."""
     what, how = laid.told
     console.print(Text.assemble((what, "bold"), how), soft_wrap=not console.is_terminal)
-    if laid.rows:
-        ruled = _rich(laid, ruled=True)
-        fits = console.is_terminal and _width(ruled, console) <= console.width
-        _print_whole(ruled if fits else _rich(laid, ruled=False), console)
+    if not laid.rows:
+        return
+    whole = _rich(laid, ruled=console.is_terminal)
+    if not console.is_terminal or getattr(console, "shows_all", False):
+        _print_whole(whole, console)
+        return
+    kept = len(laid.header)
+    while kept > laid.labels + 1 and _width(whole, console) > console.width:
+        kept -= 1
+        whole = _rich(laid.first(kept), ruled=True)
+    console.print(whole)
+    if left := laid.header[kept:]:
+        console.print(f"Left out: {', '.join(left)}. --all shows them.", style="dim")
 
 
 def markdown(record: Record) -> str:
-    return "\n".join([*map(markdown_grid, grids(record)), conditions(record)])
+    return "\n".join([*map(markdown_grid, grids(record)), _plain(conditions(record))])
 
 
 def markdown_grid(laid: TextGrid) -> str:
     """One table in Markdown, its title before it and an empty line after it."""
     rule = ["---" if i < laid.labels else "--:" for i in range(len(laid.header))]
-    escaped = ([cell.replace("|", "\\|") for cell in line] for line in (laid.header, rule, *laid.rows))
-    return "\n".join([laid.title, "", *(f"| {' | '.join(line)} |" for line in escaped if line), ""])
+    lines = [map(_plain, laid.header), rule, *(map(_plain, row) for row in laid.rows)]
+    return "\n".join([_plain(laid.title), "", *(f"| {' | '.join(line)} |" for line in lines if laid.header), ""])
+
+
+def _plain(words: str) -> str:
+    """Words that Markdown shows as they are: a record may hold HTML, links, or what ends a cell."""
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(words, quote=False))
 
 
 def conditions(record: Record) -> str:
@@ -49,7 +65,7 @@ def conditions(record: Record) -> str:
     parts = [
         f"{device}{have['cpu']}, {counted(have['threads'], 'thread')}",
         f"thinwire {have['thinwire']}, torch {have['torch']}, {triton}python {have['python']}",
-        f"{have['date']}, commit {have['commit'][:12]}",
+        f"{have['date']}, commit {commit(record.conditions['commit'])}",
     ]
     return "; ".join([*parts, "interrupted"] if record.conditions.get("interrupted") else parts)
 

@@ -6,19 +6,19 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.report.cells import significant
-from thinwire.tools.report.charts.look import DASHES, DPI, LIGHT, MARKERS, SETTINGS, WIDTH
+from thinwire.tools.report.charts.look import DASHES, DPI, GREY, LIGHT, MARKERS, SETTINGS, WIDTH, color_of
 from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 MANY = 24  # bars; more of them are not written beside
 MARGIN = 0.75  # inches, as the next two
@@ -28,6 +28,7 @@ LEAST = 2.2
 BETWEEN = ((10.0, "12357"), (30.0, "1235"), (500.0, "125"), (math.inf, "1"))
 SHORT = 4.0  # ratio of the ends of an axis that may hold too few of these
 LETTERS = 58  # of a line of title or legend
+PALE = (1.0, 0.55, 0.3)  # bars of the first, second and third series of a codec
 THICK = 0.76  # of a row: what its bars or points take
 LABEL = 32  # letters of a label; one as long as the chart is wide would leave it no room
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -47,6 +48,17 @@ def check() -> None:
 def png(chart: Chart) -> bytes:
     """The chart on white, its title above it."""
     return _save(chart, "png", title=True, dpi=DPI)
+
+
+def banner(charts: Sequence[Chart]) -> bytes:
+    """Charts side by side on white, as one PNG file."""
+    with _settings() as figure_of:
+        figure = figure_of(figsize=(WIDTH * len(charts), max(_height(chart, True) for chart in charts)))
+        for part, chart in zip(figure.subfigures(1, len(charts), squeeze=False)[0], charts, strict=True):
+            _fill(part, chart, True)
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=DPI)
+    return data.getvalue()
 
 
 def svg(chart: Chart, prefix: str) -> str:
@@ -126,7 +138,7 @@ def _legend_lines(chart: Chart) -> int:
     return math.ceil(len(_legend(chart)) / max(1, LETTERS // longest))
 
 
-def _fill(figure: "Figure", chart: Chart, title: bool) -> None:
+def _fill(figure: "FigureBase", chart: Chart, title: bool) -> None:
     axes = figure.add_subplot()
     if isinstance(chart, Bars):
         _fill_bars(axes, chart)
@@ -160,25 +172,40 @@ def _as_points(chart: Bars) -> bool:
     return chart.points or chart.axis.log
 
 
-def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
-    errors = values.errors or [None] * len(values.values)
-    there = [
-        (x, y, _width_of(error))
-        for y, x, error in zip(_places(chart, number), values.values, errors, strict=True)
-        if x is not None and not _is_beyond(chart, x)
+def _by_label(chart: Bars) -> bool:
+    """Whether labels are codecs: then each has its colour, and series differ in marker or paleness."""
+    return all(color_of(label) is not None for label in chart.labels)
+
+
+def _colors(chart: Bars, values: Values, number: int) -> list[str]:
+    """One for each label."""
+    own = color_of(values.name)
+    return [
+        _color(found if (found := color_of(label)) is not None and _by_label(chart) else number if own is None else own)
+        for label in chart.labels
     ]
-    xs, ys, widths = zip(*there, strict=True) if there else ((), (), ())
-    axes.errorbar(
-        xs,
-        ys,
-        xerr=widths if values.errors else None,
-        fmt=MARKERS[number % len(MARKERS)],
-        color=_color(number),
-        label=_short(values.name, LETTERS),
-        markersize=None if len(chart.series) == 1 else 4.5,
-        elinewidth=1.2,
-        alpha=0.9,
-    )
+
+
+def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
+    widths = values.widths()
+    look: dict[str, Any] = {
+        "fmt": MARKERS[number % len(MARKERS)],
+        "markersize": None if len(chart.series) == 1 else 4.5,
+        "elinewidth": 1.2,
+        "alpha": 0.9,
+    }
+    colors = _colors(chart, values, number)
+    for at, (y, x) in enumerate(zip(_places(chart, number), values.values, strict=True)):
+        if x is not None and not _is_beyond(chart, x):
+            reach = None if widths is None else [[side] for side in widths[at]]
+            axes.errorbar([x], [y], xerr=reach, color=colors[at], **look)
+    axes.errorbar([], [], color=_named_color(chart, values, number), label=_short(values.name, LETTERS), **look)
+
+
+def _named_color(chart: Bars, values: Values, number: int) -> str:
+    """Of a series in the legend: grey where its bars have colours of their own."""
+    own = color_of(values.name)
+    return _color(GREY if _by_label(chart) else number if own is None else own)
 
 
 def _places(chart: Bars, number: int) -> list[float]:
@@ -197,22 +224,28 @@ def _cut(axes: "Axes", chart: Bars) -> None:
         return
     axes.set_xlim(right=chart.axis.most)
     for number, values in enumerate(chart.series):
-        for place, value in zip(_places(chart, number), values.values, strict=True):
+        for at, (place, value) in enumerate(zip(_places(chart, number), values.values, strict=True)):
             if value is not None and _is_beyond(chart, value):
                 text = f"{significant(value)} →"
-                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=_color(number))
-
-
-def _width_of(error: float | None) -> float:
-    """Of an error bar; a record may say that an error is negative, which none is."""
-    return max(0.0, error or 0.0)
+                color = _colors(chart, values, number)[at]
+                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=color)
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
     thick = 0.9 * THICK / len(chart.series)
     lengths = [value or 0.0 for value in values.values]
-    label = _short(values.name, LETTERS)
-    drawn = axes.barh(_places(chart, number), lengths, thick, color=_color(number), label=label)
+    look: dict[str, Any] = {"alpha": PALE[number % len(PALE)] if _by_label(chart) else 1.0}
+    widths = values.widths()
+    drawn = axes.barh(
+        _places(chart, number),
+        lengths,
+        thick,
+        color=_colors(chart, values, number),
+        xerr=None if widths is None else list(zip(*widths, strict=True)),
+        error_kw={"elinewidth": 1.2, "ecolor": LIGHT.ink},
+        **look,
+    )
+    axes.barh([0], [0], color=_named_color(chart, values, number), label=_short(values.name, LETTERS), **look)
     if len(chart.series) * len(chart.labels) <= MANY:
         axes.bar_label(drawn, [significant(value) for value in values.values], padding=3, fontsize=8)
         axes.margins(x=0.12)
@@ -222,7 +255,7 @@ def _fill_lines(axes: "Axes", chart: Lines) -> None:
     _scale(axes, chart.across, "x")
     _scale(axes, chart.axis, "y")
     for number, curve in enumerate(chart.curves):
-        alike = [other for other in chart.curves[:number] if (other.known, other.under) == (curve.known, curve.under)]
+        alike = [other for other in chart.curves[:number] if _looks(other) == _looks(curve)]
         _curve(axes, curve, number, len(alike))
     for mark in chart.marks:
         _mark(mark, axes.axhline, axes.axhspan)
@@ -231,23 +264,25 @@ def _fill_lines(axes: "Axes", chart: Lines) -> None:
     _tick(axes, chart.axis, "y")
 
 
+def _looks(curve: Curve) -> tuple[bool, int | None]:
+    """What two curves share that only their dashes tell apart."""
+    return curve.known, None if curve.known else color_of(curve.name)
+
+
 def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
     """The curve of that number, and of that place among those of its sort. Dashes tell apart what markers do not."""
-    if curve.known:
-        dash = DASHES[1 + place % (len(DASHES) - 1)]
-    else:
-        dash = DASHES[(number // len(LIGHT.series) if curve.dots else place) % len(DASHES)]
-    errors = [_width_of(error) for error in curve.errors] if curve.errors and any(curve.errors) else None
+    own = color_of(curve.name)
+    dash = DASHES[(1 + place % (len(DASHES) - 1)) if curve.known else place % len(DASHES)]
+    errors = [max(0.0, error or 0.0) for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
         [x for x, _ in curve.points],
         [y for _, y in curve.points],
         yerr=errors,
         marker=MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else "",
         linestyle=dash if curve.joined else "none",
-        color=LIGHT.ink if curve.known else _color(number),
+        color=LIGHT.ink if curve.known else _color(number if own is None else own),
         label=_short(curve.name, LETTERS),
-        linewidth=1.1 if curve.known else 6.0 if curve.under else None,
-        alpha=0.35 if curve.under else None,
+        linewidth=1.1 if curve.known else None,
         elinewidth=1.2,
     )
 
@@ -256,7 +291,7 @@ def _mark(mark: Mark, line: Callable[..., object], span: Callable[..., object]) 
     if mark.high is None:
         line(mark.low, color=LIGHT.ink, linestyle="--", linewidth=1.0, label=mark.name)
     else:
-        span(mark.low, mark.high, color=LIGHT.series[-1], alpha=0.2, linewidth=0, label=mark.name)
+        span(mark.low, mark.high, color=_color(GREY), alpha=0.2, linewidth=0, label=mark.name)
 
 
 def _scale(axes: "Axes", axis: Axis, which: str) -> None:

@@ -1,26 +1,28 @@
 """The charts of every kind of record. To add those of a kind: write a function Record -> list[Chart], and list it."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from thinwire.tools.bench.record import CURVE, Record, Row
+from thinwire.tools.bench.record import CURVE, Record, Row, Value
 from thinwire.tools.report.cells import alike, counted, distinct, listed, text, varying
 from thinwire.tools.report.charts import shapes
 from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
-from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, codec_of, is_speed, nbytes_of, short
+from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, scheme_of, short
+from thinwire.tools.rule import LEAST_SEEDS
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 SHARE = Axis("speed, % of a copy of the same bytes")
 GAIN = Axis("speed-up: torch's time / thinwire's")
-RATIO = Axis("ln(loss / fp32's loss)")
+CHANGE = Axis("loss against fp32, %")
 COPY = Mark("a copy", 100.0)
 EVEN = Mark("as fast as torch", 1.0)
 SENT = "sent per rank, {} per step"
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
 MOST_BITS = 9  # casts to 16 bits would leave the others no room
 SPARE = 1.2  # room beyond the largest value
-WIDE = 20.0  # the loss of a run that falls by more is drawn on a logarithmic axis
+MOST_LOG = 50.0  # of a ratio of losses
 CODEC = shapes.named("codec")
 OP = shapes.named("op")
 _FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
@@ -160,39 +162,37 @@ def _by_size(rows: list[Row]) -> Lines:
 
 
 def _train(record: Record) -> list[Chart]:
-    """Loss curves, what compression did to the loss, what it sends, what a step takes."""
+    """What compression did to the loss, while training and at the end; what it sends; what a step takes."""
     rows = record.rows
     where = "{}, {} ranks, {}".format(*listed(rows, "task", "world", "link"))
-    labels = list(map(_scheme, rows))
+    labels = list(map(scheme_of, rows))
     axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
-    limits = shapes.column(rows, "compute + bytes / link rate", "limit_ms")
-    times = [shapes.column(rows, "step", "step_ms"), *filter(None, [limits])]
-    compute = number(rows[0]["compute_ms"])
-    alone = [] if compute is None else [Mark("compute alone", compute)]
+    ends = [(number(row.get("step_ms_p20")), number(row.get("step_ms_p80"))) for row in rows]
+    spans = [None if low is None or high is None else (low, high) for low, high in ends]
+    times = replace(shapes.column(rows, "step", "step_ms"), spans=spans)
+    marks = [("compute alone", rows[0]["compute_ms"])]
+    alone = [Mark(name, found) for name, value in marks if (found := number(value)) is not None]
     return [
-        _losses(rows, f"Training loss: {where}"),
-        _ratios(rows, f"Loss against fp32: {where}"),
-        _against_bytes(rows, f"Loss against bytes: {where}"),
+        _losses(rows, f"Loss against fp32, while training: {where}"),
+        _changes(rows, f"Loss against fp32, at the end: {where}"),
         Bars("bytes", f"Bytes: {where}", axis, labels, [Values("sent", sent)]),
-        Bars("step_time", f"Time per step: {where}", Axis("time, ms"), labels, times, alone),
+        Bars("step_time", f"Time per step, median and p20 to p80: {where}", Axis("time, ms"), labels, [times], alone),
     ]
 
 
-def _scheme(row: Row) -> str:
-    """lloyd2 @ ef21: the codec, and its feedback where it has one."""
-    feedback = text(row["feedback"])
-    return codec_of(row) if feedback == "none" else f"{codec_of(row)} @ {feedback}"
-
-
 def _is_plain(row: Row) -> bool:
-    return codec_of(row) == "none"
+    return scheme_of(row) == "fp32"
 
 
 def _losses(rows: list[Row], title: str) -> Lines:
-    curves = [Curve(_scheme(row), _points(row), dots=False, under=_is_plain(row)) for row in rows]
-    losses = [loss for curve in curves for _, loss in curve.points]
-    log = bool(losses) and min(losses) > 0 and max(losses) > WIDE * min(losses)
-    return Lines("loss", title, Axis("step"), Axis("loss", log), curves)
+    """Of every scheme with a curve, how far its loss is from that of fp32 at the same step, in per cent."""
+    plain = dict(next((_points(row) for row in rows if _is_plain(row)), []))
+    curves = []
+    for row in rows:
+        points = [(step, 100 * (loss / plain[step] - 1)) for step, loss in _points(row) if plain.get(step)]
+        if points and not _is_plain(row):
+            curves.append(Curve(scheme_of(row), points, dots=False))
+    return Lines("loss", title, Axis("step"), CHANGE, curves, _marks(rows))
 
 
 def _points(row: Row) -> list[tuple[float, float]]:
@@ -201,40 +201,64 @@ def _points(row: Row) -> list[tuple[float, float]]:
     return [(step, loss) for step, loss in places if step is not None and loss is not None]
 
 
+def _percent_of(ratio: Value) -> Number:
+    """A log ratio in per cent."""
+    found = number(ratio)
+    return None if found is None else 100 * math.expm1(min(found, MOST_LOG))
+
+
 def _marks(rows: list[Row]) -> list[Mark]:
-    """fp32, and what another seed does to it."""
-    floor = number(rows[0]["noise_floor"])
-    return [Mark("fp32", 0.0), *([] if floor is None else [Mark("noise of fp32's seeds", -floor, floor)])]
+    """fp32, and what another seed does to it, where there are seeds enough to know."""
+    floor = _percent_of(rows[0]["noise_floor"])
+    seeds = number(rows[0]["seeds"]) or 0
+    band = [] if floor is None or seeds < LEAST_SEEDS else [Mark("what another seed does", -floor, floor)]
+    return [Mark("fp32", 0.0), *band]
 
 
-def _ratios(rows: list[Row], title: str) -> Bars:
+def _changes(rows: list[Row], title: str) -> Bars:
     kept = [row for row in rows if not _is_plain(row)]
-    errors = [number(row.get("loss_log_ratio_error")) for row in kept]
-    series = [replace(shapes.column(kept, "mean ± standard error", "loss_log_ratio"), errors=errors)]
-    axis = replace(RATIO, most=_room(kept))
-    return Bars("loss_ratio", title, axis, list(map(_scheme, kept)), series, _marks(rows), points=True)
+    errors = [_percent_of(row.get("loss_log_ratio_error")) for row in kept]
+    series = [Values("mean ± standard error", [_percent_of(row["loss_log_ratio"]) for row in kept], errors=errors)]
+    axis = replace(CHANGE, most=_room(kept))
+    return Bars("loss_ratio", title, axis, list(map(scheme_of, kept)), series, _marks(rows), points=True)
 
 
 def _room(rows: list[Row]) -> Number:
     """What the axis needs for all but the controls, which ought to fail; None where that is as much as all need."""
-    ends = {True: [0.0], False: [number(row["noise_floor"]) or 0.0 for row in rows]}
+    ends = {True: [0.0], False: [_percent_of(row["noise_floor"]) or 0.0 for row in rows]}
     for row in rows:
-        ends[bool(row.get("control"))].append(number(row["loss_log_ratio"]) or 0.0)
+        ends[bool(row.get("control"))].append(_percent_of(row["loss_log_ratio"]) or 0.0)
     most = SPARE * max(ends[False], default=0.0)
     return most if 0 < most < max(ends[True]) else None
 
 
-def _against_bytes(rows: list[Row], title: str) -> Lines:
-    """Without the controls, which ought to fail and would leave the others no room."""
-    placed = [row for row in rows if not row.get("control") and number(row["bytes_per_step"])]
-    placed = [] if all(map(_is_plain, placed)) else placed
-    across, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in placed], log=True)
-    curves = [
-        Curve(_scheme(row), [(x, y)], [number(row.get("loss_log_ratio_error"))], joined=False)
-        for row, x in zip(placed, sent, strict=True)
-        if x is not None and (y := number(row["loss_log_ratio"])) is not None
-    ]
-    return Lines("loss_bytes", title, across, RATIO, curves, _marks(rows))
+def banner(records: Sequence[Record]) -> list[Chart]:
+    """The gain over fp32 by link, and the loss against fp32, of the training records that hold either."""
+    trained = [record.rows for record in records if record.kind == "train" and record.rows]
+    linked = [rows for rows in trained if rows[0]["link"] != "loopback"]
+    judged = [rows for rows in trained if (number(rows[0]["seeds"]) or 0) >= LEAST_SEEDS]
+    found: list[Chart] = []
+    if linked:
+        where = [f"{text(rows[0]['link'])}, {text(rows[0]['world'])} ranks" for rows in linked]
+        gains = [_gains(rows) for rows in linked]
+        names = dict.fromkeys(name for of_link in gains for name in of_link)
+        series = [Values(name, [of_link.get(name) for of_link in gains]) for name in names]
+        title = "Gain by link: how many times as fast a training step is as in fp32"
+        found.append(Bars("gain", title, Axis("gain over fp32"), where, series, [Mark("fp32", 1.0)]))
+    for rows in judged[:1]:
+        ours = [row for row in rows if not row.get("control")]
+        title = f"Loss against fp32 after training, with what another seed does ({text(rows[0]['task'])})"
+        found.append(_changes(ours, title))
+    return found
+
+
+def _gains(rows: list[Row]) -> dict[str, Number]:
+    """By scheme, torch's bf16 first; peers of other kinds left out."""
+    first = number(rows[0]["speedup_bf16"])
+    ours = [row for row in rows if not (row.get("peer") or row.get("control") or _is_plain(row))]
+    return {"bf16": 1 / first if first else None} | {
+        scheme_of(row): number(row["speedup_plain"]) for row in ours if row["codec"] != "auto"
+    }
 
 
 def _qat(record: Record) -> list[Chart]:

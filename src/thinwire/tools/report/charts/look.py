@@ -1,9 +1,10 @@
-"""How charts look: two palettes, one for light and one for dark pages, and matplotlib's settings.
+"""How charts look: two palettes, one for light and one for dark pages, a colour per codec, and matplotlib's settings.
 
 Colours are Okabe and Ito's, which the colour-blind can tell apart, made darker or lighter until each stands out from
 its page; markers differ too, so that no series is known by its colour alone.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,28 @@ LIGHT = Palette(
     page="#ffffff",
     ink="#1b1f24",
     grid="#d5dae0",
-    series=("#0072b2", "#c94f00", "#007f5f", "#a8488a", "#8f6400", "#5a6570"),
+    series=("#0072b2", "#c94f00", "#007f5f", "#a8488a", "#8f6400", "#5a6570", "#00707a", "#b0003a", "#7a4a21"),
 )
 DARK = Palette(
     page="#14171b",
     ink="#e4e8ec",
     grid="#3a424b",
-    series=("#56b4e9", "#ff8f4d", "#35c79a", "#e6a0cb", "#e8c547", "#a9b3bd"),
+    series=("#56b4e9", "#ff8f4d", "#35c79a", "#e6a0cb", "#e8c547", "#a9b3bd", "#4fd1dc", "#ff7a9c", "#d9a777"),
 )
+GREY = 5  # among the colours
+# Of a codec, the same in every chart; fp32 is grey. Some that never meet share one.
+CODECS = {
+    **{"fp32": GREY, "none": GREY, "plain": GREY, "bf16": 4, "fp16": 8, "int8": 0, "int4": 6, "int2": 7},
+    **{"lloyd4": 1, "lloyd3": 8, "lloyd2": 2, "lloyd1": 3, "powersgd": 7, "onebit": 6, "sign": 8, "topk": 8, "auto": 7},
+}
+
+
+def color_of(name: str) -> int | None:
+    """The colour of the codec that a name begins with, as in "lloyd2 + EF21" or "powersgd4"; None: it has none."""
+    found = re.match(r"([a-z]+)\d*", name)
+    return None if found is None else CODECS.get(found[0], CODECS.get(found[1]))
+
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", "-.", ":")
 WIDTH = 4.8  # inches: a phone of 360 pixels then has about a pixel for a point

@@ -8,6 +8,7 @@ from thinwire.tools.report import cells
 from thinwire.tools.report.cells import text
 
 Number = float | None
+Span = tuple[float, float] | None
 FARTHEST = 1e100  # from zero; matplotlib computes with the ends of an axis
 
 
@@ -50,9 +51,21 @@ class Values:
     name: str
     values: Sequence[Number]
     errors: Sequence[Number] | None = None
+    spans: Sequence[Span] | None = None  # or from where to where each value scatters
 
     def __bool__(self) -> bool:
         return any(value is not None for value in self.values)
+
+    def widths(self) -> list[tuple[float, float]] | None:
+        """How far a line reaches to the left and to the right of each value; a record may say less than nothing."""
+        if self.errors is not None:
+            return [(max(0.0, error or 0.0), max(0.0, error or 0.0)) for error in self.errors]
+        if self.spans is None:
+            return None
+        ends = [
+            (value or 0.0, *(span or (value or 0.0,) * 2)) for value, span in zip(self.values, self.spans, strict=True)
+        ]
+        return [(max(0.0, value - low), max(0.0, high - value)) for value, low, high in ends]
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,6 @@ class Curve:
     joined: bool = True  # by a line
     dots: bool = True  # one at every point
     known: bool = False  # a limit or a theory, not a measurement
-    under: bool = False  # wide and pale, so that curves that coincide with it can be seen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""What mkdocs asks while it builds the site: files beside docs/, and docstrings as Markdown."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*.*")  # of what the site has, too
+ARGUMENT = re.compile(r"^(?P<names>\w+(?:, \w+)*): ", re.MULTILINE)
+STARRED = re.compile(r'(?<!`)"[^"\n`]*\*[^"\n`]*"(?!`)')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Pages and examples that lie beside docs/ get a place on the site."""
+    for path in sorted(found for pattern in BESIDE for found in ROOT.glob(pattern)):
+        name = str(path.relative_to(ROOT))
+        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links over the edge of docs/: the site has everything below one root."""
+    up = "../" * page.file.src_uri.count("/")
+    if page.file.src_dir == config.docs_dir:
+        return markdown.replace(f"]({up}../", f"]({up}")
+    return markdown.replace(f"]({up}docs/", f"]({up}")
+
+
+class Arguments(griffe.Extension):
+    """Lines `name: what it is` of a docstring become items of a list; strings with a star are code, not emphasis."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called for every function and class."""
+        if obj.docstring is not None and isinstance(obj, griffe.Function | griffe.Class):
+            head, first, rest = _partition(STARRED.sub(r"`\g<0>`", obj.docstring.value))
+            obj.docstring.value = head + ARGUMENT.sub(r"- `\g<names>`: ", first + rest)
+
+
+def _partition(text: str) -> tuple[str, str, str]:
+    """What comes before the first argument, with an empty line, the argument's name, and the rest."""
+    found = ARGUMENT.search(text)
+    if found is None:
+        return text, "", ""
+    return text[: found.start()].rstrip("\n") + "\n\n", found[0], text[found.end() :]

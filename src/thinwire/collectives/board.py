@@ -1,0 +1,274 @@
+"""What ranks tell each other when something is wrong: where they wait, and why a group has ended.
+
+[Note: Board] Nobody who waits for a message can look around. So one thread of the process, the lookout, looks for all:
+a rank that waits long writes into the group's store in which call it waits, and finds what others wrote. Where two wait
+in different calls, the one that finds it writes the sentence that all ranks raise, and closes the connections of the
+group, which wakes everybody who waits for one of them. A rank that fails by itself, or loses another, does the same. No
+other thread touches the store, so that a store that hangs or is gone holds up nobody: then every rank says what it
+knows itself, and a call that is merely late goes on.
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from thinwire.collectives.transport import LostRankError, Transport, timeout_s
+from thinwire.errors import CollectiveError, DisagreementError, PeerError
+
+LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
+_TELL_S = 0.5  # how long a rank that fails waits for the store
+_PAUSE_S = 0.2  # and where it has none, before it closes its connections
+Found = TypeVar("Found")
+_DISAGREED = "disagreed"  # what a sentence in the store begins with, or with the other
+_FAILED = "failed"
+
+
+@dataclass
+class Place:
+    """Where a rank is in the order of a group's calls."""
+
+    number: int
+    text: str
+    known: bool  # whether the ranks had compared a call like it before
+    step: int | None = None  # where it is known
+
+    def differs(self, other: "Place") -> bool:
+        """Whether two ranks that wait at the same number make different calls."""
+        steps = {self.step, other.step} - {None}
+        return self.text != other.text or self.known != other.known or len(steps) > 1
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.text}{step}{'' if self.known else ' for the first time'}"
+
+
+@dataclass
+class _Wait:
+    place: Place
+    look_at: float
+    pause: float
+
+
+class Line(Protocol):
+    """What is known of a line of operations."""
+
+    turn: int  # changes with everything it does
+    place: Place | None  # of the operation whose messages it waits for
+
+
+class Board:
+    """What is known about the end of a group, or of the groups of a mesh: `over` is the sentence that ended it."""
+
+    def __init__(self, links: Sequence[Transport]) -> None:
+        self.rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        self.names = "/".join(link.group.group_name for link in links)
+        self.timeout_s = min(timeout_s(link.group) for link in links)
+        self.over: str | None = None
+        self.line: Line | None = None
+        self._links = links
+        self._stores: list[Any] = [link.group.get_group_store() for link in links]
+        self._seen = [b""] * len(links)  # what stood in each store at the last look
+        self.own_key = secrets.randbits(62)
+        self._prefix = ""  # of what stands in the stores; nothing does before ranks have found a common one
+        self._waits: dict[int, _Wait] = {}
+        self._turn = -1  # of the line, at the last scan
+        self._lock = threading.Lock()
+        if any(link.world > 1 for link in links):
+            lookout.add(self)
+
+    def open(self, key: int) -> None:
+        """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
+        self._prefix = self._prefix or f"thinwire/{key:x}"
+
+    @contextlib.contextmanager
+    def waiting(self, place: Place) -> Iterator[None]:
+        """Inside, the lookout looks for a thread that waits in `place`."""
+        self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
+        try:
+            yield
+        finally:
+            self._waits.pop(place.number, None)
+
+    def attend(self, place: Place, run: Callable[[], Found]) -> Found:
+        """What `run` gives, which waits for messages of the call in `place`."""
+        try:
+            with self.waiting(place):
+                return run()
+        except LostRankError as error:
+            lost = error.with_traceback(None)
+        raise self.ended(lost, place)  # not above: it would hold on to the other, whose frames hold tensors and groups
+
+    def ended(self, error: BaseException, place: Place) -> BaseException:
+        """A call failed half-way: tell the other ranks, and give what this one raises."""
+        with self._lock:
+            if self.over is None:
+                told = f"{_FAILED}: {self._sentence(error, place)}"
+                posted = lookout.ask(lambda: self._post(told))
+                if posted is None:  # others find out who is lost, before this rank seems to be
+                    time.sleep(_PAUSE_S)
+                self.over = posted or told
+                self._close()
+        return self.raised() if isinstance(error, LostRankError) else error
+
+    def raised(self) -> CollectiveError:
+        """The error of a group that has ended."""
+        kind, _, told = (self.over or "").partition(": ")
+        return DisagreementError(told) if kind == _DISAGREED else PeerError(told)
+
+    def scan(self, now: float) -> None:
+        """Look for everybody who has waited long. In the lookout's thread, as is all that follows."""
+        line = self.line
+        if line is not None and line.place is not None and line.turn == self._turn:
+            self._waits.setdefault(-1, _Wait(line.place, now, LOOK_S))
+        else:
+            self._waits.pop(-1, None)
+        self._turn = -1 if line is None else line.turn
+        for wait in list(self._waits.values()):
+            if now >= wait.look_at and self.over is None and self._prefix:
+                wait.pause *= 2
+                wait.look_at = now + wait.pause
+                with contextlib.suppress(Exception):  # of a store that is gone: the wait goes on without it
+                    self._look(wait.place)
+
+    def _look(self, place: Place) -> None:
+        """Write where this rank waits, unless another has; end the group if that one waits in a different call."""
+        mine = _packed(self.rank, place)
+        for at, store in enumerate(self._stores):
+            found = store.compare_set(f"{self._prefix}/at", self._seen[at], mine)
+            if found != mine and _unpacked(found)[1].number < place.number:
+                found = store.compare_set(f"{self._prefix}/at", found, mine)
+            self._seen[at] = found
+            rank, theirs = _unpacked(found)
+            if theirs.number == place.number and theirs.differs(place):
+                self._clash(place.number, {self.rank: place, rank: theirs})
+                return
+
+    def _clash(self, number: int, calls: dict[int, Place]) -> None:
+        named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
+        told = self._post(
+            f"{_DISAGREED}: the ranks disagree about operation {number} of this group: {named}. "
+            "Messages are under way: make a new group"
+        )
+        self.over = told
+        self._close()
+
+    def _close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    def _post(self, told: str) -> str | None:
+        """The sentence that stands in the stores, which is the first that came to one of them."""
+        if not self._prefix:
+            return None
+        for _ in range(2):  # of a mesh: what stands in the second store goes to the first as well
+            for store in self._stores:
+                told = str(store.compare_set(f"{self._prefix}/over", "", told), "utf-8")
+        return told
+
+    def _sentence(self, error: BaseException, place: Place) -> str:
+        where = f"{place} (operation {place.number} of group {self.names!r})"
+        if not isinstance(error, LostRankError):
+            what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
+        elif error.late:
+            other = "another rank" if error.rank is None else f"rank {error.rank}"
+            what = (
+                f"rank {self.rank} waited for {other} in {where} for the group's timeout of {self.timeout_s:g} s: see "
+                "whether that rank still runs, and makes the same calls"
+            )
+        else:
+            other = "another rank" if error.rank is None else f"rank {error.rank}"
+            what = f"rank {self.rank} lost {other} in {where}: {error}"
+        return f"{what}. Make a new group to go on"
+
+
+def _packed(rank: int, place: Place) -> bytes:
+    step = "" if place.step is None else place.step
+    return f"{rank}\n{place.number}\n{int(place.known)}\n{step}\n{place.text}".encode()
+
+
+def _unpacked(found: bytes) -> tuple[int, Place]:
+    rank, number, known, step, text = str(found, "utf-8").split("\n", 4)
+    return int(rank), Place(int(number), text, known == "1", int(step) if step else None)
+
+
+class Lookout:
+    """The thread of [Note: Board]: it runs while there are groups to look after."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: a forked child has no such thread."""
+        self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.leaving = False  # the process ends
+
+    def add(self, board: Board) -> None:
+        """Scan a board every now and then, as long as somebody else holds it."""
+        self._boards.add(board)
+        self._start()
+
+    def ask(self, question: Callable[[], str | None]) -> str | None:
+        """What `question` gives in the lookout's thread; None if it raises, or does not within _TELL_S."""
+        if self.leaving:
+            return None
+        answers: SimpleQueue[str | None] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put(question())
+            except Exception:  # of a store that is gone
+                answers.put(None)
+
+        self._start()
+        self._asked.put(answer)
+        try:
+            return answers.get(timeout=_TELL_S)
+        except Empty:
+            return None
+
+    def end(self, seconds: float) -> None:
+        """End the thread, at the end of the process."""
+        self.leaving = True
+        thread = self._thread
+        if thread is not None:
+            self._asked.put(None)
+            thread.join(seconds)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self.leaving or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(target=self._run, name="thinwire-lookout", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                asked = self._asked.get(timeout=LOOK_S / 2)
+            except Empty:
+                for board in list(self._boards):
+                    board.scan(time.monotonic())
+                    del board
+                with self._lock:
+                    if not self._boards and self._asked.empty():
+                        self._thread = None
+                        return
+                continue
+            if asked is None:
+                return
+            asked()
+            del asked
+
+
+lookout = Lookout()
+os.register_at_fork(after_in_child=lookout.reset)

@@ -1,0 +1,323 @@
+"""Ranks that die, stop or fail in the middle of a call: the others are told soon, by name, and can make a new group."""
+
+import functools
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from cases import by_turns
+from programs import Ended
+from ranks import RankPool
+from thinwire.collectives import board as boards, checksums
+from thinwire.collectives.channel import channel_of
+from thinwire.errors import CollectiveError
+
+Group = dist.ProcessGroup
+CPU = torch.device("cpu")
+LATE_S = 1.5  # the timeout of groups in which a rank stops
+HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
+
+
+def failure(call: Callable[[], Any]) -> BaseException | None:
+    """What a call raises, without its traceback."""
+    try:
+        call()
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+def threads() -> list[str]:
+    """Those of thinwire's that run."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thinwire-")]
+
+
+def until(holds: Callable[[], bool], seconds: float = 3.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return found
+
+
+# --- a rank that is lost ----------------------------------------------------------------------------------------------
+
+
+def calls_of(verb: str, group: Group) -> Callable[[int], Any]:
+    """A call of some kind on so many elements."""
+    if verb == "ddp":
+        model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)
+        thinwire.compress_ddp(model, "int8")
+        return lambda numel: model(torch.ones(2, 40)).sum().backward()
+    if verb == "broadcast":
+        how: Any = {"group": group, "group_src": 2, "codec": "int8", "algorithm": "compressed"}
+        return lambda numel: thinwire.broadcast(torch.ones(numel), **how)
+    algorithm: Any = {"plain": "plain", "all_reduce": "two_phase"}[verb]
+    return lambda numel: thinwire.all_reduce(torch.ones(numel), group=group, codec="int8", algorithm=algorithm)
+
+
+def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[str, Any]:
+    """Rank 2 ends in the middle of calls, of which the next is the first of its kind or not; what the others find."""
+    member = dist.new_group(timeout=timedelta(seconds=LATE_S if how == signal.SIGSTOP else 30))
+    call = calls_of(verb, member)
+    for _ in range(3):
+        call(5000)
+    dist.barrier(member)
+    if group.rank() == 2:
+        os.kill(os.getpid(), how)
+    start = time.monotonic()
+    error = failure(functools.partial(call, 6000 if first else 5000))
+    seconds = time.monotonic() - start
+    name = member.group_name
+    dead = weakref.ref(member)
+    del call, member
+    dist.destroy_process_group()
+    again = torch.full((3,), 127.0)
+    store = dist.FileStore(f"{folder}/again", 2)
+    dist.init_process_group("gloo", store=store, rank=group.rank(), world_size=2, timeout=timedelta(seconds=10))
+    thinwire.all_reduce(again, **HOW)
+    dist.destroy_process_group()
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "group": name,
+        "seconds": seconds,
+        "again": again.tolist(),
+        "ended": until(lambda: not threads()) or threads(),
+        "freed": until(lambda: dead() is None) or str(gc.get_referrers(dead()))[:2000],
+    }
+
+
+@by_turns(
+    "verb, first, how",
+    ["all_reduce", "ddp", "broadcast", "plain"],
+    [False, False, True, True],
+    [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL],
+)
+def test_a_lost_rank_is_named_and_the_others_go_on(
+    ranks: RankPool, tmp_path: Path, verb: str, first: bool, how: signal.Signals
+) -> None:
+    for told in ranks(3).run(lose, verb, first, how, str(tmp_path), timeout=20.0, lost=2):
+        text = told["error"]
+        assert "rank 2" in text or verb == "plain", text  # gloo does not tell which one
+        assert f"of group '{told['group']}')" in text, text
+        assert {"ddp": "gradients(", "broadcast": "broadcast("}.get(verb, "all_reduce(") in text, text
+        assert told["seconds"] < (LATE_S + 2 if how == signal.SIGSTOP else 3), told
+        assert told["again"] == [254.0] * 3
+        assert told["ended"] is True, told
+        assert told["freed"] is True, told
+
+
+# --- a rank that fails by itself --------------------------------------------------------------------------------------
+
+
+def fail(group: Group, async_op: bool) -> tuple[str, float]:
+    """Rank 1 has no memory left when it encodes."""
+    member = dist.new_group()
+    thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    dist.barrier(member)
+    start = time.monotonic()
+
+    def encode(self: object, *args: object, **kwargs: object) -> None:
+        raise MemoryError("no room")
+
+    with patch.object(thinwire.BlockInt, "encode", encode if group.rank() == 1 else thinwire.BlockInt.encode):
+        work: Any = thinwire.all_reduce(torch.ones(500), group=member, async_op=True, **HOW)
+        error = failure(work.get_future().wait if async_op else work.wait)
+    return f"{type(error).__name__}: {error}", time.monotonic() - start
+
+
+@by_turns("world, async_op", [2, 3], [False, True])
+def test_the_failure_of_one_rank_is_told_to_all(ranks: RankPool, world: int, async_op: bool) -> None:
+    told = ranks(world).run(fail, async_op)
+    assert told[1][0] == "MemoryError: no room"
+    assert all(seconds < 3 for _, seconds in told)
+    for text, _ in (told[0], *told[2:]):
+        assert text.startswith("PeerError: rank 1 failed in all_reduce(numel=500, op=sum, float32, codec=int8,"), text
+        assert "(operation 2 of group " in text
+        assert "MemoryError: no room" in text
+
+
+# --- a store that hangs or is gone ------------------------------------------------------------------------------------
+
+
+class Hung:
+    """A store whose host does not answer."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def compare_set(self, *args: object) -> bytes:
+        self.over.wait()
+        raise ConnectionError("gone")
+
+
+def late(group: Group, hung: bool) -> tuple[str | None, str, float]:
+    """Rank 1 comes late to a call, and then not at all, while the store hangs or is gone."""
+    member = dist.new_group(timeout=timedelta(seconds=LATE_S))
+    thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    store = Hung()
+    if not hung:
+        store.over.set()
+    board = channel_of(member, CPU).board
+    dist.barrier(member)
+    with patch.object(boards, "LOOK_S", 0.1), patch.object(board, "_stores", [store]):
+        if group.rank() == 1:
+            time.sleep(0.8)
+        healthy = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+        start = time.monotonic()
+        error = failure(lambda: group.rank() or thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+        seconds = time.monotonic() - start
+        if group.rank() == 1:
+            time.sleep(LATE_S + 2)  # its connections stay open
+        store.over.set()
+    return healthy and str(healthy), f"{type(error).__name__}: {error}", seconds
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: RankPool, hung: bool) -> None:
+    (healthy, text, seconds), (other, _, _) = ranks(2).run(late, hung)
+    assert healthy is None
+    assert other is None
+    assert "PeerError: rank 0 waited for rank 1 in all_reduce(numel=500" in text
+    assert LATE_S <= seconds < LATE_S + 2
+
+
+# --- a bit that flips on the way --------------------------------------------------------------------------------------
+
+
+def damage(group: Group) -> list[str]:
+    """What a sum says when all is well, and when what rank 0 sends changes after its checksum was taken."""
+    summed = checksums.sums_of
+    to_damage = [False]
+
+    def damaged(message: Tensor) -> Tensor:
+        sums = summed(message)
+        if to_damage.pop() if to_damage else False:
+            message.view(torch.uint8).view(-1)[1000] ^= 4
+        return sums
+
+    found: list[str] = []
+    with patch.dict(os.environ, {"THINWIRE_CHECKSUM": "1"}), patch.object(checksums, "sums_of", damaged):
+        member = dist.new_group()
+        for _ in range(2):
+            x = torch.full((100_000,), 127.0)
+            error = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
+            found.append(str(error or x.unique().tolist()))
+            dist.barrier()
+            to_damage.append(group.rank() == 0)
+    return found
+
+
+def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool) -> None:
+    (before, here), (other, there) = ranks(2).run(damage)
+    assert before == other == "[254.0]"
+    for text in (here, there):
+        assert "a message of " in text
+        assert "bytes from rank 0 was damaged on the way: bytes 0 to " in text
+
+
+# --- what a failure leaves --------------------------------------------------------------------------------------------
+
+
+def leave(group: Group) -> tuple[bool, bool, bool]:
+    """Whether tensor, group and thread end, when the caller has let go of everything but the error."""
+    member = dist.new_group()
+    x = torch.ones(500)
+    work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
+    work.wait()
+    with patch.object(thinwire.BlockInt, "encode", None):
+        work = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
+        future = work.get_future()
+        kept = [failure(work.wait), failure(future.wait), failure(future.value)]
+    assert all(kept)
+    line = channel_of(member, CPU).scratch.nbytes
+    refs = weakref.ref(x), weakref.ref(member)
+    dist.barrier()
+    dist.destroy_process_group(member)
+    del x, member, work, future
+    return until(lambda: refs[0]() is None), until(lambda: refs[1]() is None), line == 0
+
+
+def test_a_failure_keeps_nothing_alive(ranks: RankPool) -> None:
+    assert ranks(2).run(leave) == [(True, True, True)] * 2
+
+
+# --- callbacks, forks, and the end of a process -----------------------------------------------------------------------
+
+
+def call_back(group: Group) -> tuple[str, list[float]]:
+    """A callback that waits for its own group, and one that only starts something."""
+    member = dist.new_group()
+    x = torch.ones(500)
+    thinwire.all_reduce(x, group=member, **HOW)
+    later: list[Any] = []
+
+    def waits(done: object) -> None:
+        y = torch.full((500,), 127.0)
+        later.append(failure(lambda: thinwire.all_reduce(y, group=member, **HOW)))
+        later.append(thinwire.all_reduce(y, group=member, async_op=True, **HOW))
+
+    work: Any = thinwire.all_reduce(x, group=member, async_op=True, **HOW)
+    work.get_future().then(waits).wait()
+    later[1].wait()
+    return str(later[0]), later[1].result()[0][:2].tolist()
+
+
+def test_a_callback_may_start_calls_of_its_group_but_not_wait_for_them(ranks: RankPool) -> None:
+    for text, values in ranks(2).run(call_back):
+        assert "a callback of a future waits for a collective of its own group" in text
+        assert values == [508.0, 508.0]
+
+
+def fork(group: Group) -> list[int]:
+    """How children end that call the group of their parent: one that it has used, one that it has not."""
+    thinwire.all_reduce(torch.ones(500), **HOW)
+    found = []
+    for member in (group, dist.new_group()):
+        child = os.fork()
+        if not child:
+            error = failure(lambda member=member: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+            os._exit(7 if isinstance(error, CollectiveError) and "was forked" in str(error) else 1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    thinwire.all_reduce(torch.ones(500), **HOW)
+    return found
+
+
+def test_a_forked_child_is_told_that_the_group_is_not_its_own(ranks: RankPool) -> None:
+    assert ranks(2).run(fork, timeout=15.0) == [[7, 7]] * 2
+
+
+EXIT = """
+import os, sys, time, torch, torch.distributed as dist, thinwire
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+how = {"codec": "int8", "algorithm": "two_phase"}
+thinwire.all_reduce(torch.ones(500), **how)
+if rank:
+    time.sleep(4)
+    os._exit(0)
+start = time.monotonic()
+work = thinwire.all_reduce(torch.ones(500), async_op=True, **how)
+sys.exit(7)
+"""
+
+
+@pytest.mark.program("-c", EXIT, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+def test_work_that_nobody_waited_for_leaves_the_exit_code_alone(program: Ended) -> None:
+    assert program.status == 7, program.told
+    assert not program.err, program.told
