@@ -5,7 +5,7 @@ sharded.py. DiLoCo is in across.py.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -150,7 +150,11 @@ class MuonAndAdamW(Optimizer):
             part.step()
 
 
-_ADAMS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": MuonAndAdamW}
+_ADAMS: dict[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "muon": MuonAndAdamW,
+}
 
 
 class Replica:
