@@ -20,7 +20,17 @@ from programs import Ended
 from ranks import RankPool, World
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
-from thinwire.tools.bench import launch, link as links, record, schemes, tasks, train as bench, turns
+from thinwire.tools.bench import (
+    launch,
+    link as links,
+    record,
+    replicas,
+    schemes,
+    sources,
+    tasks,
+    train as bench,
+    turns,
+)
 from thinwire.tools.bench.schemes import TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
@@ -207,10 +217,13 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
 
 
 def test_flags_know_what_there_is() -> None:
-    assert list(cli.TaskName) == list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
-    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2, schemes.DILOCO]
+    assert list(cli.TaskName) == [*tasks.TASKS, "bytes"]
+    assert list(tasks.TASKS) == list(bench.CODECS) == list(bench.SHARDED_CODECS)
+    assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2, schemes.DILOCO, replicas.SIMULATED]
     assert {s.name for s in bench.lineup("gpt", parallel="fsdp2") if s.control} == {"int8/lloyd4"}
-    assert all(task.rate(optimizer, 3, 9) > 0 for task in tasks.TASKS.values() for optimizer in cli.Inner)
+    assert all(task.rate(optimizer, 3, 9) > 0 for task in tasks.TASKS.values() for optimizer in cli.TrainOptimizer)
+    both = [tasks.TASKS["digits"], sources.SIZES["30m"]]
+    assert list(cli.TrainOptimizer) == [name for task in both for name in dict(task.rates)]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +239,8 @@ def test_flags_know_what_there_is() -> None:
         (["--parallel", "diloco", "--codecs", "bf16/int8"], "besides codecs there are auto, none"),
         (["--parallel", "diloco", "--every", "0"], "expected integers from 1 on"),
         (["--every", "10"], "is for --parallel diloco"),
+        (["--parallel", "fsdp2", "--codecs", "lloyd2@none+moments"], "of its own shards alone: leave out +moments"),
+        (["--codecs", "lloyd2@none+mean"], "may be weighed by their moments, lloyd2@none+moments, got 'mean'"),
         (["--batch", "0"], "Input should be greater than or equal to 1"),
         (["--world", "1"], "Input should be greater than or equal to 2"),
         (["--seeds", "0"], "Input should be greater than or equal to 1"),

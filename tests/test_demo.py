@@ -129,7 +129,7 @@ def test_in_a_pipe(program: Ended) -> None:
 
 def check_rows(rows: Sequence[Row]) -> None:
     assert [(row["codec"], row["feedback"]) for row in rows] == [
-        ("none", "none"), ("bf16", "none"), ("lloyd2", "ef21"),
+        ("none", "none"), ("bf16", "none"), ("lloyd2", "none+moments"),
     ]  # fmt: skip
     assert [row["bytes_from"] for row in rows] == ["formula", "formula", "transport"]
     none, bf16, lloyd2 = (row["bytes_per_step"] for row in rows)

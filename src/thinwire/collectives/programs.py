@@ -23,7 +23,7 @@ from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key
 from thinwire.collectives.rooms import Room, Scratch
-from thinwire.collectives.transport import RowTransport
+from thinwire.collectives.transport import Place, RowTransport
 from thinwire.kernels import hashing, is_ahead, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
@@ -153,13 +153,13 @@ def _cut_rows(
     return _Views(sent, own, came, [sent[b:] for b in starts], [came[b:] for b in starts], own_L, floats_L)
 
 
-class _SumLane:
-    """The launches of a lane."""
+class SumLane:
+    """The launches of a lane on the rank at `link`."""
 
-    def __init__(self, lane: StreamLane, link: RowTransport, scale: float, stride: int, *, two_phase: bool) -> None:
+    def __init__(self, lane: StreamLane, link: Place, scale: float, stride: int, *, two_phase: bool) -> None:
         world = link.world
         self.lane = lane
-        self.shape = _lane_rows(lane, world, two_phase=two_phase)
+        self.shape = lane_rows(lane, world, two_phase=two_phase)
         feedback = None
         if lane.feedback:
             feedback = Feedback(lane.feedback, world if lane.feedback == "classic" else -world)
@@ -181,7 +181,8 @@ class _SumLane:
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
-def _lane_rows(lane: StreamLane, world: int, *, two_phase: bool) -> Rows:
+def lane_rows(lane: StreamLane, world: int, *, two_phase: bool) -> Rows:
+    """The shards of a lane, one per rank; in one phase there is one."""
     if not two_phase:
         return Rows(lane.numel, lane.numel, 1)
     longest = chunks.shards(Span(0, lane.numel), world, lane.codec.unit)[0]
@@ -196,12 +197,12 @@ class SumChunk:
     ) -> None:
         self._link = link
         self._two_phase = two_phase
-        shapes = [_lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
+        shapes = [lane_rows(lane, link.world, two_phase=two_phase) for lane in lanes]
         pairs = zip(lanes, shapes, strict=True)
         self._sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
         self._stride = sum(self._sizes)
         self._matrices = (2 if two_phase else 1) * link.world * self._stride
-        self._lanes = [_SumLane(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
+        self._lanes = [SumLane(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
@@ -262,7 +263,7 @@ class NodesChunk:
         self._inside = inside
         self._scale = scale
         world = inside.world
-        shapes = [_lane_rows(lane, world, two_phase=True) for lane in lanes]
+        shapes = [lane_rows(lane, world, two_phase=True) for lane in lanes]
         self._sizes = [lane.codec.wire_bytes(shape.each, lane.dtype) for lane, shape in zip(lanes, shapes, strict=True)]
         self._stride = sum(self._sizes)
         pairs = list(zip(lanes, shapes, strict=True))

@@ -244,13 +244,20 @@ def hops(world: int) -> list[int]:
     return [1 << k for k in range((world - 1).bit_length())]
 
 
-@runtime_checkable
-class RowTransport(Protocol):
-    """Moves matrices of wires, one row per rank, all of one length, as collectives on the current stream."""
+class Place(Protocol):
+    """Which of how many ranks, and where its tensors are."""
 
-    rank: int
-    world: int
-    device: torch.device
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@runtime_checkable
+class RowTransport(Place, Protocol):
+    """Moves matrices of wires, one row per rank, all of one length, as collectives on the current stream."""
 
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         """Row r of what came = this rank's row of what rank r sent."""

@@ -272,7 +272,8 @@ class Averager:
     def feedback(self) -> str:
         """The kinds that are in use, or "none"."""
         used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
-        return "+".join(sorted(used - {""})) or "none"
+        found = "+".join(sorted(used - {""})) or "none"
+        return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
 
 
 def _agree(groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any) -> list[float]:

@@ -6,7 +6,7 @@ ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Unpack
@@ -23,12 +23,15 @@ from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import ParameterNames, plain_name
+from thinwire.integrations.names import Names, ParameterNames, plain_name
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
 from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
 from thinwire.integrations.wrapped import find_ddp
 from thinwire.log import announce
+
+_WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
+_Undo = Callable[["Future[Tensor]"], Tensor]
 
 
 class DDPState(Handle):
@@ -62,7 +65,7 @@ class DDPState(Handle):
         self.step = 0
         self._names = names
         self._names.needs_model = options.rules.by_name
-        self._decisions = Decisions(options, names)
+        self._decisions = Decisions(options, names, whole=True)
         self._averager = Averager(options, self._decisions)
         self._restorer = Restorer(self._averager.average)
         self._ended = True  # whether the next bucket is the first of a step
@@ -96,12 +99,35 @@ class DDPState(Handle):
             onebit = self._decisions.onebit
             if onebit is not None and onebit.frozen:
                 onebit.put_momentum(parameters, _gradients(parameters, buffer))
-            return self._restorer.average(gradients_in(buffer, *self._names.of(parameters)), buffer)
+            names, shapes = self._names.of(parameters)
+            undo = self._weigh(parameters, names, buffer)
+            future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
+            return future if undo is None else future.then(undo)
         finally:
             if bucket.is_last():
                 self._ended = True
                 self.step += 1
                 self._restorer.end_step()
+
+    def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
+        """Bring gradients into Adam's units, see [Note: Moments]; what brings the means back, if there are any."""
+        weighed = self._decisions.weighed(names) if buffer.dtype in _WEIGHED else []
+        if not weighed:
+            return None
+        gradients = _gradients(parameters, buffer)
+        views = [gradients[i] for i in weighed]
+        roots = self._decisions.moments.roots([parameters[i] for i in weighed])
+        torch._foreach_div_(views, roots)
+
+        def undo(done: "Future[Tensor]") -> Tensor:
+            output = done.value()
+            torch._foreach_mul_(views, roots)
+            if output.is_cuda:  # the stream of this callback reads what another one's memory holds
+                for root in roots:
+                    root.record_stream(torch.cuda.current_stream(output.device))
+            return output
+
+        return undo
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if self.options.mesh is not None and group is not self._averager.group:
@@ -244,6 +270,8 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         model's parameters, and sends int8 until it has seen them. A thinwire.optim.OneBitAdam sends its momentum.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
+    weigh: "moments" brings gradients into Adam's units before they are encoded, and back: they are divided by the root
+        of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
     mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
         summed inside every node first. `codec` travels across nodes, with 1/gpus of the bytes per rank. There is no

@@ -17,7 +17,8 @@ from thinwire.codecs import BlockInt, Codec, Identity, registry
 from thinwire.collectives.lane import LaneSpec
 from thinwire.errors import CollectiveError
 from thinwire.integrations import auto, policy
-from thinwire.integrations.names import ParameterNames, ParameterSize
+from thinwire.integrations.moments import Moments
+from thinwire.integrations.names import Names, ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
 
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
@@ -26,9 +27,12 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 
 class Decisions:
-    """The codec and feedback of every parameter at the present step."""
+    """The codec and feedback of every parameter at the present step.
 
-    def __init__(self, options: DDPOptions, names: ParameterNames) -> None:
+    `whole`: every rank has all of every parameter's moments, so that gradients may be weighed by them.
+    """
+
+    def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False) -> None:
         self._options = options
         self._feedback = options.feedback if options.mesh is None else "none"
         self.schedule = options.schedule
@@ -36,9 +40,15 @@ class Decisions:
         self.onebit = options.onebit
         self.family = options.family  # of the optimiser, once all ranks know it
         self.sizes = names.sizes
+        self._names = names
+        self.moments = Moments(options.optimizers)
+        self._weigh = options.weigh if whole and self.onebit is None else "none"
+        self._expects = self.moments.expected  # whether moments are, once all ranks know the optimiser
+        self._weighed: dict[Names, list[int]] = {}  # as `weighed` gives them, while `_weighed_by` holds
+        self._weighed_by: object = None
         self._seen: dict[str, str] = {}  # families of optimisers that this rank saw, by parameter
         self._scout: Callable[[], object] | None = None  # stops looking out for optimisers that step named parameters
-        if self.needs_family:
+        if self.needs_family or (self._weigh == "auto" and not self.moments.expected and self._few_bits):
             handle = register_optimizer_step_pre_hook(functools.partial(_saw, weakref.ref(self), names))
             self._scout = weakref.finalize(self, handle.remove)
         self._base: Codec = Identity()
@@ -57,8 +67,11 @@ class Decisions:
     @property
     def needs_family(self) -> bool:
         """Whether any feedback depends on an optimiser that is not known."""
-        if self._feedback != "auto" or self.family is not None:
-            return False
+        return self._feedback == "auto" and self.family is None and self._few_bits
+
+    @property
+    def _few_bits(self) -> bool:
+        """Whether anything travels in fewer than 4 bits."""
         choices = [*self.schedule.choices, *self.rules.codecs]
         if any(isinstance(choice, policy.Budget) and choice.bits < 4 for choice in choices):
             return True
@@ -89,6 +102,10 @@ class Decisions:
         if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
+        if step > 0 and self.weighs:
+            self.moments.look(self._names.tensors(), agree)
+            if self.moments.settled and not self.moments.shared:
+                told = told or "no second moments that all ranks have were found: gradients are not weighed by them"
         choice = self.schedule.at(step)
         if choice != self._choice:  # what was found out under another entry of the schedule does not count
             self.race = None
@@ -99,6 +116,9 @@ class Decisions:
         news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) and not self._warming_up else ""
         self.raced = bool(news)
         self._base = Identity() if self._warming_up else self._present_base(choice)
+        if self._weighed_by != (self.setting, self.moments.shared):
+            self._weighed_by = self.setting, self.moments.shared
+            self._weighed.clear()
         self._fresh = self.setting != self._measured
         if self.measuring:
             self._measured = self.setting
@@ -110,14 +130,19 @@ class Decisions:
         Gives what is to be told, once: a user may expect fewer bits.
         """
         known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
+        known += known == len(policy.FAMILIES) and self.moments.expected  # one more where it keeps moments
         waiting = any(name not in self._seen for name in self.sizes)
         shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
-            self.family = policy.FAMILIES[int(shared) - 1] if shared else "adaptive"
+            asked = self.family
+            self.family = asked or (
+                policy.FAMILIES[min(int(shared), len(policy.FAMILIES)) - 1] if shared else "adaptive"
+            )
+            self._expects = shared > len(policy.FAMILIES)
             self.end_scout()
-            if not shared:
+            if not shared and not asked:
                 return f"no optimizer was seen in {step} steps: it is taken for an adaptive one, pass optimizer= if not"
-        elif not self._waited:
+        elif self.needs_family and not self._waited:
             self._waited = True
             return (
                 f"{_MEANWHILE} travels instead of 1 to 3 bits until an optimizer has stepped every parameter, for "
@@ -146,7 +171,24 @@ class Decisions:
     @property
     def setting(self) -> tuple[object, ...]:
         """Changes when any parameter's codec or feedback does."""
-        return self._base, tuple(self._widths.items()), self.family, self.onebit is not None and self.onebit.frozen
+        frozen = self.onebit is not None and self.onebit.frozen
+        return self._base, tuple(self._widths.items()), self.family, frozen, self.weighs
+
+    @property
+    def weighs(self) -> bool:
+        """Whether gradients are weighed by moments, or will be once all ranks have some."""
+        if self._weigh == "none" or (self.moments.settled and not self.moments.shared):
+            return False
+        return self._weigh == "moments" or (self._few_bits and self.family == "adaptive" and self._expects)
+
+    def weighed(self, names: Names) -> list[int]:
+        """Which of these parameters' gradients are weighed at this step."""
+        if not self.moments.shared or not self.weighs:
+            return []
+        if names not in self._weighed:
+            shared = [i for i, name in enumerate(names) if name in self.moments.shared and name in self.sizes]
+            self._weighed[names] = [i for i in shared if policy.bits_of(self._travels(names[i])[0]) < 16]
+        return self._weighed[names]
 
     @property
     def measuring(self) -> bool:
@@ -199,8 +241,8 @@ class Decisions:
         if isinstance(choice, policy.Budget) and bits < 16:
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
             start = auto.start_width(min(choice.bits, 2.2))
-            return policy.feedback_of("auto", start, self.family) if choice.bits < 4 else ""
-        return policy.feedback_of("auto", chosen, self.family)
+            return policy.feedback_of("auto", start, self.family, weighed=self.weighs) if choice.bits < 4 else ""
+        return policy.feedback_of("auto", chosen, self.family, weighed=self.weighs)
 
     def remembered(self) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
@@ -216,6 +258,7 @@ class Decisions:
     def state_dict(self) -> dict[str, Any]:
         return {
             "optimizer": self.family or "",
+            "moments": self._expects,
             "chosen": "" if self._chosen is None else str(self._chosen),
             "why": self.why,
             "widths": [[name, str(chosen)] for name, chosen in self._widths.items()],
@@ -229,6 +272,7 @@ class Decisions:
         widths = {name: registry.codec(spec) for name, spec in state["widths"]}
         if family:
             self.family = family
+            self._expects = self._expects or bool(state.get("moments"))
             self.end_scout()
         self.race = None
         self._chosen = chosen
@@ -250,8 +294,10 @@ def _saw(
     kwargs: object,
 ) -> None:
     decisions = found()
-    if decisions is None or decisions.family is not None:
+    if decisions is None:
         return
+    if any(names.get(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        decisions.moments.saw(optimizer)
     family = policy.family(optimizer)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         name = names.get(p)

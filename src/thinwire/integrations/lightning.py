@@ -23,7 +23,7 @@ from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.fsdp_torch import groups_of
-from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords
+from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords, Weigh
 from thinwire.integrations.policy import CodecLike
 from thinwire.log import announce
 
@@ -63,7 +63,7 @@ class Compress(Callback):
 
     codec: of gradients; a codec, a schedule, "auto" or "auto:2.5".
     weights, replica: FSDP2 only.
-    algorithm: DDP only.
+    weigh, algorithm: DDP only.
     mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
     options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
         measure_every, inside. `optimizer` need not be given: the Trainer's own are known.
@@ -75,6 +75,7 @@ class Compress(Callback):
         *,
         weights: CodecLike | None = None,
         replica: bool | None = None,
+        weigh: Weigh | None = None,
         algorithm: Algorithm | None = None,
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
@@ -88,7 +89,7 @@ class Compress(Callback):
         self.handle: Handle | None = None
         self._codec = codec
         self._options = options
-        self._of_ddp = _given(algorithm=algorithm, mesh=mesh)
+        self._of_ddp = _given(weigh=weigh, algorithm=algorithm, mesh=mesh)
         self._of_fsdp = _given(weights=weights, replica=replica)
         self._fitting = False
         self._failed = False

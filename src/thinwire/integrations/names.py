@@ -56,6 +56,10 @@ class ParameterNames:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that have a name, by it."""
+        return {name: parameter for parameter, name in self._names.items()}
+
     def get(self, parameter: Tensor) -> str | None:
         name: str | None = self._names.get(parameter)
         return name

@@ -23,6 +23,7 @@ from thinwire.optim import OneBitAdam
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
+Weigh = Literal["auto", "none", "moments"]
 Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,6 +46,7 @@ class SharedKeywords(TypedDict, total=False):
 class DDPKeywords(SharedKeywords, total=False):
     """Those of compress_ddp besides the codec: the fields of DDPOptions."""
 
+    weigh: Weigh
     algorithm: Algorithm
     mesh: DeviceMesh | None
 
@@ -64,6 +66,7 @@ class DDPOptions:
     error_budget: float = 0.15
     replan_every: int = 100
     measure_every: int = 100
+    weigh: Weigh = "auto"
     algorithm: Algorithm = "auto"
     mesh: DeviceMesh | None = None
     inside: CodecLike = "bf16"
@@ -72,6 +75,10 @@ class DDPOptions:
         policies.check_feedback(self.feedback, self.residual_dtype)
         Ledger(self.residual_dtype)  # says what is wrong with the dtype
         check_algorithm(self.algorithm, ALGORITHMS)
+        if self.weigh not in policies.WEIGHTS:
+            raise CodecError(f"weigh must be one of {', '.join(policies.WEIGHTS)}, got {self.weigh!r}")
+        if self.weigh == "moments" and self.onebit is not None:
+            raise CodecError("OneBitAdam sends its momentum as it is: leave out weigh='moments'")
         for name, least in (("replan_every", 1), ("measure_every", 0)):
             if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")

@@ -175,11 +175,15 @@ def bits_of(chosen: Codec) -> int:
     return 8 if isinstance(chosen, Cast) and chosen.format in ("e4m3", "e5m2") else 16
 
 
-def feedback_of(asked: str, chosen: Codec, optimizer: str | None) -> str | None:
+WEIGHTS = ("auto", "none", "moments")
+
+
+def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, weighed: bool = False) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
 
     "auto" is what trained best: none from 4 bits up; below, classic feedback where the optimiser is linear. In front of
-    Adam classic feedback inflates the variance: EF21 at 1 and 2 bits, none at 3.
+    Adam classic feedback inflates the variance: EF21 at 1 and 2 bits, none at 3, and none where gradients are weighed
+    by Adam's moments.
     """
     bits = bits_of(chosen)
     if asked != "auto":
@@ -190,7 +194,7 @@ def feedback_of(asked: str, chosen: Codec, optimizer: str | None) -> str | None:
         return None
     if optimizer == "linear":
         return "classic"
-    return "ef21" if bits <= 2 else ""
+    return "ef21" if bits <= 2 and not weighed else ""
 
 
 def check_feedback(feedback: str, dtype: torch.dtype) -> None:

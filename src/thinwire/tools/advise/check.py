@@ -137,7 +137,8 @@ def _step_scheme(row: Row) -> SumScheme | None:
         scheme = SumScheme(fewest_roundings(_count(row, "world")), codec(name))
     except CodecError:
         return None
-    return scheme if (scheme.feedback(_family(row)) or "none") == row["feedback"] else None
+    known = scheme.feedback(_family(row)) or "none"
+    return scheme if row["feedback"] in (known, f"{known}+moments") else None
 
 
 def _cluster(row: Row) -> Cluster:

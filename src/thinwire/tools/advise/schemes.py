@@ -61,7 +61,7 @@ class SumScheme:
         """What compress_ddp adds by itself for optimisers of a family; sums over a mesh have none."""
         if self.algorithm in ("ring", "hierarchical"):
             return ""
-        return policy.feedback_of("auto", self.codec, family) or ""
+        return policy.feedback_of("auto", self.codec, family, weighed=True) or ""  # what is adaptive is an Adam here
 
     def error(self, cluster: Cluster, dtype: torch.dtype) -> float:
         """RMS of what a sum loses over RMS of the sum: its roundings, each of which loses omega of the squares."""

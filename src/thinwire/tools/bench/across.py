@@ -32,4 +32,4 @@ class OuterReplica(Replica):
         outer = self._handle.outer_optimizer
         kept = [p for group in outer.param_groups for p in group["params"]]
         kept += [value for state in outer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return (super().extra_bytes or 0) + sum(tensor.nbytes for tensor in kept)
+        return (super().extra_bytes or 0) + sum(int(tensor.nbytes) for tensor in kept)

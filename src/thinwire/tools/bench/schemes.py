@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import auto, compress_ddp, policy
-from thinwire.integrations.options import Feedback
+from thinwire.integrations.options import Feedback, Weigh
 from thinwire.optim import OneBitAdam
 from thinwire.tools.bench.tasks import Batch, Task
 
@@ -34,9 +34,11 @@ RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matric
 PEERS = (NONE, BF16, *RANKS)
 SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
 REPLICA = "replica"
+MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
+ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
@@ -53,6 +55,7 @@ class TrainScheme:
     codec: str | None  # None: not thinwire's
     feedback: str = "none"
     exempt: str = "auto"
+    weigh: str = "none"
     peer: bool = False
     control: bool = False
     weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
@@ -92,6 +95,8 @@ def parse_sharded(text: str) -> TrainScheme:
         return TrainScheme(text, None, peer=text != NONE, weights=SHARDED_PEERS[text])
     gradients, paired, rest = text.partition("/")
     found = _compressed(gradients, tuple(SHARDED_PEERS))
+    if found.weigh == MOMENTS:
+        raise CodecError(f"{text!r}: a rank of FSDP2 has the {MOMENTS} of its own shards alone: leave out +{MOMENTS}")
     if not paired:
         return replace(found, weights="none")
     weights, named, how = rest.partition("@")
@@ -111,24 +116,30 @@ def parse_outer(text: str) -> TrainScheme:
 
 def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     label, named, asked = text.partition("@")
-    asked = asked if named else "auto"
+    asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
+    if weighed and unit != MOMENTS:
+        raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked)
+        return TrainScheme(text, "lloyd1", asked, weigh="none")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
         hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
         raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None
-    return TrainScheme(f"{spelt}@{asked}" if named else spelt, spelt, asked)
+    weigh = MOMENTS if weighed else "none" if named else "auto"
+    return TrainScheme(f"{spelt}@{asked}{weighed}{unit}" if named else spelt, spelt, asked, weigh=weigh)
 
 
 def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+    decay = ADAMS.get(kind, 0.0)
     if scheme.label == ONEBIT:
-        return OneBitAdam(parameters, lr=0.0, warmup_steps=max(1, warmup_steps))
-    if kind in _ADAMS:
-        return _ADAMS[kind](parameters, lr=0.0)
+        return OneBitAdam(parameters, lr=0.0, weight_decay=decay, warmup_steps=max(1, warmup_steps))
+    if kind == "muon":
+        return MuonAndAdamW(parameters, lr=0.0)
+    if kind in ADAMS:
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=decay)
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
 
 
@@ -150,9 +161,6 @@ class MuonAndAdamW(Optimizer):
             part.step()
 
 
-_ADAMS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": MuonAndAdamW}
-
-
 class Replica:
     """A network whose gradients travel in a scheme's way, on this rank. Replicas may share a network, not a step."""
 
@@ -169,6 +177,7 @@ class Replica:
                 scheme.codec,
                 feedback=cast(Feedback, scheme.feedback),
                 exempt=scheme.exempt,
+                weigh=cast(Weigh, scheme.weigh),
                 optimizer=optimizer,
             )
         elif scheme.label in RANKS:

@@ -21,8 +21,8 @@ from thinwire.tools.bench import data
 from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
-RAMP = 0.03  # share of the steps in which the rate rises
-_RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another
+RAMP = 0.03
+_RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another, where a task gives them none
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Task(ABC):
     steps: int
     seeds: int
     rates: tuple[tuple[str, float], ...]  # by optimizer, the usual one first
+    ramp: float = field(default=RAMP, kw_only=True)  # share of the steps in which the rate rises
     rows: int = field(default=32, kw_only=True)  # of a batch
 
     @abstractmethod
@@ -69,6 +70,13 @@ class Task(ABC):
     def optimizer(self) -> str:
         return self.rates[0][0]
 
+    def trained_with(self, optimizer: str | None) -> str:
+        """The optimizer asked for, or the usual one; BenchError where there is no rate for it."""
+        known = self._all_rates
+        if optimizer is not None and optimizer not in known:
+            raise BenchError(f"task {self.name!r} is trained with {' or '.join(known)}, got {optimizer!r}")
+        return optimizer or self.optimizer
+
     def __str__(self) -> str:
         return self.name
 
@@ -88,8 +96,13 @@ class Task(ABC):
         At a constant rate the last few batches decide the final loss: runs that differ by one rounding then end several
         per cent apart, and so, a few tenths of one.
         """
-        rise = min(1.0, (step + 1) / (RAMP * steps + 1))
-        return dict(self.rates)[_RATES.get(optimizer, optimizer)] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+        rise = min(1.0, (step + 1) / (self.ramp * steps + 1))
+        return self._all_rates[optimizer] * rise * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    @property
+    def _all_rates(self) -> dict[str, float]:
+        own = dict(self.rates)
+        return {name: own[other] for name, other in _RATES.items() if other in own} | own
 
 
 @dataclass(frozen=True)
@@ -135,21 +148,30 @@ class Gpt(Task):
     def blocks(self, network: nn.Module) -> list[nn.Module]:
         return [block for block in network.modules() if isinstance(block, _TransformerBlock)]
 
+    def training_text(self) -> Tensor:
+        """As codes."""
+        return training_text()
+
+    def held_out_text(self) -> Tensor:
+        """As codes."""
+        return held_out_text()
+
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
         """Windows that start anywhere in this rank's shard of the text."""
-        text = _part(training_text(), rank, world)
+        text = _part(self.training_text(), rank, world)
         starts = torch.randint(len(text) - self.context, (self.rows,), generator=_generator(seed, step, rank))
-        windows = torch.stack([text[start : start + self.context + 1] for start in starts.tolist()])
+        windows = torch.stack([text[start : start + self.context + 1] for start in starts.tolist()]).long()
         return windows[:, :-1], windows[:, 1:]
 
     def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        return self._judge(network, _part(training_text(), rank, world)[: self.judged // world])
+        return self._judge(network, _part(self.training_text(), rank, world)[: self.judged // world])
 
     def val_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        return self._judge(network, _part(held_out_text(), rank, world)[: self.judged // world])
+        return self._judge(network, _part(self.held_out_text(), rank, world)[: self.judged // world])
 
     def _judge(self, network: nn.Module, text: Tensor) -> Total:
         """Windows side by side; what does not fill one is left out."""
+        text = text.to(next(network.parameters()).device).long()
         count = (len(text) - 1) // self.context
         inputs, targets = (text[i : i + count * self.context].view(count, self.context) for i in (0, 1))
         batches = zip(inputs.split(64), targets.split(64), strict=True)

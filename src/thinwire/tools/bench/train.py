@@ -32,6 +32,7 @@ from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import (
+    ADAMS,
     BF16,
     DDP,
     DILOCO,
@@ -138,7 +139,7 @@ def run(
     found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
     lined_up = lineup(task, codecs, optimizer, parallel, every)
     effort = QUICK if quick else FULL
-    plan = TrainPlan(found, lined_up, world, link, optimizer or found.optimizer, effort, parallel)
+    plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)
     return recorded(plan, rows(plan, progress))
 
 
@@ -164,10 +165,10 @@ def lineup(
     if parallel == DILOCO:
         outer = dict.fromkeys(schemes.parse_outer(name) for name in (NONE, *(names or OUTER_CODECS)))
         return SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
-    adam = (optimizer or tasks.TASKS[task].optimizer) == "adam"
+    adam = (optimizer or tasks.TASKS[task].optimizer) in ADAMS
     parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
-    usual = (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
-    found = [parse(name) for name in names or usual if names or adam or name != ONEBIT]
+    usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
+    found = [parse(name) for name in usual if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
     return tuple(dict.fromkeys([parse(NONE), *found]))
@@ -204,8 +205,8 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "world": plan.world,
         "link": str(plan.link or "loopback"),
         "seeds": plan.task.seeds,
-        **_loss_columns(losses(mine), losses(plain)),
-        **_val_columns(val_losses(mine), val_losses(plain)),
+        **loss_columns(losses(mine), losses(plain)),
+        **val_columns(val_losses(mine), val_losses(plain)),
         **_time_columns(plan, scheme, times),
         "identical": all(len({trained.digest for trained in ranks}) == 1 for ranks in mine),
         "control": scheme.control,
@@ -240,7 +241,7 @@ def val_losses(results: Results) -> list[float]:
     return [tasks.mean(totals) for totals in held_out if totals]
 
 
-def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     ratios = log_ratios(mine, fp32)
     return {
         "loss_log_ratio": timing.mean(ratios),
@@ -252,7 +253,7 @@ def _loss_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     }
 
 
-def _val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
+def val_columns(mine: Sequence[float], fp32: Sequence[float]) -> Row:
     if not fp32:
         return {"val_gap_nats": None}
     gaps = [a - b for a, b in zip(mine, fp32, strict=True)]

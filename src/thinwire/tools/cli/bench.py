@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from thinwire.codecs import codec
@@ -17,6 +18,7 @@ from thinwire.tools.bench import (
     kernels as kernels_bench,
     link as links,
     qat as qat_bench,
+    replicas as replicas_bench,
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
@@ -35,9 +37,10 @@ app = typer.Typer(
 )
 MOST = 1 << 60  # elements; torch cannot count more of them
 
-TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp"])
-Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco"])
-Inner = StrEnum("Inner", ["adam", "sgd", "adamw", "muon"])
+TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "bytes"])
+Size = StrEnum("Size", ["250k", "3m", "30m", "124m"])
+TrainOptimizer = StrEnum("TrainOptimizer", ["adam", "sgd", "adamw", "muon"])
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco", "simulated"])
 Backend = StrEnum("Backend", ["gloo", "nccl"])
 Words = list[str] | None  # of a flag that may be repeated, and hold several with commas
 
@@ -210,18 +213,30 @@ def collectives_command(
 
 @app.command("train")
 def train_command(
-    task: Annotated[TaskName, typer.Option(help="digits and gpt for losses, mlp for times.")] = TaskName.digits,
+    task: Annotated[TaskName, typer.Option(help="digits, gpt and bytes for losses, mlp for times.")] = TaskName.digits,
     parallel: Annotated[
-        Parallel, typer.Option(help="Gradients of ddp; of fsdp2, and weights; outer gradients of diloco.")
-    ] = Parallel.ddp,
-    world: Annotated[int, _count("Ranks.", least=2, most=links.MOST_HOSTS)] = train_bench.WORLD,
+        Parallel | None,
+        typer.Option(
+            help="Gradients of ddp; of fsdp2, and weights; outer gradients of diloco; default ddp, bytes simulated."
+        ),
+    ] = None,
+    world: Annotated[int | None, _count("Ranks; default 4, simulated 8.", least=2, most=links.MOST_HOSTS)] = None,
     codecs: Annotated[Words, _text("Codecs, and the other names below; default by task.")] = None,
-    optimizer: Annotated[Inner | None, typer.Option(help="Default adam, for mlp sgd.")] = None,
-    seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, quick 2, mlp 1.")] = None,
+    optimizer: Annotated[
+        TrainOptimizer | None, typer.Option(help="Default adam, for mlp sgd, for bytes adamw, which has muon besides.")
+    ] = None,
+    seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, bytes and quick 2, mlp 1.")] = None,
     link: LinkRate = None,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
-    batch: Annotated[int | None, _count("Rows of a rank's batch; default 32, gpt 8.")] = None,
+    batch: Annotated[int | None, _count("Rows of a rank's batch; default by task.")] = None,
     every: Annotated[Words, _text("Of diloco: steps between two rounds; default 10,30.", "N,N")] = None,
+    device: Annotated[Device | None, typer.Option(help="Of simulated replicas; default cpu.")] = None,
+    size: Annotated[Size | None, typer.Option(help="Weights of the network of bytes; default 30m.")] = None,
+    resume: Annotated[str | None, _text("Keep simulated runs in that file, and run what it lacks.", "FILE")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(metavar="M", help="Begin no simulated run that would end later.")
+    ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile for simulated replicas.")] = False,
     json: Json = None,
     csv: Csv = None,
     quick: Quick = False,
@@ -233,7 +248,8 @@ def train_command(
     ratio is ln(loss / fp32's), the mean over seeds; the title says what another seed does to fp32. val. gap is the
     validation loss less fp32's, in nats.
 
-    Codecs may name their error feedback: lloyd2@none, @classic, @ef21. There are also auto, auto:2.5 and onebit, the
+    Codecs may name their error feedback: lloyd2@none, @classic, @ef21; and with @none+moments that gradients travel in
+    Adam's units. There are also auto, auto:2.5 and onebit, the
     controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
 
     With --parallel fsdp2 every block is sharded, and a name says how gradients and weights travel: lloyd4 (weights as
@@ -246,11 +262,16 @@ def train_command(
     is compared with outer gradients in fp32 (none) of as many steps between rounds; DDP in fp32 takes as many steps
     beside them. Time and bytes of a round are dealt out over the steps between two.
 
+    With --parallel simulated the replicas of one network live in this process, on a CPU or one GPU, and their gradients
+    go through the same codecs, feedback and kernels; a GPU computes in bf16. Runs may be split over several calls with
+    --resume and --minutes: the record has the codecs of which all seeds are done.
+
     \b
     Tasks:
       digits   a small network on scikit-learn's digits, every rank with labels of its own
       gpt      a small transformer on the characters of Python's help pages
       mlp      25 million weights: what a step takes, and how far that is from compute plus bytes over the link's rate
+      bytes    a transformer of 250k to 124m weights on the sources of Python and torch; simulated
 
     Times are medians of steps taken by turns, by gloo ranks of one thread each on this machine.
 
@@ -260,16 +281,36 @@ def train_command(
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
       sudo thinwire bench train --parallel fsdp2 --task mlp --link 1gbit --batch 2 --codecs lloyd4/int8,mixed
       thinwire bench train --parallel diloco --task gpt --optimizer muon --every 30 --codecs lloyd4,lloyd2
+      thinwire bench train --task bytes --size 30m --device cuda --resume runs.jsonl --minutes 8 --json bytes.json
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
     kind = optimizer.value if optimizer else None
     if parallel is not Parallel.diloco:
         _refuse({"--every": every}, "is for --parallel diloco")
     apart = flags.counts(every, "--every")
+    usual = Parallel.simulated if task is TaskName.bytes else Parallel.ddp
+    chosen = parallel or usual
+    if task is TaskName.bytes and chosen is not usual:
+        raise typer.BadParameter(
+            "bytes is trained by simulated replicas: leave --parallel out", param_hint="--parallel"
+        )
+    if chosen is Parallel.simulated:
+        _refuse({"--link": link}, "simulated replicas have no link")
+        _refuse({"--size": size if task is not TaskName.bytes else None}, "goes with --task bytes")
+        flags.check_device(device)
+        with screen.usage_errors(None, BenchError, CodecError):
+            found = replicas_bench.find(task.value, size, seeds, steps, batch, quick=quick)
+            where = torch.device(device.value if device else "cpu")
+            plan = replicas_bench.plan_of(found, named, kind, world or replicas_bench.WORLD, where, compiled=compile)
+        _deliver(partial(replicas_bench.run, plan, resume, minutes), json, csv)
+        return
+    only = {"--device": device, "--size": size, "--resume": resume, "--minutes": minutes, "--compile": compile or None}
+    _refuse(only, "goes with --parallel simulated")
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, kind, parallel.value, apart)
-    run = partial(train_bench.run, task.value, world, named, kind, seeds, flags.shaped(link), steps, quick)
-    _deliver(partial(run, parallel=parallel.value, batch=batch, every=apart), json, csv)
+        train_bench.lineup(task.value, named, kind, chosen.value, apart)
+    ranks = world or train_bench.WORLD
+    run = partial(train_bench.run, task.value, ranks, named, kind, seeds, flags.shaped(link), steps, quick)
+    _deliver(partial(run, parallel=chosen.value, batch=batch, every=apart), json, csv)
 
 
 @app.command("qat")

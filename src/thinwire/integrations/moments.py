@@ -1,0 +1,99 @@
+"""Gradients in Adam's units: divided by the root of the second moment before they travel, multiplied by it afterwards.
+
+[Note: Moments] A codec spreads its error evenly over a block, and Adam divides every number by the root of its second
+moment. So where gradients are small beside their neighbours in the block, the neighbours' error is most of what Adam
+sees, and its second moment grows by it: the steps there become short and blind. In Adam's units all numbers of a block
+are of one size. Every rank has the same moments, since every rank takes the same steps, so nothing more is sent, and
+nothing is remembered.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")  # optimisers, and those made of them, that keep such moments
+_KEYS = ("exp_avg_sq", "square_avg")  # in an optimiser's state
+# Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
+# same on every rank, however many threads look for it; a mean need not be.
+FLOOR = 1e-6
+_TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they all have
+Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
+
+
+def has_moments(optimizer: object) -> bool:
+    return any(kind.__name__ in KINDS for kind in type(optimizer).__mro__)
+
+
+class Moments:
+    """The second moments of the parameters, where all ranks have the same."""
+
+    def __init__(self, optimizers: Sequence[object]) -> None:
+        self._optimizers = [weakref.ref(one) for one in optimizers if isinstance(one, Optimizer)]
+        self.shared: frozenset[str] = frozenset()  # the parameters of which all ranks have them
+        self._tried = 0
+
+    def saw(self, optimizer: Optimizer) -> None:
+        """It may have moments too."""
+        if all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _search(self, parameters: Mapping[str, Tensor]) -> None:
+        """Find the optimisers of a resumed run before they step: they have their moments already."""
+        mine = {id(parameter) for parameter in parameters.values()}
+        for found in gc.get_objects():
+            if issubclass(type(found), Optimizer) and any(
+                id(parameter) in mine for group in found.param_groups for parameter in group["params"]
+            ):
+                self.saw(found)
+
+    @property
+    def expected(self) -> bool:
+        """Whether an optimiser is known that keeps moments."""
+        return any(has_moments(known()) for known in self._optimizers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether ranks look for no more."""
+        return self._tried >= _TRIES[-1]
+
+    def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
+        """Compare with the other ranks which moments there are; all ranks call it at the same steps."""
+        self._tried += 1
+        if self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0:
+            return
+        if self._tried == 1 and not self.expected:
+            self._search(parameters)
+        names = sorted(parameters)
+        found = [self._of(parameters[name]) for name in names]
+        peaks = [-1.0 if moment is None else float(moment.max()) for moment in found]
+        agreed = agree([*peaks, *(-peak for peak in peaks)], dist.ReduceOp.MAX)
+        most = agreed[: len(names)]
+        least = [-value for value in agreed[len(names) :]]
+        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 <= low == high]
+        self.shared = frozenset(alike)
+
+    def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the gradients of these parameters, which are all shared, are divided by."""
+        found = [self._of(parameter) for parameter in parameters]
+        moments = [moment.float() for moment in found if moment is not None]
+        assert len(moments) == len(found), "an optimiser forgot moments that all ranks had"
+        roots = torch._foreach_add(moments, [moment.amax() * FLOOR for moment in moments])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_clamp_min_(roots, torch.finfo(torch.float32).tiny)
+        return list(roots)
+
+    def _of(self, parameter: Tensor) -> Tensor | None:
+        for known in self._optimizers:
+            optimizer = known()
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            for key in _KEYS:
+                moment = state.get(key)
+                if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.numel():
+                    return moment
+        return None

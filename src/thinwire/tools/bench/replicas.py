@@ -1,0 +1,325 @@
+"""Training with simulated replicas: `bench train --parallel simulated`, on a CPU or one GPU, in slices of minutes.
+
+A run is a scheme and a seed. Finished runs are kept in a file, so that the next call goes on with what is missing. All
+replicas share one network: gradients are taken one replica after the other, averaged by simulated.py, and one
+optimiser takes the step. On a GPU the network computes in bf16 (autocast), its gradient is one CUDA graph, and weights,
+gradients and optimiser stay in fp32.
+"""
+
+import gc
+import json
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.errors import CodecError
+from thinwire.integrations.options import DDPOptions, Feedback, Weigh
+from thinwire.tools.bench import schemes, simulated, tasks, timing, train
+from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
+from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
+from thinwire.tools.bench.sources import QUICK, SIZES, Bytes
+from thinwire.tools.bench.tasks import Batch, Task
+
+SIMULATED = "simulated"
+WORLD = 8
+CODECS = (BF16, "int8", "lloyd4", "lloyd2", "lloyd2@none", schemes.ONEBIT, "auto:2.5", *schemes.CONTROLS)
+_POINTS = 60  # of a curve
+
+
+@dataclass(frozen=True)
+class Plan:
+    task: Task
+    schemes: tuple[TrainScheme, ...]  # the uncompressed one first
+    world: int
+    optimizer: str
+    device: torch.device
+    compiled: bool = False  # whether torch.compile has the network's blocks
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """All that decides what a scheme and a seed end with, besides the code."""
+        task = asdict(self.task)
+        del task["seeds"]
+        text = self.task.digest() if isinstance(self.task, Bytes) else None
+        # A list, as JSON makes of the rates.
+        return {**task, "rates": [list(rate) for rate in self.task.rates], "world": self.world,
+                "optimizer": self.optimizer, "device": self.device.type, "text": text}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    scheme: TrainScheme
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is kept of a run."""
+
+    loss: float
+    val_loss: float | None
+    curve: list[list[float]]  # [step, mean loss of the batches since the last point]
+    feedback: str
+    params: int
+    bytes_per_step: int
+    step_ms: float
+    seconds: float  # of all of it
+    chosen: str
+
+
+def find(
+    name: str, size: str | None, seeds: int | None, steps: int | None, rows: int | None, *, quick: bool = False
+) -> Task:
+    """The task of a name, with what is not None of its own; `size` is that of bytes."""
+    task = (QUICK if quick else SIZES[size or "30m"]) if name == "bytes" else tasks.find(name, quick=quick)
+    return replace(task, seeds=seeds or task.seeds, steps=steps or task.steps, rows=rows or task.rows)
+
+
+def plan_of(
+    task: Task, names: Sequence[str] | None, optimizer: str | None, world: int, device: torch.device, *, compiled: bool
+) -> Plan:
+    """The uncompressed scheme first, then those asked for, or the usual ones; errors where something does not fit."""
+    kind = task.trained_with(optimizer)
+    usual = [name for name in CODECS if name != schemes.ONEBIT or kind in schemes.ADAMS]
+    lined_up = train.lineup(task.name, names or usual, kind)
+    if odd := [scheme.name for scheme in lined_up if scheme.label in schemes.RANKS or scheme.codec == "auto"]:
+        raise CodecError(f"simulated replicas have no {', '.join(odd)}: nothing is timed, and PowerSGD is torch's own")
+    return Plan(task, lined_up, world, kind, device, compiled)
+
+
+def run(plan: Plan, kept: str | None = None, minutes: float | None = None, progress: Progress = iter) -> Record:
+    """A record of kind "train", of the schemes whose seeds are all done. `kept`: the file of finished runs.
+
+    After so many minutes no run begins that would not end in time, were it as long as the longest so far.
+    """
+    return collect("train", plan.device, rows(plan, Shelf(kept), minutes, progress))
+
+
+def rows(plan: Plan, shelf: "Shelf", minutes: float | None, progress: Progress) -> Generator[Row]:
+    runs = [Run(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
+    outcomes: dict[TrainScheme, list[Outcome]] = {scheme: [] for scheme in plan.schemes}
+    began = time.monotonic()
+    for case in progress(runs):
+        outcome = shelf.get(plan, case)
+        if outcome is None:
+            longest = max((one.seconds for done in outcomes.values() for one in done), default=0.0)
+            if minutes is not None and time.monotonic() - began + longest > 60 * minutes:
+                continue
+            outcome = train_run(plan, case)
+            shelf.put(plan, case, outcome)
+        outcomes[case.scheme].append(outcome)
+        if all(len(outcomes[one]) == plan.task.seeds for one in (case.scheme, plan.schemes[0])):
+            yield row_of(plan, case.scheme, outcomes)
+
+
+class Shelf:
+    """Finished runs in a file, one per line, with all that fixes them."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
+        lines = self._path.read_text().splitlines() if self._path and self._path.exists() else []
+        try:
+            self._found = {
+                json.dumps(one["run"], sort_keys=True): Outcome(**one["outcome"]) for one in map(json.loads, lines)
+            }
+        except (ValueError, KeyError, TypeError):
+            raise BenchError(f"{path} does not hold runs of `bench train --resume`: name another file") from None
+
+    def get(self, plan: Plan, run: Run) -> Outcome | None:
+        return self._found.get(_key(plan, run))
+
+    def put(self, plan: Plan, run: Run, outcome: Outcome) -> None:
+        if self._path is not None:
+            line = json.dumps({"run": json.loads(_key(plan, run)), "outcome": asdict(outcome)})
+            with self._path.open("a") as file:
+                file.write(f"{line}\n")
+
+
+def _key(plan: Plan, run: Run) -> str:
+    return json.dumps({**plan.fixed, "scheme": run.scheme.name, "seed": run.seed}, sort_keys=True)
+
+
+def row_of(plan: Plan, scheme: TrainScheme, outcomes: dict[TrainScheme, list[Outcome]]) -> Row:
+    mine = outcomes[scheme]
+    plain = outcomes[plan.schemes[0]]
+    points = zip(*(one.curve for one in mine), strict=True)
+    return {
+        "task": plan.task.name,
+        "parallel": SIMULATED,
+        "optimizer": plan.optimizer,
+        "codec": scheme.label,
+        "weights": None,
+        "feedback": mine[0].feedback,
+        "world": plan.world,
+        "link": "none",
+        "seeds": plan.task.seeds,
+        **train.loss_columns([one.loss for one in mine], [one.loss for one in plain]),
+        **train.val_columns(_held_out(mine), _held_out(plain)),
+        "step_ms": timing.mean([one.step_ms for one in mine]),
+        "compute_ms": None,
+        "speedup_plain": None,
+        "speedup_bf16": None,
+        "bytes_per_step": mine[0].bytes_per_step,
+        "bytes_over_plain": mine[0].bytes_per_step / plain[0].bytes_per_step,
+        "chosen": mine[0].chosen or None,
+        "control": scheme.control,
+        "peer": scheme.peer,
+        "steps": plan.task.steps,
+        "batch": plan.task.rows,
+        "params": mine[0].params,
+        "text": plan.fixed["text"],
+        CURVE: [[point[0][0], timing.mean([value for _, value in point])] for point in points],
+    }
+
+
+def _held_out(outcomes: Sequence[Outcome]) -> list[float]:
+    return [one.val_loss for one in outcomes if one.val_loss is not None]
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def train_run(plan: Plan, run: Run) -> Outcome:
+    began = time.monotonic()
+    trainer = Trainer(plan, run)
+    timing.synchronize(plan.device)
+    stepped = time.monotonic()
+    for step in range(plan.task.steps):
+        trainer.step(step)
+    timing.synchronize(plan.device)
+    step_ms = 1e3 * (time.monotonic() - stepped) / plan.task.steps
+    outcome = trainer.finish(began, step_ms)
+    del trainer
+    gc.collect()  # a graph and its memory
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return outcome
+
+
+class Trainer:
+    """One network, the gradients of W replicas, and what averages them."""
+
+    def __init__(self, plan: Plan, run: Run) -> None:
+        task = plan.task
+        self._plan = plan
+        self._run = run
+        self._network = task.model(run.seed).to(plan.device)
+        if plan.compiled:
+            for block in task.blocks(self._network):
+                block.compile()
+        warmup = round(schemes.WARMUP * task.steps)
+        self._optimizers = optimizers_for(run.scheme, plan.optimizer, self._network, warmup)
+        options = DDPOptions(
+            run.scheme.codec or NONE,
+            feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),
+            exempt=run.scheme.exempt,
+            weigh=cast(Weigh, run.scheme.weigh),
+            optimizer=self._optimizers,
+            measure_every=0,
+        )
+        self._averager = simulated.Averager(self._network, options, plan.world)
+        self._gradient = Gradient(task, self._network, self._averager, self._batch(0, 0))
+        self._rows_WN = self._averager.new_rows()
+        self._losses = torch.zeros(task.steps, device=plan.device)
+
+    def _batch(self, step: int, rank: int) -> Batch:
+        plan = self._plan
+        inputs, targets = plan.task.batch(step, self._run.seed, rank, plan.world)
+        return inputs.to(plan.device, non_blocking=True), targets.to(plan.device, non_blocking=True)
+
+    def step(self, step: int) -> None:
+        for rank, row in enumerate(self._rows_WN):
+            self._gradient(self._batch(step, rank))
+            row.copy_(self._gradient.row_N)
+            self._losses[step] += self._gradient.loss / self._plan.world
+        if self._run.scheme.codec is None:
+            self._rows_WN[0] = simulated.mean_of(self._rows_WN, bf16=self._run.scheme.label == BF16)
+        else:
+            self._averager.average(self._rows_WN, step)
+        views = self._averager.views(self._rows_WN[0])
+        for parameter, gradient in zip(self._averager.parameters, views, strict=True):
+            parameter.grad = gradient
+        rate = self._plan.task.rate(self._plan.optimizer, step, self._plan.task.steps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+
+    def finish(self, began: float, step_ms: float) -> Outcome:
+        """Judge the network."""
+        task = self._plan.task
+        with torch.no_grad(), autocast(self._plan.device):
+            loss = tasks.mean([task.train_loss(self._network, 0, 1)])
+            held_out = task.val_loss(self._network, 0, 1)
+        losses = self._losses.tolist()
+        each = max(1, len(losses) // _POINTS)
+        parts = [losses[at : at + each] for at in range(0, len(losses), each)]
+        numel = self._rows_WN.shape[1]
+        ring = 2 * (self._plan.world - 1) * numel // self._plan.world  # numbers that torch's own sum sends
+        sent = self._averager.bytes_per_step or (2 if self._run.scheme.label == BF16 else 4) * ring
+        return Outcome(
+            loss=loss,
+            val_loss=None if held_out is None else tasks.mean([held_out]),
+            curve=[[min((i + 1) * each, len(losses)), math.fsum(part) / len(part)] for i, part in enumerate(parts)],
+            feedback=self._averager.feedback,
+            params=numel,
+            bytes_per_step=sent,
+            step_ms=step_ms,
+            seconds=time.monotonic() - began,
+            chosen=self._averager.decisions.why,
+        )
+
+
+def optimizers_for(scheme: TrainScheme, kind: str, network: nn.Module, warmup_steps: int) -> list[Optimizer]:
+    """Muon for the matrices inside the network and AdamW for the rest, or one optimiser for all."""
+    if kind != "muon":
+        return [schemes.optimizer_for(scheme, kind, network.parameters(), warmup_steps)]
+    inner = [p for name, p in network.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
+    known = {id(p) for p in inner}
+    rest = [p for p in network.parameters() if id(p) not in known]
+    muon = torch.optim.Muon(inner, lr=0.0, weight_decay=schemes.ADAMS["adamw"], adjust_lr_fn="match_rms_adamw")
+    return [muon, schemes.optimizer_for(scheme, "adamw", rest, warmup_steps)]
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bf16 on a GPU, fp32 elsewhere. Nothing is cached: a graph must not hold copies of weights from outside."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+
+
+class Gradient:
+    """The loss and the gradient of a batch. On a GPU one CUDA graph: its thousand launches would wait for the host."""
+
+    def __init__(self, task: Task, network: nn.Module, averager: simulated.Averager, batch: Batch) -> None:
+        self._task = task
+        self._network = network
+        self._parameters = averager.parameters
+        self._batch = tuple(tensor.clone() for tensor in batch)
+        device = averager.device
+        self.row_N = torch.empty(sum(p.numel() for p in self._parameters), device=device)
+        self._views = averager.views(self.row_N)
+        self.loss = torch.zeros((), device=device)
+        self._run = timing.captured(self._compute) if device.type == "cuda" else self._compute
+
+    def __call__(self, batch: Batch) -> None:
+        """row_N and loss = those of the batch."""
+        for mine, given in zip(self._batch, batch, strict=True):
+            mine.copy_(given)
+        self._run()
+
+    def _compute(self) -> None:
+        inputs, targets = self._batch
+        with autocast(self.row_N.device):
+            loss = self._task.loss(self._network, (inputs, targets))
+        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._parameters)
+        torch._foreach_copy_(self._views, list(gradients))
+        self.loss.copy_(loss.detach())

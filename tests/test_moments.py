@@ -1,0 +1,134 @@
+"""Gradients in Adam's units: which moments are used, what becomes of the gradients, and that ranks agree."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from cases import assert_same
+from ranks import RankPool
+from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
+from thinwire.integrations import moments
+from thinwire.integrations.moments import Moments
+
+SHAPES = {"a": (40, 50), "c": (40, 60)}
+WHOLE = 1 << 10  # kilobytes: one bucket
+
+
+def alone(values: Any, op: Any) -> list[float]:
+    return list(values)
+
+
+def stepped(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
+    optimizer.step()
+
+
+def test_roots_are_those_of_the_moments_and_no_number_is_endless() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight], 1e-3, betas=(0.9, 0.0))
+    stepped(optimizer, weight, torch.tensor([4.0, -0.5, 0.0]))
+    found = Moments([optimizer])
+    found.look({"weight": weight}, alone)
+    assert found.shared == {"weight"}
+    (roots,) = found.roots([weight])
+    floor = 16.0 * moments.FLOOR
+    torch.testing.assert_close(roots, torch.tensor([16.0 + floor, 0.25 + floor, floor]).sqrt())
+
+
+def test_moments_of_zeros_divide_by_something() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.RMSprop([weight])
+    stepped(optimizer, weight, torch.zeros(3))
+    found = Moments([optimizer])
+    found.look({"weight": weight}, alone)
+    assert (found.roots([weight])[0] > 0).all()
+
+
+def test_ranks_stop_looking_for_what_does_not_come() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    asked = []
+    found = Moments([torch.optim.Adam([weight])])  # it never steps
+    for _ in range(40):
+        found.look({"weight": weight}, lambda values, op: asked.append(1) or list(values))  # type: ignore[func-returns-value]
+    assert (found.settled, found.shared, len(asked)) == (True, frozenset(), 5)
+
+
+def test_which_optimizers_have_moments() -> None:
+    class Mine(torch.optim.AdamW): ...
+
+    weights = [nn.Parameter(torch.zeros(2, 2))]
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, Mine):
+        assert Moments([kind(weights)]).expected
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Muon):
+        assert not Moments([kind(weights)]).expected
+
+
+def means(group: Group, spoil: bool, weigh: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], str, bool]:
+    """The gradients of a second step, what the same codec makes of them in Adam's units, and the roots."""
+    model = wrap(Given(SHAPES), group, WHOLE)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.0))
+    options: Any = {"optimizer": optimizer, "weigh": weigh, "exempt": "none"}
+    handle = thinwire.compress_ddp(model, "lloyd2", **options)
+    other = wrap(Given(SHAPES), group, WHOLE)
+    plain = thinwire.compress_ddp(other, "lloyd2", feedback="none", weigh="none", exempt="none")
+    for made in (model, other):
+        backward(made, draw(group.rank(), 0, SHAPES, spread=1000.0))
+    optimizer.step()
+    if spoil and group.rank() == 0:
+        optimizer.state[next(model.parameters())]["exp_avg_sq"].mul_(2.0)
+    known = Moments([optimizer])
+    roots = known.roots(list(model.parameters()))
+    given = draw(group.rank(), 1, SHAPES, spread=1000.0)
+    found = [g for g in backward(model, given) if g is not None]
+    expected = [g for g in backward(other, [g / r for g, r in zip(given, roots, strict=True)]) if g is not None]
+    assert plain.stats().feedback == "none"
+    return found, expected, roots, handle.stats().feedback, same_everywhere(group, *found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_travel_in_adams_units(ranks: RankPool, world: int) -> None:
+    for found, expected, roots, feedback, alike in ranks(world).run(means, False, "auto"):
+        assert feedback == "none+moments"
+        assert alike
+        for mine, theirs, root in zip(found, expected, roots, strict=True):
+            assert_same(mine, theirs * root)
+
+
+def test_moments_that_differ_between_ranks_are_not_used(ranks: RankPool) -> None:
+    for found, expected, roots, feedback, alike in ranks(2).run(means, True, "moments"):
+        assert feedback == "none+moments"  # of the second weight, which is as it was
+        assert alike
+        first, wanted = (part.view(-1)[:2048] for part in (found[1], expected[1] * roots[1]))  # blocks of its own
+        assert_same(first, wanted)
+        assert not torch.equal(found[0], expected[0] * roots[0])
+
+
+def test_weighing_can_be_left_out(ranks: RankPool) -> None:
+    assert [answer[3] for answer in ranks(2).run(means, False, "none")] == ["ef21", "ef21"]
+
+
+def scouted(group: Group, kind: Any) -> tuple[str, bool]:
+    model = wrap(network(), group, WHOLE)
+    handle = thinwire.compress_ddp(model, "lloyd2")
+    learn(model, kind(model.parameters(), 1e-3), group.rank(), range(4))
+    return handle.stats().feedback, same_everywhere(group, flat(list(model.parameters())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "feedback"),
+    [(torch.optim.Adam, "none+moments"), (torch.optim.SGD, "classic"), (torch.optim.Adamax, "ef21")],
+)
+def test_optimizers_that_step_the_parameters_are_found(ranks: RankPool, kind: Any, feedback: str) -> None:
+    assert ranks(2).run(scouted, kind) == [(feedback, True)] * 2
+
+
+def test_what_cannot_be_weighed_is_refused() -> None:
+    def options(**given: Any) -> str:
+        return message_of(lambda: thinwire.DDPState(None, "lloyd2", **given))
+
+    assert options(weigh="maybe") == "weigh must be one of auto, none, moments, got 'maybe'"
+    onebit = thinwire.optim.OneBitAdam([nn.Parameter(torch.zeros(2))], warmup_steps=1)
+    assert "OneBitAdam sends its momentum" in options(weigh="moments", optimizer=onebit)
