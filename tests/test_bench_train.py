@@ -167,7 +167,8 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_names() -> None:
-    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto")
+    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto", weigh="auto")
+    assert schemes.parse("lloyd2@none+moments") == TrainScheme("lloyd2@none+moments", "lloyd2", "none", weigh="moments")
     assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
     assert schemes.parse("lloyd2@classic").feedback == "classic"
     assert schemes.parse("lloyd2@none").label == "lloyd2"

@@ -3,7 +3,7 @@
 Inputs are the link, world, sizes and cores of a row, its `compute_ms`, and a machine; never a time that is predicted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from thinwire.errors import AdviceError, CodecError, RecordError
 from thinwire.tools.advise import model, units
 from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel
 from thinwire.tools.advise.machine import BYTE_S, Machine, column
-from thinwire.tools.advise.model import Prediction, TrainingJob
+from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench.record import Record, Row
 
@@ -49,12 +49,19 @@ def compare(record: Record, machine: Machine) -> list[Checked]:
     return list({(item.what, item.scheme, round(item.measured_s, 9)): item for item in found}.values())
 
 
-def predicted(row: Row, link: str, machine: Machine) -> Prediction | None:
-    """The DDP step of a train row as it would be over a link such as "1gbit"; None where its scheme is not modelled."""
-    scheme = BF16 if row.get("peer") and row["codec"] == "bf16" else _step_scheme(row)
-    if scheme is None:
-        return None
-    return model.predict(_job(row), scheme, _cluster({**row, "link": link}), _shared(row, machine))
+def misses(found: Sequence[Checked]) -> dict[str, tuple[float, float]]:
+    """How many times the predicted gain over fp32 or bf16 was measured: the least and the most, by kind of scheme."""
+    ratios: dict[str, list[float]] = {}
+    for item in found:
+        kind = item.scheme.algorithm if item.scheme.algorithm in ("ring", "hierarchical") else "flat"
+        others = [other for other in found if other.what == item.what and other.scheme in (PLAIN, BF16)]
+        ratios.setdefault(kind, []).extend((1 + item.off) / (1 + other.off) for other in others if other is not item)
+    return {kind: (min(found), max(found)) for kind, found in ratios.items()}
+
+
+def described(row: Row, machine: Machine) -> tuple[TrainingJob, Cluster, Machine]:
+    """What a train row says of its job, its ranks and their links, and what the machine is for each of them."""
+    return _job(row), _cluster(row), _shared(row, machine)
 
 
 def _collective(row: Row, machine: Machine) -> Iterator[Checked]:

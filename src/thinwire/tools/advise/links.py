@@ -8,6 +8,7 @@ from thinwire.errors import AdviceError
 # Of a full Ethernet frame of 1514 bytes TCP leaves 1448 to the sender, and for every second frame that comes in, an
 # acknowledgement of 66 bytes goes out. Measured: 0.96 at 1 Gbit with two ranks, 0.90 at 100 Mbit with four.
 PAYLOAD = 1448 / (1514 + 66 / 2)
+RDMA_FROM = 100e9 / 8  # bytes per second; a faster link on NCCL counts as InfiniBand, which has no headers of TCP
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # by device
 # Of one message, where none is given. gloo's is half of the smallest all_reduce of two ranks in collectives_auto.json,
 # wake-ups included; NCCL's are assumptions: run under torchrun to measure.
@@ -32,6 +33,12 @@ class LinkModel:
     def of_rate(cls, bytes_per_s: float, latency_s: float = 0.0, *, payload: float = PAYLOAD) -> "LinkModel":
         """A link by the rate it is sold by, of which `payload` is left to the sender."""
         return cls(bytes_per_s * payload, latency_s)
+
+
+def payload_of(bytes_per_s: float, transport: str, inside: bool) -> float:
+    """Of a link's rate what is left to the sender. NVLink and InfiniBand have no headers of TCP."""
+    without_tcp = transport == "nccl" and (inside or bytes_per_s >= RDMA_FROM)
+    return 1.0 if without_tcp else PAYLOAD
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from thinwire.tools.advise.links import Cluster
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
 INSIDE: tuple[Codec, ...] = (Cast("bf16"), BlockInt(8))  # of a node, where the link is fast
 NARROW = {torch.bfloat16: Cast("bf16"), torch.float16: Cast("fp16"), torch.float32: Identity()}
+BF16_HOOK = (
+    "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
+    "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+)
 _SMALL = 8  # ranks; beyond, one_shot sends far too much
 _NUMEL = 1 << 16  # of the numbers that are encoded: the error is known to about 1 %
 
@@ -82,13 +86,14 @@ class SumScheme:
     def how(self, cluster: Cluster) -> str:
         """The line of code that does it."""
         if self.algorithm == "ring":
-            hook = "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
-            return f"{hook}, torch's own" if self.compresses else "plain DDP, no hook"
+            return BF16_HOOK if self.compresses else "plain DDP, no hook"
         if self.algorithm == "hierarchical":
             device = "cuda" if cluster.transport == "nccl" else "cpu"
-            mesh = f'mesh = init_device_mesh("{device}", ({cluster.nodes}, {cluster.per_node})): nodes, ranks of a node'
-            return f'thinwire.compress_ddp(model, "{self.across}", mesh=mesh, inside="{self.codec}"), with {mesh}'
-        return f'thinwire.compress_ddp(model, "{self.codec}", algorithm="{self.algorithm}")'
+            mesh = f'torch.distributed.init_device_mesh("{device}", ({cluster.nodes}, {cluster.per_node}))'
+            return f'thinwire.compress_ddp(model, "{self.across}", mesh={mesh}, inside="{self.codec}")'
+        usual = self.algorithm == fewest_roundings(cluster.world)
+        other = "" if usual else f', algorithm="{self.algorithm}"'
+        return f'thinwire.compress_ddp(model, "{self.codec}"{other})'
 
     def __str__(self) -> str:
         if self.algorithm == "hierarchical":

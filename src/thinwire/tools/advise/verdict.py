@@ -1,34 +1,44 @@
-"""The advice: every scheme predicted and ranked, one of them advised, and why."""
+"""The advice: every scheme predicted and ranked, one of them advised by `tools.rule`, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.codecs import Codec, codec
-from thinwire.integrations.auto import GAIN
-from thinwire.tools.advise import model, schemes
+import torch
+
+from thinwire.codecs import Cast, Codec, codec
+from thinwire.collectives.hierarchical import fewest_roundings
+from thinwire.tools import rule
+from thinwire.tools.advise import evidence, model, schemes
+from thinwire.tools.advise.evidence import Losses
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.model import Prediction, TrainingJob
+from thinwire.tools.rule import GAIN, Choice, Way
 
-ERROR_BUDGET = 0.15  # of the whole sum; compress_ddp's, of the same size, is that of one rounding
 BUCKETS = tuple(model.BUCKET_BYTES * 4**power for power in range(4))  # 25 MiB to 1.6 GiB; DDP's bucket_cap_mb
+PREDICTED = "predicted"
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    ranked: tuple[Prediction, ...]
-    plain: Prediction
+    ranked: tuple[Prediction, ...]  # the fastest first
+    ways: Mapping[schemes.SumScheme, Way]  # what the rule saw of each
+    choice: Choice
     advised: Prediction
     reason: str
     notes: tuple[str, ...]
 
     @property
     def compress(self) -> bool:
-        return self.advised.scheme.compresses
+        return self.choice.compress
+
+    def way(self, prediction: Prediction) -> Way:
+        return self.ways[prediction.scheme]
 
     def speedup(self, prediction: Prediction) -> float:
         """Against no compression."""
-        return self.plain.step_s / prediction.step_s if prediction.step_s else 1.0
+        return self.way(prediction).gain(self.choice.plain)
 
 
 def judge(
@@ -37,33 +47,49 @@ def judge(
     machine: Machine,
     *,
     codecs: Sequence[Codec] = tuple(map(codec, schemes.CODECS)),
-    error_budget: float = ERROR_BUDGET,
+    losses: Sequence[Losses] = (),
     buckets: Sequence[int] = BUCKETS,
 ) -> Verdict:
-    """Predict all schemes, each with the best size of buckets, and choose by the rule of `compress_ddp(model, "auto")`.
+    """Predict all schemes, each with the best size of buckets, and choose by the rule.
 
-    From the most to the least exact, within the error budget, a scheme has to be GAIN faster than the best so far.
+    `losses` are those of runs of one's own, which count before the committed ones.
     """
     found = [
         _with_best_buckets(job, scheme, cluster, machine, buckets)
         for scheme in schemes.candidates(cluster, codecs, job.dtype)
     ]
-    plain = best = found[0]
-    for prediction in sorted(found[1:], key=lambda prediction: prediction.error):
-        if prediction.error <= error_budget and prediction.step_s < (1 - GAIN) * best.step_s:
-            best = prediction
+    ordered = [found[0], *sorted(found[1:], key=lambda prediction: prediction.error)]
+    known = [*losses, *evidence.shipped().losses]
+    ways = {prediction.scheme: _way(prediction, job.dtype, cluster, known) for prediction in ordered}
+    choice = rule.choose(list(ways.values()), PREDICTED)
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
-    if best is plain:
-        reason = _why_not(job, plain, ranked, cluster, machine, error_budget)
-    else:
-        steps = (_parts(job, prediction, machine) for prediction in (plain, best))
-        told = f"an uncompressed step takes {{}}; with {best.scheme} {{}}".format(*steps)
-        reason = f"{told}. Expected error {best.error:.2g}, of {error_budget:g} allowed"
-    notes = [
-        *_alternatives(best, ranked, error_budget),
-        *_launches(job, plain, ranked, cluster, machine, error_budget),
-    ]
-    return Verdict(ranked, plain, best, reason, tuple(notes))
+    best = next(prediction for prediction in found if ways[prediction.scheme] is choice.chosen)
+    reason = _why_not(job, ordered, choice, cluster, machine)
+    if choice.compress:
+        steps = (_parts(job, prediction, machine) for prediction in (found[0], best))
+        reason = f"a step without compression takes {{}}; with {choice.chosen.name} {{}}".format(*steps)
+    verdict = Verdict(ranked, ways, choice, best, reason, ())
+    return replace(verdict, notes=tuple(_notes(verdict, cluster)))
+
+
+def _way(prediction: Prediction, dtype: torch.dtype, cluster: Cluster, known: Sequence[Losses]) -> Way:
+    scheme = prediction.scheme
+    kind = scheme.algorithm if scheme.algorithm in ("ring", "hierarchical") else "flat"
+    low, high = evidence.shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
+    loss = evidence.find(rule.name(str(scheme.narrowest), prediction.feedback), known)
+    exact = not scheme.compresses or scheme.narrowest == Cast("bf16")
+    code = scheme.how(cluster)
+    return Way(_name(scheme, prediction.feedback, dtype, cluster), code, prediction.step_s, low, high, loss, exact)
+
+
+def _name(scheme: schemes.SumScheme, feedback: str, dtype: torch.dtype, cluster: Cluster) -> str:
+    if scheme.across is not None:
+        return f"{scheme.across} across nodes, {scheme.codec} inside"
+    if scheme.algorithm == "ring":
+        return str(scheme.codec) if scheme.compresses else _SHORT[dtype]
+    found = rule.name(str(scheme.codec), feedback)
+    usual = scheme.algorithm == fewest_roundings(cluster.world) and found != "bf16"  # torch's own has that name
+    return found if usual else f"{found}, {scheme.algorithm}"
 
 
 def _with_best_buckets(
@@ -88,70 +114,46 @@ def _parts(job: TrainingJob, prediction: Prediction, machine: Machine) -> str:
     )
 
 
-def _nothing_to_win(plain: Prediction) -> bool:
-    return plain.exposed_s < GAIN * plain.step_s
-
-
 def _why_not(
-    job: TrainingJob, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
+    job: TrainingJob, ordered: Sequence[Prediction], choice: Choice, cluster: Cluster, machine: Machine
 ) -> str:
-    """What stands against compression; `ranked` may be led by schemes that lose too much."""
-    others = [prediction for prediction in ranked if prediction is not plain]
+    """What stands against compression; `ordered` begins with none."""
+    plain, *others = ordered
     if cluster.world == 1 or not others:
-        return "there is nobody to send to" if cluster.world == 1 else "no codec was given"
-    if _nothing_to_win(plain):
+        return "there is no other rank to send to" if cluster.world == 1 else "no codec was given"
+    if plain.exposed_s < GAIN * plain.step_s:
         return f"a step takes {_parts(job, plain, machine)}: there is next to nothing to win"
-    exact = [prediction for prediction in others if prediction.error <= budget]
-    if not exact:
-        return f"every codec is over the error budget of {budget:g}"
-    best = exact[0]
+    if choice.rival is None:
+        return "no other scheme is known to keep the loss"
+    best = min((found for found in others if found.step_s == choice.rival.step_s), key=lambda found: found.error)
     if best.work_s > plain.wire_s:
         return (
-            f"the links move the gradients in {duration(plain.wire_s)}; {best.scheme}, the fastest within the error "
-            f"budget, takes {duration(best.work_s)} for kernels and messages alone"
+            f"the links move the gradients in {duration(plain.wire_s)}; {choice.rival.name}, the best that keeps the "
+            f"loss, takes {duration(best.work_s)} for kernels and messages alone"
         )
-    change = plain.step_s / best.step_s - 1
-    return (
-        f"{best.scheme}, the fastest within the error budget, is predicted {change:+.1%}: less than {GAIN:.0%} is noise"
-    )
+    return f"{choice.rival.name}, the best that keeps the loss, may be no faster"
 
 
-def _alternatives(best: Prediction, ranked: Sequence[Prediction], budget: float) -> Iterator[str]:
-    """What would be faster and loses too much; which buckets the advice is for."""
-    faster = [p for p in ranked if p.error > budget and p.step_s < (1 - GAIN) * best.step_s]
-    if faster:
-        first = min(faster, key=lambda prediction: (schemes.omega(prediction.scheme.narrowest), prediction.step_s))
-        fed = f" with {first.feedback} feedback" if first.feedback != "none" else ""
-        yield (
-            f"{first.scheme}{fed} would take {duration(first.step_s)}, but its error of {first.error:.2g} is over the "
-            f"budget: watch the training loss if you try it"
-        )
-    if best.scheme.compresses and best.bucket_bytes != model.BUCKET_BYTES:
-        size = mebibytes(best.bucket_bytes)
+def _notes(verdict: Verdict, cluster: Cluster) -> Iterator[str]:
+    """What is faster and is not advised; which buckets the advice is for; what nobody has measured."""
+    if verdict.choice.note:
+        yield verdict.choice.note
+    if verdict.compress and verdict.advised.bucket_bytes != model.BUCKET_BYTES:
+        size = mebibytes(verdict.advised.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
+    if cluster.world > 1:
+        yield from _unmeasured(cluster)
 
 
-def _launches(
-    job: TrainingJob, plain: Prediction, ranked: Sequence[Prediction], cluster: Cluster, machine: Machine, budget: float
-) -> Iterator[str]:
-    """Where one figure of the host decides about compression: most of what the best such scheme adds."""
-    exact = [p for p in ranked if p.scheme.algorithm != "ring" and p.error <= budget]
-    if machine.device != "cuda" or not exact or _nothing_to_win(plain):
-        return
-    first = exact[0]
-    same_buckets = replace(job, bucket_bytes=first.bucket_bytes)
-    free = replace(machine, call_s=0.0, nccl=machine.nccl and replace(machine.nccl, stage_s=0.0))
-    without = model.predict(same_buckets, first.scheme, cluster, free)
-    extra = first.step_s - job.step_s
-    launches = first.step_s - without.step_s
-    each = f"kernels, {duration(machine.call_s)} each on {machine.source}"
-    if machine.nccl is not None:
-        each = f"kernels and messages, {duration(machine.nccl.stage_s)} for a pair on {machine.nccl.source}"
-    if launches > extra / 2:
-        yield (
-            f"of the {duration(extra)} that {first.scheme} adds to the compute, {duration(launches)} are launches of "
-            f"{each}: without them (a CUDA graph needs next to none) a step would take {duration(without.step_s)}"
-        )
+def _unmeasured(cluster: Cluster) -> Iterator[str]:
+    """In what the cluster is beyond the steps that predictions were compared with."""
+    known = evidence.shipped()
+    beyond = ["NCCL between ranks"] if cluster.transport == "nccl" else []
+    beyond += [f"more than {known.most_ranks} ranks"] if cluster.world > known.most_ranks else []
+    fast = any(link.bytes_per_s > known.fastest_bytes_per_s for link in cluster.links)
+    beyond += [f"links above {8e-9 * known.fastest_bytes_per_s:.2g} Gbit/s"] if fast else []
+    if beyond:
+        yield f"never compared with a measured step: {', '.join(beyond)}. The ranges are those of what was compared"
 
 
 def mebibytes(nbytes: int) -> str:
