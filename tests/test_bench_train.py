@@ -342,7 +342,7 @@ def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) 
     found = record.read(str(program.folder / "found.json"))
     assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in NAMES.split(","))]
     feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
-    assert {("lloyd2", "ef21"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
+    assert {("lloyd2", "none+moments"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
     assert [row["codec"] for row in found.rows if row["control"]] == ["sign", "int2"]
     assert [row["codec"] for row in found.rows if row["peer"]] == ["bf16", "powersgd1"]
     for row in found.rows:
@@ -363,7 +363,7 @@ def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) 
     assert "val. gap" in table
     plan = a_plan("lloyd2", seeds=1, steps=6)
     trained = list(zip(*ranks(2).run(train, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
-    lloyd2 = ("lloyd2", "ef21")
+    lloyd2 = ("lloyd2", "none+moments")
     (told,) = ((row["loss"], row["val_loss"]) for row in found.rows if (row["codec"], row["feedback"]) == lloyd2)
     assert (fmean(bench.losses(trained)), fmean(bench.val_losses(trained))) == told
 
