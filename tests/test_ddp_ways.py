@@ -34,7 +34,6 @@ from cases import (
 from ranks import RankPool
 from replicas import (
     CAP,
-    OPTIMIZERS,
     READY,
     SHAPES,
     Device,
