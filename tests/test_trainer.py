@@ -222,7 +222,7 @@ def test_one_bit_adam_is_known_inside_accelerate_s_optimizer(ranks: RankPool) ->
 SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 REMEMBERED: dict[str, Run] = {
-    "ef21": Run({"codec": "lloyd2"}, SAVED),
+    "ef21": Run({"codec": "lloyd2", "feedback": "ef21"}, SAVED),
     "classic": Run({"codec": "lloyd2"}, {**SAVED, "optim": "sgd", "learning_rate": RATE}),
     "sharded": Run({"codec": "lloyd2", "feedback": "ef21", "weights": "int8"}, {**SAVED, **FSDP}, sharded=True),
 }
