@@ -167,7 +167,8 @@ def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.Mo
 
 
 def test_names() -> None:
-    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto")
+    assert schemes.parse("int8") == TrainScheme("int8", "int8", "auto", weigh="auto")
+    assert schemes.parse("lloyd2@none+moments") == TrainScheme("lloyd2@none+moments", "lloyd2", "none", weigh="moments")
     assert schemes.parse(" lloyd4:block=256@ef21 ") == TrainScheme("lloyd4:block=256@ef21", "lloyd4:block=256", "ef21")
     assert schemes.parse("lloyd2@classic").feedback == "classic"
     assert schemes.parse("lloyd2@none").label == "lloyd2"
@@ -345,7 +346,7 @@ def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) 
     found = record.read(str(program.folder / "found.json"))
     assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in NAMES.split(","))]
     feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
-    assert {("lloyd2", "ef21"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
+    assert {("lloyd2", "none+moments"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
     assert [row["codec"] for row in found.rows if row["control"]] == ["sign", "int2"]
     assert [row["codec"] for row in found.rows if row["peer"]] == ["bf16", "powersgd1"]
     for row in found.rows:
@@ -366,7 +367,7 @@ def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) 
     assert "val. gap" in table
     plan = a_plan("lloyd2", seeds=1, steps=6)
     trained = list(zip(*ranks(2).run(train, plan, plan.schemes[1]), strict=True))  # by seed, then by rank
-    lloyd2 = ("lloyd2", "ef21")
+    lloyd2 = ("lloyd2", "none+moments")
     (told,) = ((row["loss"], row["val_loss"]) for row in found.rows if (row["codec"], row["feedback"]) == lloyd2)
     assert (fmean(bench.losses(trained)), fmean(bench.val_losses(trained))) == told
 
