@@ -5,7 +5,7 @@ sharded.py. DiLoCo is in across.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
