@@ -166,7 +166,7 @@ def test_a_prepared_model_is_compressed(ranks: RankPool, way: str, world: int) -
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 REMEMBERED: dict[str, Run] = {
-    "ef21": Run({"codec": "lloyd2"}),
+    "ef21": Run({"codec": "lloyd2", "feedback": "ef21"}),
     "classic": Run({"codec": "lloyd2"}, optimizer="sgd"),
     "accumulated": Run({"codec": "lloyd2"}, {"gradient_accumulation_steps": 2}),
     "sharded": Run({"codec": "lloyd2", "feedback": "ef21", "weights": "lloyd4", "replica": True}, sharded=True),

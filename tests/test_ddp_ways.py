@@ -35,7 +35,6 @@ from cases import (
 from ranks import RankPool
 from replicas import (
     CAP,
-    OPTIMIZERS,
     READY,
     SHAPES,
     Device,
@@ -340,6 +339,7 @@ def in_threads(group: Group) -> list[bool]:
         thread.start()
     for thread in threads:
         thread.join()
+    DistributedDataParallel._active_ddp_module = None  # torch may keep one of them here, and ask it when it compiles
     return [torch.equal(found[0], found[1])]
 
 
@@ -583,10 +583,10 @@ def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
         assert not missed
 
 
-def late_adam(group: Group) -> str:
+def late_adamax(group: Group) -> str:
     """The optimiser asks for EF21, the user for residuals in bf16: known when it steps."""
     model = wrap(network(), group)
-    optimizer = OPTIMIZERS["adam"](model.parameters())
+    optimizer = torch.optim.Adamax(model.parameters())
     return message_of(
         lambda: (
             compress_ddp(model, "lloyd2", residual_dtype=torch.bfloat16),
@@ -596,6 +596,6 @@ def late_adam(group: Group) -> str:
 
 
 def test_an_optimizer_that_does_not_go_with_the_residuals_is_named(ranks: RankPool) -> None:
-    for told in ranks(2).run(late_adam):
+    for told in ranks(2).run(late_adamax):
         assert "residual_dtype" in told
         assert "float32" in told

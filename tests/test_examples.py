@@ -183,7 +183,7 @@ PROMISES = {
 
 def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> None:
     name = "powersgd_to_thinwire.py"
-    out = printed(ranks, name, tmp_path, commands(name)[0])
+    out = printed(ranks, name, tmp_path, [*commands(name)[0], "--steps", "30"])
     rows = re.findall(r"^(.+?)  +([\d.]+) +([\d,]+) +([\d.]+) +([\d,]+)$", out, re.MULTILINE)
     found = {name: (float(loss), float(fewer), int(last.replace(",", ""))) for name, loss, _, fewer, last in rows}
     plain, power, ours = (found[name] for name in ("thinwire, none", "PowerSGD, rank 4", "thinwire, lloyd4"))
@@ -191,7 +191,7 @@ def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> 
     assert power[1] > 2
     assert ours[1] > 7
     assert power[2] < ours[2] < plain[2] / 7  # what a step sends once PowerSGD compresses
-    assert ours[0] < plain[0] + 0.05 < 3  # lloyd4 trains as fp32 does
+    assert ours[0] < plain[0] + 0.05 < 3.3  # lloyd4 trains as fp32 does
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")

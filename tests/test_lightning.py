@@ -132,7 +132,7 @@ def test_weights_travel_compressed(pair: World) -> None:
 
 LLOYD2 = {"codec": "lloyd2"}
 RESUMED = {
-    "ddp, ef21": (Way(module={"optimizer": "adam"}), LLOYD2),
+    "ddp, ef21": (Way(module={"optimizer": "adam"}), {**LLOYD2, "feedback": "ef21"}),
     "ddp, classic": (Way(), LLOYD2),
     "fsdp2": (FSDP2._replace(strategy={"save_distributed_checkpoint": False}), {**LLOYD2, "feedback": "classic"}),
     "fsdp2, sharded file": (FSDP2, {**LLOYD2, "feedback": "classic", "weights": "lloyd4", "replica": True}),

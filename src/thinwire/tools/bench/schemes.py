@@ -97,6 +97,7 @@ def parse_sharded(text: str) -> TrainScheme:
     found = _compressed(gradients, tuple(SHARDED_PEERS))
     if found.weigh == MOMENTS:
         raise CodecError(f"{text!r}: a rank of FSDP2 has the {MOMENTS} of its own shards alone: leave out +{MOMENTS}")
+    found = replace(found, weigh="none")
     if not paired:
         return replace(found, weights="none")
     weights, named, how = rest.partition("@")

@@ -167,8 +167,8 @@ def lineup(
         return SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
     adam = (optimizer or tasks.TASKS[task].optimizer) in ADAMS
     parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
-    usual = (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
-    found = [parse(name) for name in names or usual if names or adam or name != ONEBIT]
+    usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
+    found = [parse(name) for name in usual if names or adam or name != ONEBIT]
     if not adam and any(scheme.label == ONEBIT for scheme in found):
         raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
     return tuple(dict.fromkeys([parse(NONE), *found]))
