@@ -18,7 +18,11 @@ _FEEDBACK = {"ef21": "EF21"}
 
 def name(codec: str, feedback: str = "none", weights: str | None = None) -> str:
     """What a scheme is called everywhere: fp32, int8, lloyd2 + EF21, lloyd4/int8 with weights in int8."""
-    both = codec if weights in (None, "none") or codec == weights == "bf16" else f"{codec}/{weights}"
+    both = (
+        codec
+        if weights in (None, "none") or (codec in ("bf16", "mixed") and weights == "bf16")
+        else f"{codec}/{weights}"
+    )
     more = [_FEEDBACK.get(part, part) for part in feedback.split("+") if part not in ("", "none")]
     return " + ".join(["fp32" if both == "none" else both, *more])
 
