@@ -1126,13 +1126,12 @@ def test_json_is_json_alone() -> None:
 
 def test_flags_change_the_prediction() -> None:
     def step(line: str, scheme: str = "lloyd2 one_shot") -> float:
-        (found,) = (
-            s["step_s"] for s in json.loads(call(f"{SMALL} --json {line}").stdout)["schemes"] if s["scheme"] == scheme
-        )
+        schemes = json.loads(call(f"{SMALL} --optimizer sgd --json {line}").stdout)["schemes"]
+        (found,) = (one["step_s"] for one in schemes if one["scheme"] == scheme)
         return float(found)
 
     usual = step("")
-    assert step("--optimizer sgd") > usual  # classic feedback passes over memory; in front of Adam there is none
+    assert step("--optimizer adam") < usual  # which has classic feedback, that passes over memory
     assert step("--latency 10ms") > usual
     assert step("--efficiency 50%", "none (ring)") > 1.5 * step("", "none (ring)")
     assert step("--cores 16") < usual
