@@ -596,12 +596,12 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
     kept = len(channels._groups)
     member = dist.new_group()
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
-    if fails:
+    found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
+    if fails:  # after which the thread ends by itself
         with suppress(OSError):
             channel_of(member).run(Fails(), PLACE).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
-    found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     dist.destroy_process_group(member)
     del member
     return [*found, ended(before), len(channels._groups) == kept]
