@@ -287,7 +287,7 @@ def test_predictions_are_near_what_shaped_links_measured(
 
 def test_every_row_of_the_records_is_compared() -> None:
     """All but PowerSGD, which is no scheme of ours; and only the one case is a mean of times that differ."""
-    assert {(what, scheme) for what, scheme, *_ in CASES} == {
+    known = {
         *(("all_reduce of 25000000 floats, 2 ranks, 1gbit", name) for name in
           ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot", "lloyd1 one_shot")),
         *(("all_reduce of 8000000 floats, 4 ranks, 100mbit", name) for name in
@@ -304,6 +304,9 @@ def test_every_row_of_the_records_is_compared() -> None:
         *((f"DDP step of 249792 parameters, 2 ranks, {rate}", name) for rate in ("1gbit", "100mbit") for name in
           ("none (ring)", "bf16 (ring)", "int8 one_shot", "lloyd4 one_shot", "lloyd2 one_shot")),
     }  # fmt: skip
+    # Steps of lloyd2 in front of Adam count where they have what compress_ddp adds today.
+    optional = {(f"DDP step of 249792 parameters, 2 ranks, {rate}", "lloyd2 one_shot") for rate in ("1gbit", "100mbit")}
+    assert known - optional <= {(what, scheme) for what, scheme, *_ in CASES} <= known
     off = [item for item in compared() if abs(item.off) > WITHIN]
     assert {(item.what, str(item.scheme)) for item in off} <= {TWICE, *CROWDED}
     assert all(abs(item.off) < 0.2 for item in off if item.what == TWICE[0])
@@ -832,12 +835,15 @@ def a_loss(ratios: dict[str, float | None], floor: float | None = 0.02, seeds: i
 @pytest.mark.parametrize(
     ("losses", "advised"),
     [
-        (a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + EF21": 0.02, "lloyd1 + EF21": -0.01}), "lloyd1 + EF21"),
-        (a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + EF21": 0.02, "lloyd1 + EF21": 0.3}), "lloyd2 + EF21"),
-        (a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + EF21": 0.021}), "lloyd4"),
+        (
+            a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + moments": 0.02, "lloyd1 + moments": -0.01}),
+            "lloyd1 + moments",
+        ),
+        (a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + moments": 0.02, "lloyd1 + moments": 0.3}), "lloyd2 + moments"),
+        (a_loss({"int8": 0.0, "lloyd4": 0.019, "lloyd2 + moments": 0.021}), "lloyd4"),
         (a_loss({"int8": 0.0, "lloyd4": None}), "int8"),
         (a_loss({"int8": 0.0, "lloyd4": 0.0}, seeds=2), "bf16"),
-        (a_loss({"int8": 0.0, "lloyd2 + EF21": 0.0}, params=1000), "lloyd4"),  # a larger model says otherwise
+        (a_loss({"int8": 0.0, "lloyd4": 0.2}, params=10**7), "int8"),  # one's own run counts before the committed ones
         (a_loss({}), "lloyd4"),  # the committed records
     ],
 )
@@ -881,6 +887,15 @@ def test_the_three_lines() -> None:
         "Gain: none; int8, the best that keeps the loss, has 0.45–0.55 × the speed (measured)",
         "Loss: that of fp32",
     )
+
+
+def test_a_larger_model_may_object() -> None:
+    large = a_loss({"lloyd2": 0.3}, params=10**7)
+    assert str(evidence.find("lloyd2", [a_loss({"lloyd2": 0.01}), large])).startswith("+35.0 %")
+    small = evidence.find("lloyd2", [replace(large, ratios={"lloyd2": 0.01}), a_loss({"lloyd2": 0.3})])
+    assert small is not None
+    assert small.is_kept
+    assert small.against.startswith("; but +35.0 %")
 
 
 def test_losses_are_those_of_the_largest_model_and_others_may_object() -> None:
@@ -1117,7 +1132,7 @@ def test_flags_change_the_prediction() -> None:
         return float(found)
 
     usual = step("")
-    assert step("--optimizer sgd") < usual  # classic feedback passes over memory less often
+    assert step("--optimizer sgd") > usual  # classic feedback passes over memory; in front of Adam there is none
     assert step("--latency 10ms") > usual
     assert step("--efficiency 50%", "none (ring)") > 1.5 * step("", "none (ring)")
     assert step("--cores 16") < usual

@@ -862,7 +862,19 @@ def test_every_kind_has_labels_and_metrics_of_its_schema() -> None:
     for kind, known in record.COLUMNS.items():
         mine = (*known, *(record.QAT_SPEED if kind == "qat" else ()))
         # Added, not required:
-        extra = {"numel", "part", "steps", "nodes", "asked", "weights", "gradient", "granularity", "dtype", "threads"}
+        extra = {
+            "every",
+            "numel",
+            "part",
+            "steps",
+            "nodes",
+            "asked",
+            "weights",
+            "gradient",
+            "granularity",
+            "dtype",
+            "threads",
+        }
         assert set(compare.LABELS[kind]) <= set(mine) | extra
         assert {metric.column for metric in compare.METRICS[kind]} <= set(mine) | {"diverged", "identical"}
         assert all(dataclasses.is_dataclass(metric) for metric in compare.METRICS[kind])

@@ -24,6 +24,7 @@ import thinwire
 from cases import CPU, digest, generated, given, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
+from thinwire.collectives.board import Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
 from thinwire.collectives.pipeline import Line, Operation, Scratch
@@ -537,6 +538,9 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 # --- lines and failures -----------------------------------------------------------------------------------------------
 
 
+PLACE = Place(1, "all_reduce", known=True)
+
+
 class Fails(Operation):
     """Raises in its second stage."""
 
@@ -555,7 +559,7 @@ class Fails(Operation):
 def failing(group: Group) -> list[str]:
     member = dist.new_group()
     said = []
-    works = [channel_of(member).run(Fails()) for _ in range(2)]
+    works = [channel_of(member).run(Fails(), PLACE) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
         works[0].get_future().wait,
@@ -594,7 +598,7 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
     thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="two_phase")
     if fails:
         with suppress(OSError):
-            channel_of(member).run(Fails()).wait()
+            channel_of(member).run(Fails(), PLACE).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]

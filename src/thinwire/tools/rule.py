@@ -17,10 +17,10 @@ _FEEDBACK = {"ef21": "EF21"}
 
 
 def name(codec: str, feedback: str = "none", weights: str | None = None) -> str:
-    """What a scheme is called everywhere: fp32, bf16, int8, lloyd2 + EF21, lloyd4/int8 with weights in int8."""
+    """What a scheme is called everywhere: fp32, int8, lloyd2 + EF21, lloyd4/int8 with weights in int8."""
     both = codec if weights in (None, "none") or codec == weights == "bf16" else f"{codec}/{weights}"
-    fed = feedback if feedback else "none"
-    return ("fp32" if both == "none" else both) + ("" if fed == "none" else f" + {_FEEDBACK.get(fed, fed)}")
+    more = [_FEEDBACK.get(part, part) for part in feedback.split("+") if part not in ("", "none")]
+    return " + ".join(["fp32" if both == "none" else both, *more])
 
 
 def scheme_of(row: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ BF16_HOOK = (
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
 _SMALL = 8  # ranks; beyond, one_shot sends far too much
+_FEW = 4  # bits; from there on nothing is added to a codec
 _NUMEL = 1 << 16  # of the numbers that are encoded: the error is known to about 1 %
 
 
@@ -62,6 +63,10 @@ class SumScheme:
         if self.algorithm in ("ring", "hierarchical"):
             return ""
         return policy.feedback_of("auto", self.codec, family, weighed=True) or ""  # what is adaptive is an Adam here
+
+    def weighs(self, family: str) -> bool:
+        """Whether compress_ddp weighs gradients by Adam's moments: below 4 bits."""
+        return self.across is None and family == "adaptive" and policy.bits_of(self.codec) < _FEW
 
     def error(self, cluster: Cluster, dtype: torch.dtype) -> float:
         """RMS of what a sum loses over RMS of the sum: its roundings, each of which loses omega of the squares."""

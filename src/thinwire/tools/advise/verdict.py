@@ -60,7 +60,7 @@ def judge(
     ]
     ordered = [found[0], *sorted(found[1:], key=lambda prediction: prediction.error)]
     known = [*losses, *evidence.shipped().losses]
-    ways = {prediction.scheme: _way(prediction, job.dtype, cluster, known) for prediction in ordered}
+    ways = {prediction.scheme: _way(prediction, job, cluster, known) for prediction in ordered}
     choice = rule.choose(list(ways.values()), PREDICTED)
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step_s))
     best = next(prediction for prediction in found if ways[prediction.scheme] is choice.chosen)
@@ -72,14 +72,15 @@ def judge(
     return replace(verdict, notes=tuple(_notes(verdict, cluster)))
 
 
-def _way(prediction: Prediction, dtype: torch.dtype, cluster: Cluster, known: Sequence[Losses]) -> Way:
+def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, known: Sequence[Losses]) -> Way:
     scheme = prediction.scheme
     kind = scheme.algorithm if scheme.algorithm in ("ring", "hierarchical") else "flat"
     low, high = evidence.shipped().misses[kind] if scheme.compresses else (1.0, 1.0)
-    loss = evidence.find(rule.name(str(scheme.narrowest), prediction.feedback), known)
+    fed = f"{prediction.feedback}{'+moments' if scheme.weighs(job.family) else ''}"
+    loss = evidence.find(rule.name(str(scheme.narrowest), fed), known)
     exact = not scheme.compresses or scheme.narrowest == Cast("bf16")
     code = scheme.how(cluster)
-    return Way(_name(scheme, prediction.feedback, dtype, cluster), code, prediction.step_s, low, high, loss, exact)
+    return Way(_name(scheme, fed, job.dtype, cluster), code, prediction.step_s, low, high, loss, exact)
 
 
 def _name(scheme: schemes.SumScheme, feedback: str, dtype: torch.dtype, cluster: Cluster) -> str:
