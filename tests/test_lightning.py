@@ -251,7 +251,7 @@ def test_fabric(pair: World, sharded: bool, tmp_path: Path) -> None:
     for k in "01":
         for name, values in saved["ranks"][k].items():
             assert_same(loaded["ranks"][k][name], values)
-    assert sharded or saved["ranks"]["1"]["0.weight"].any()
+    assert sharded or saved["ranks"].keys() == {"0", "1"}
 
 
 @needs_lightning
