@@ -362,7 +362,7 @@ def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) 
     table = tables.markdown(found)
     assert "gpt with adam, 2 ranks, loopback, 1 seed of 6 steps" in table
     assert "| sign (control) |" in table
-    assert "| powersgd1 (peer) | classic |" in table
+    assert "| powersgd1 + classic (peer) |" in table
     assert "over limit" not in table
     assert "val. gap" in table
     plan = a_plan("lloyd2", seeds=1, steps=6)
