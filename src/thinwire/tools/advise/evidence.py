@@ -38,12 +38,14 @@ def losses_of(record: Record, source: str) -> Losses:
     """The losses of a record of `thinwire bench train` or `thinwire demo`."""
     if record.kind != "train" or not record.rows:
         raise RecordError(f"expected a record of `thinwire bench train` or `thinwire demo`, got {record.kind!r}")
-    first = record.rows[0]
+    parallel = record.rows[-1]["parallel"]  # the first may be a peer: DDP beside DiLoCo
+    rows = [row for row in record.rows if row["parallel"] == parallel]
+    first = rows[0]
     seeds = int(column(first, "seeds"))
     floor = None if first["noise_floor"] is None or seeds < 2 else column(first, "noise_floor", 0.0)
-    ratios = {rule.scheme_of(row): _ratio(row) for row in record.rows if not row.get("control")}
+    ratios = {rule.scheme_of(row): _ratio(row) for row in rows if not row.get("control")}
     params, world = (int(column(first, name)) for name in ("params", "world"))
-    return Losses(source, str(first["parallel"] or "ddp"), params, world, seeds, floor, ratios)
+    return Losses(source, str(parallel or "ddp"), params, world, seeds, floor, ratios)
 
 
 def _ratio(row: Row) -> float | None:
