@@ -83,7 +83,7 @@ class Moments:
         found = [self._of(parameter) for parameter in parameters]
         moments = [moment.float() for moment in found if moment is not None]
         assert len(moments) == len(found), "an optimiser forgot moments that all ranks had"
-        roots = torch._foreach_add(moments, [moment.amax() * FLOOR for moment in moments])
+        roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), FLOOR))
         torch._foreach_sqrt_(roots)
         torch._foreach_clamp_min_(roots, torch.finfo(torch.float32).tiny)
         return list(roots)

@@ -100,7 +100,7 @@ def plan_of(
 def run(plan: Plan, kept: str | None = None, minutes: float | None = None, progress: Progress = iter) -> Record:
     """A record of kind "train", of the schemes whose seeds are all done. `kept`: the file of finished runs.
 
-    After so many minutes no run begins that would not end in time, were it as long as the longest so far.
+    After so many minutes no run begins that would not end in time, were it as long as the last one.
     """
     return collect("train", plan.device, rows(plan, Shelf(kept), minutes, progress))
 
@@ -109,13 +109,14 @@ def rows(plan: Plan, shelf: "Shelf", minutes: float | None, progress: Progress) 
     runs = [Run(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     outcomes: dict[TrainScheme, list[Outcome]] = {scheme: [] for scheme in plan.schemes}
     began = time.monotonic()
+    last = 0.0  # seconds
     for case in progress(runs):
         outcome = shelf.get(plan, case)
         if outcome is None:
-            longest = max((one.seconds for done in outcomes.values() for one in done), default=0.0)
-            if minutes is not None and time.monotonic() - began + longest > 60 * minutes:
+            if minutes is not None and time.monotonic() - began + last > 60 * minutes:
                 continue
             outcome = train_run(plan, case)
+            last = outcome.seconds
             shelf.put(plan, case, outcome)
         outcomes[case.scheme].append(outcome)
         if all(len(outcomes[one]) == plan.task.seeds for one in (case.scheme, plan.schemes[0])):

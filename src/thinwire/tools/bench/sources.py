@@ -6,6 +6,7 @@ installed versions: `digest` tells texts apart.
 """
 
 import hashlib
+import math
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,15 @@ class Bytes(Gpt):
     judged: int = 1 << 20
 
     def network(self) -> nn.Module:
-        return Transformer(256, self.context, self.width, self.heads, self.depth)
+        """Rotary positions and small weights: with learned positions 600 steps end at twice the loss."""
+        network = Transformer(256, self.context, self.width, self.heads, self.depth, rotary=True)
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Linear):
+                adds = name.endswith(("out", "narrow"))  # to what the next blocks see
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.depth) if adds else 0.02)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+        return network
 
     def training_text(self) -> Tensor:
         return texts()[0]

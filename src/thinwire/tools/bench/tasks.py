@@ -146,7 +146,7 @@ class Gpt(Task):
         return Transformer(len(vocabulary()), self.context, self.width, self.heads, self.depth)
 
     def blocks(self, network: nn.Module) -> list[nn.Module]:
-        return [block for block in network.modules() if isinstance(block, _TransformerBlock)]
+        return [block for block in network.modules() if isinstance(block, TransformerBlock)]
 
     def training_text(self) -> Tensor:
         """As codes."""
@@ -179,28 +179,32 @@ class Gpt(Task):
 
 
 class Transformer(nn.Module):
-    """Normalisation before each part, learned positions, causal attention, a head of its own."""
+    """Normalisation before each part, causal attention, a head of its own; positions are learned, or rotary."""
 
-    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int) -> None:
+    def __init__(self, letters: int, context: int, width: int, heads: int, depth: int, *, rotary: bool = False) -> None:
         super().__init__()
         self.letters = nn.Embedding(letters, width)
-        self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(_TransformerBlock(width, heads) for _ in range(depth)))
+        self.places = None if rotary else nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, rotary=rotary) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, letters, bias=False)
-        for weights in (self.letters.weight, self.places.weight):
-            nn.init.normal_(weights, std=0.02)
+        for embedding in (self.letters, self.places):
+            if embedding is not None:
+                nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        here = self.places.weight[: codes.shape[-1]]
-        logits: Tensor = self.head(self.norm(self.blocks(self.letters(codes) + here)))
+        x_BTD = self.letters(codes)
+        if self.places is not None:
+            x_BTD = x_BTD + self.places.weight[: codes.shape[-1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
         return logits
 
 
-class _TransformerBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+class TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.rotary = rotary
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.mixed = nn.Linear(width, 3 * width)
@@ -215,9 +219,26 @@ class _TransformerBlock(nn.Module):
 
     def _attend(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.mixed(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.rotary:
+            turns_TE = _turns(q.shape[-2], q.shape[-1], q.device)
+            q = _turned(q, turns_TE)
+            k = _turned(k, turns_TE)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         result: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
         return result
+
+
+def _turns(context: int, width: int, device: torch.device) -> Tensor:
+    """The angle by which each position turns each pair of numbers of a head."""
+    rates_E = 10_000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    return torch.arange(context, device=device)[:, None] * rates_E
+
+
+def _turned(x_BHTD: Tensor, turns_TE: Tensor) -> Tensor:
+    cos_TE = turns_TE.cos().to(x_BHTD.dtype)
+    sin_TE = turns_TE.sin().to(x_BHTD.dtype)
+    a, b = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([a * cos_TE - b * sin_TE, a * sin_TE + b * cos_TE], dim=-1)
 
 
 _DIGITS = Digits("digits", 600, 5, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 128, 128, 10))
