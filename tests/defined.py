@@ -1,6 +1,7 @@
-"""The verbs in one process: what every rank must hold to the bit, from the inputs of all ranks and the reference.
+"""The verbs in one process: what every rank must hold to the bit, from the inputs of all ranks.
 
-It knows how messages are cut and how steps become keys, as the verbs do; nothing here sends anything.
+It knows how messages are cut and how steps become keys, as the verbs do; nothing here sends anything. Within
+use_backend("reference") the numbers are those of the definition.
 """
 
 import math
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import recoded, wire_of, wires_of
-from thinwire import Codec, use_backend
+from thinwire import Codec
 from thinwire.collectives import plan
 from thinwire.collectives.chunks import Cut, Span, cut, shards
 from thinwire.collectives.lane import Key
@@ -31,12 +32,11 @@ def all_reduce(codec: Codec, inputs: Parts, algorithm: str, scale: float, step: 
             if not part.numel:
                 continue
             key = Key(step, index).of(shard)
-            rows = [taken(x, part) for x in inputs]
+            wires_WN = wires_of(codec, [taken(x, part) for x in inputs], step=key)
             if algorithm == "one_shot":
-                sum_of(codec, rows, taken(out, part), scale, key)
-                continue
-            with use_backend("reference"):
-                wire = recoded(codec, wires_of(codec, rows, step=key), part.numel, abs(scale), key, dtype)
+                codec.decode_sum(wires_WN, taken(out, part), scale=scale)
+            else:
+                wire = recoded(codec, wires_WN, part.numel, abs(scale), key, dtype)
                 codec.decode(wire, taken(out, part), scale=math.copysign(1.0, scale))
     return out
 
@@ -49,7 +49,8 @@ def reduce_scatter(codec: Codec, inputs: Parts, rank: int, scale: float, step: i
     wire = codec.wire_bytes(numel, out.dtype) * (len(inputs) if numel else 1)
     for index, span in spans(cut(numel, wire, len(inputs), unit=codec.unit)):
         if span.numel:
-            sum_of(codec, [taken(row, span) for row in rows], taken(out, span), scale, Key(step, index).of(rank))
+            wires_WN = wires_of(codec, [taken(row, span) for row in rows], step=Key(step, index).of(rank))
+            codec.decode_sum(wires_WN, taken(out, span), scale=scale)
     return out
 
 
@@ -100,10 +101,4 @@ def sent(codec: Codec, x: Tensor, whole: Cut, shard: int, step: int) -> Tensor:
 
 def passed(codec: Codec, x: Tensor, out: Tensor, key: int) -> None:
     if x.numel():
-        with use_backend("reference"):
-            codec.decode(wire_of(codec, x, step=key), out)
-
-
-def sum_of(codec: Codec, rows: Parts, out: Tensor, scale: float, key: int) -> None:
-    with use_backend("reference"):
-        codec.decode_sum(wires_of(codec, rows, step=key), out, scale=scale)
+        codec.decode(wire_of(codec, x, step=key), out)
