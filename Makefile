@@ -47,7 +47,7 @@ sanitize: .venv/.installed
 # A part of the tests on other versions: every Python of PYTHONS that is installed, with every torch of TORCHES.
 PYTHONS ?= 3.11 3.12 3.13 3.14
 TORCHES ?= 2.11.0 2.15.0
-MATRIX := tests/test_codecs.py tests/test_kernels.py tests/test_collectives.py tests/test_ddp_ways.py tests/test_fsdp.py
+MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py ddp_ways.py fsdp.py faults.py)
 matrix: .venv/.installed
 	@set -e; for python in $(PYTHONS); do \
 	  command -v python$$python >/dev/null || { echo "== no python$$python: skipped"; continue; }; \
