@@ -25,7 +25,7 @@ from cases import digest, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_ddp, compress_fsdp
-from thinwire.integrations import sharded
+from thinwire.integrations.fsdp import rows
 from thinwire.optim import OneBitAdam
 
 # --- a network --------------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def compare(group: Group, name: str, with_none: bool) -> tuple[str, list[str], i
     found = []
     if with_none:
         found.append(way.run(group, lambda model, **options: compress_fsdp(model, "none", **options)))
-    with mock.patch.object(sharded, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
+    with mock.patch.object(rows, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
         found.append(way.run(group, in_messages))
     return digest(*plain), [digest(*tensors) for tensors in found], sum(h.stats().bytes_sent for h in handles)
 
@@ -556,7 +556,7 @@ def premultiplied(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     found = []
     for in_sums in (True, False):
         model = shard(Net(), line(group))
-        with mock.patch.object(sharded, "is_exact", return_value=False):
+        with mock.patch.object(rows, "is_exact", return_value=False):
             compress_fsdp(model, "none")
             model.set_force_sum_reduction_for_comms(in_sums)
             model.set_gradient_divide_factor(8.0)

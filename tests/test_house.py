@@ -30,6 +30,9 @@ FLOORS = [
     {"collectives", "feedback", "optim", "qat"},
     {"functional"},
     {"integrations"},
+    {"integrations.fsdp"},
+    {"integrations.__init__", "integrations.lightning", "integrations.accelerate"},
+    {"integrations.transformers"},
     {"hooks"},
     {"tools.rule"},
     {"tools.report", "tools.advise", "tools.bench"},
@@ -50,8 +53,11 @@ def room_of(path: Path) -> str:
 
 
 def room_in(parts: Sequence[str]) -> str:
-    """The room that a dotted name below thinwire lies in; the tools have rooms of their own."""
-    return ".".join(parts[:2]).removesuffix(".__init__") if parts[0] == "tools" else parts[0]
+    """The room that a dotted name below thinwire lies in; the tools, and some integrations, have rooms of their own."""
+    two = ".".join(parts[:2])
+    if parts[0] == "tools":
+        return two.removesuffix(".__init__")
+    return two if two in FLOOR else parts[0]
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -101,6 +107,9 @@ def test_imports_flow_downwards(path: Path) -> None:
         ("kernels", "thinwire", False),
         ("tools.cli", "thinwire.Codec", False),
         ("collectives", "thinwire.feedback.Residuals", False),
+        ("integrations", "thinwire.integrations.fsdp.rows.Scatterer", False),
+        ("integrations.fsdp", "thinwire.integrations.averager", True),
+        ("integrations.fsdp", "thinwire.integrations.lightning", False),
         ("tools.report", "thinwire.tools.bench.record", True),
         ("tools.advise", "thinwire.tools.bench.record.Record", True),
         ("tools.report", "thinwire.tools.bench.timing", False),
@@ -114,8 +123,8 @@ def test_the_import_rule(room: str, target: str, allowed: bool) -> None:
 
 def packages_with_all() -> list[str]:
     """thinwire itself, and every room whose __init__ names what it gives."""
-    rooms = [init for init in sorted(PACKAGE.glob("*/__init__.py")) if "__all__" in init.read_text()]
-    return ["thinwire", *(f"thinwire.{init.parent.name}" for init in rooms)]
+    rooms = [init.parent for init in sorted(PACKAGE.rglob("__init__.py")) if "__all__" in init.read_text()]
+    return [".".join(room.relative_to(PACKAGE.parent).parts) for room in rooms]
 
 
 @pytest.mark.parametrize("name", packages_with_all())
