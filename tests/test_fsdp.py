@@ -476,18 +476,17 @@ class Way(NamedTuple):
 
 WAYS = [
     *(Way(run) for run in (several_groups, one_group, another_dimension, kept_weights, prefetched, accumulated)),
-    *(Way(run) for run in (added_twice, in_sums, divided, offloaded, recomputed, recomputed_in_wrappers, tied)),
+    *(Way(run) for run in (added_twice, divided, offloaded, recomputed_in_wrappers, tied)),
     *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
-    *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
+    *(Way(run) for run in (compressed_before_memory, compressed_late)),
     *(Way(run) for run in (two_models, one_after_the_other, replicas_of_all)),
-    *(
-        Way(run, 4)
-        for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)
-    ),
+    *(Way(run, 4) for run in (replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)),
     Way(several_groups, 3, False),
     Way(larger_shards, 4, False),
 ]
-MORE = [
+MORE = [  # of which others have the parts
+    *(Way(run) for run in (in_sums, recomputed, compressed_after_memory)),
+    Way(replicated, 4),
     *(Way(run, 3, False) for run in (unused, frozen, accumulated, mixed_precision)),
     *(Way(run, 4, False) for run in (one_group, another_dimension)),
 ]
