@@ -260,7 +260,7 @@ TWICE = ("DDP step of 25051850 parameters, 2 ranks, 1gbit", "lloyd4 one_shot")
 # Four ranks on two cores, whose shaped links take processor time as well: at one and two bits that is all there is.
 FLOATS = "all_reduce of 8000000 floats, 4 ranks"
 CROWDED = {
-    *((f"{FLOATS} on 2 nodes, 100mbit", f"{inside} inside / lloyd2 across (hierarchical)") for inside in ("bf16", "int8")),
+    *((f"{FLOATS} on 2 nodes, 100mbit", f"{one} inside / lloyd2 across (hierarchical)") for one in ("bf16", "int8")),
     *((f"{FLOATS}, 100mbit", f"lloyd{bits} two_phase") for bits in (1, 2)),
     *(("DDP step of 25051850 parameters, 4 ranks, 100mbit", f"lloyd{bits} two_phase") for bits in (1, 2)),
 }  # fmt: skip
