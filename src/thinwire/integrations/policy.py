@@ -178,17 +178,20 @@ def bits_of(chosen: Codec) -> int:
 WEIGHTS = ("auto", "none", "moments")
 
 
-def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, weighed: bool = False) -> str | None:
+def feedback_of(
+    asked: str, chosen: Codec, optimizer: str | None, *, weighed: bool = False, outer: bool = False
+) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
 
     "auto" is what trained best: none from 4 bits up; below, classic feedback where the optimiser is linear. In front of
     Adam classic feedback inflates the variance: EF21 at 1 and 2 bits, none at 3, and none where gradients are weighed
-    by Adam's moments.
+    by Adam's moments. Outer gradients of DiLoCo have none but for topk: there are few rounds, and what one of them lost
+    comes late.
     """
     bits = bits_of(chosen)
     if asked != "auto":
         return "" if asked == "none" or bits >= 16 else asked
-    if bits >= 4:
+    if bits >= 4 or (outer and not isinstance(chosen, TopK)):
         return ""
     if optimizer is None:
         return None
