@@ -693,6 +693,7 @@ def test_what_is_no_deadline(deadline: Any) -> None:
 def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
     """See tests/sites.py. Three kills, two joins: every start is from a whole state, and all end with the same."""
     assert program.status == 0, program.told
+    print(program.out)
     assert f"{SITE_STEPS // EVERY} rounds, 3 kills, 2 joins" in program.out
     found = json.loads((program.folder / "found.json").read_text())
     lines = found["lines"]
