@@ -93,9 +93,7 @@ def proven() -> str:
     losses = [evidence.losses_of(found, name) for name, found in asked]
     rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
     found = {
-        "losses": [
-            asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS or one.parallel == "diloco"
-        ],
+        "losses": [asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
         "misses": check.misses(compared()),
         "most_ranks": max(row["world"] for row in rows),
         "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),

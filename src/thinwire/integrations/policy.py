@@ -178,16 +178,17 @@ def bits_of(chosen: Codec) -> int:
 WEIGHTS = ("auto", "none", "moments")
 
 
-def feedback_of(asked: str, chosen: Codec, optimizer: str | None) -> str | None:
+def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, outer: bool = False) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
 
     "auto" is what trained best: none from 4 bits up; below, classic feedback in front of SGD and Muon, and none in
     front of Adam, whose variance any feedback inflates. What topk leaves out has to be remembered: EF21 before Adam.
+    Outer gradients of DiLoCo have none but for topk: there are few rounds, and what one of them lost comes late.
     """
     bits = bits_of(chosen)
     if asked != "auto":
         return "" if asked == "none" or bits >= 16 else asked
-    if bits >= 4:
+    if bits >= 4 or (outer and not isinstance(chosen, TopK)):
         return ""
     if optimizer is None:
         return None
