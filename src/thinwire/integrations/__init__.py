@@ -4,9 +4,9 @@ The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → 
 collectives. That of a sharded model's gradients: fsdp_torch (torch's private names) → fsdp (the handle) → sharded and
 columns (rows in lanes) → collectives; between replicas of shards the averager again. DiLoCo's rounds take the
 averager's road too (diloco; fragments, deadline and rejoin are its parts). Beside them: options (what was asked for),
-wrapped (the model inside a framework's), decisions, policy and auto (what travels how), names, lanes, handle, stats and
-checkpoint. On top: lightning, accelerate and transformers, which call `compress_ddp` or `compress_fsdp` at the right
-time, and put the handle's state into the framework's checkpoints.
+wrapped (the model inside a framework's), decisions, policy and auto (what travels how), nonfinite (NaN and Inf), drift
+(feedback that grows), names, lanes, handle, stats and checkpoint. On top: lightning, accelerate and transformers, which
+call `compress_ddp` or `compress_fsdp` at the right time, and put the handle's state into the framework's checkpoints.
 
 To add a framework: do what those three do. To add another kind of parallelism: a `Handle` that averages `GradientSet`s
 with an `Averager`.
