@@ -66,7 +66,7 @@ class Compress(Callback):
     weigh, algorithm: DDP only.
     mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
     options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
-        measure_every, inside. `optimizer` need not be given: the Trainer's own are known.
+        measure_every, on_nonfinite, inside. `optimizer` need not be given: the Trainer's own are known.
     """
 
     def __init__(

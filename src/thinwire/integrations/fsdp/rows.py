@@ -99,8 +99,10 @@ class Scatterer(Averager):
     def _watched(self, rows: _Rows, world: int, device: torch.device) -> list[LaneWatch]:
         found: list[LaneWatch] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
-            watch = self.errors.watch([*lane.pieces] * world, device).lost if self.decisions.measuring else None
-            found.append(LaneWatch(carry, watch, None if found else self.tally.checked))
+            watch = None
+            if self.decisions.measuring:
+                watch = self.errors.watch([*lane.pieces] * world, device, lane.spec.feedback).lost
+            found.append(LaneWatch(carry, watch, self.tally.checked))
         return found
 
     def _new_rows(
