@@ -26,7 +26,8 @@ soak: .venv/.installed
 	@$(BIN)/python tests/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 # The C kernels with every access, shift and race checked, by the tests of kernels and of damaged wires, for each
-# instruction set that this machine has. The sanitizer's library is loaded before Python, which was not built with it.
+# instruction set that this machine has. The sanitizer's library is loaded before Python, which was not built with it, and
+# before torch's exceptions: it asks for C++'s library when it starts.
 SANITIZERS ?= address,undefined thread
 SANITIZED := tests/test_kernels.py tests/test_fuzz.py tests/test_codecs.py tests/test_fake_quantize.py
 sanitize: .venv/.installed
@@ -37,7 +38,8 @@ sanitize: .venv/.installed
 	    -fno-math-errno -fno-trapping-math -fvisibility=hidden native/*.c -lm -o $$at/src/thinwire/kernels/_native.so; \
 	  case $$kind in thread) library=libtsan.so;; *) library=libasan.so;; esac; \
 	  for isa in best baseline; do echo "== $$kind sanitizer, $$isa instructions"; \
-	    LD_PRELOAD=$$(gcc -print-file-name=$$library) ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$(gcc -print-file-name=$$library) $$(gcc -print-file-name=libstdc++.so.6)" \
+	    ASAN_OPTIONS=detect_leaks=0 \
 	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:report_signal_unsafe=0:halt_on_error=1 \
 	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$$at/src \
 	    $(BIN)/python -m pytest -p no:cacheprovider -o timeout=600 $(SANITIZED) -k "not fork and not environment"; \
