@@ -123,7 +123,7 @@ class Layout:
     def tail(self) -> int:
         """Codes stored for the last block: its length, padded.
 
-        A Lloyd or trellis block has a power of two of codes, an integer block a multiple of 8, so that planes fill their bytes.
+        A Lloyd or trellis block has a power of two of codes, an integer block a multiple of 8: planes fill their bytes.
         """
         if not self.num_blocks:
             return 0

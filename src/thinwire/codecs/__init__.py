@@ -1,4 +1,4 @@
-"""Codecs: identity and casts, block integers, rotated Lloyd-Max, trellis codes, the largest numbers, and codecs made of codecs."""
+"""Codecs: identity, casts, block integers, rotated Lloyd-Max, trellis, the largest numbers, codecs made of codecs."""
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.block_int import BlockInt
