@@ -136,7 +136,7 @@ def test_an_unbiased_scale_does_not_shrink() -> None:
     x = cases.content("gaussian", 1 << 16).double()
     slopes = []
     for scale in ("mmse", "unbiased"):
-        codec = Trellis(2, scale=scale)  # type: ignore[arg-type]
+        codec = Trellis(2, scale=scale)
         slopes.append(float(cases.decoded(codec, cases.wire_of(codec, x.float()), x.numel()).double() @ x / (x @ x)))
     assert slopes[0] == pytest.approx(1 - 0.0902, abs=0.004)
     assert slopes[1] == pytest.approx(1, abs=0.004)
