@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import by_turns
-from programs import Ended
+from programs import TESTS, Ended
 from ranks import RankPool
 from thinwire.collectives import board as boards, checksums
 from thinwire.collectives.channel import channel_of
@@ -325,3 +326,23 @@ sys.exit(7)
 def test_work_that_nobody_waited_for_leaves_the_exit_code_alone(program: Ended) -> None:
     assert program.status == 7, program.told
     assert not program.err, program.told
+
+
+# --- jobs that are started again --------------------------------------------------------------------------------------
+
+
+KINDS = [pytest.param(kind, marks=pytest.mark.program(str(TESTS / "elastic.py"), kind)) for kind in ("ddp", "fsdp")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_loses_ranks_goes_on_from_its_checkpoint_with_the_same_bits(program: Ended, kind: str) -> None:
+    """See tests/elastic.py: one rank is killed in a backward pass, one while it writes the checkpoint."""
+    assert program.status == 0, program.told
+    found = json.loads((program.folder / "found.json").read_text())
+    kills = found["kills"]
+    assert found["status"] == {"whole": 0, "broken": 0}, found
+    assert found["begun"] == {"whole": [0], "broken": [0, kills["backward"], kills["writing"]]}, found
+    assert found["same"], found
+    assert found["numbers"] > 10
+    assert program.alone

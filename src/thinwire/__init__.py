@@ -9,7 +9,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from thinwire import functional, hooks, optim, qat
-    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, codec
+    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, Trellis, codec
     from thinwire.collectives import (
         Work,
         all_gather,
@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
         CollectiveError,
         DisagreementError,
         MissingPackageError,
+        NonfiniteError,
         OptimizerError,
         PeerError,
         QatError,
@@ -69,6 +70,7 @@ __all__ = [
     "Identity",
     "Lloyd",
     "MissingPackageError",
+    "NonfiniteError",
     "OptimizerError",
     "PeerError",
     "QatError",
@@ -79,6 +81,7 @@ __all__ = [
     "Stats",
     "ThinwireError",
     "TopK",
+    "Trellis",
     "WireError",
     "Work",
     "all_gather",
@@ -106,11 +109,11 @@ __all__ = [
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
-    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK codec",
+    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
-    "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError OptimizerError "
-    "PeerError QatError QatStateError QatTypeError ThinwireError WireError",
+    "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
+    "NonfiniteError OptimizerError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",

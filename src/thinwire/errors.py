@@ -4,6 +4,7 @@ ThinwireError
 ├── CollectiveError      (ValueError)    a collective called with tensors, an op or a group it cannot serve
 │   ├── DisagreementError                the ranks of a group called different things
 │   └── PeerError        (RuntimeError)  another rank was lost, or failed, in the middle of a call
+├── NonfiniteError       (ArithmeticError)  gradients with NaN or Inf, where on_nonfinite="raise" asks for it
 ├── CodecError           (ValueError)    a codec string, parameter or input tensor that no codec can serve
 ├── QatError             (ValueError)    a model, quantiser, tensor or setting that thinwire.qat cannot serve
 │   ├── QatTypeError     (TypeError)     one of the wrong type
@@ -26,6 +27,10 @@ class ThinwireError(Exception):
 
 class CodecError(ThinwireError, ValueError):
     """A codec string, a codec parameter or an input tensor is not usable; the message lists what is."""
+
+
+class NonfiniteError(ThinwireError, ArithmeticError):
+    """Gradients hold NaN or Inf; the message names the step and the first parameter."""
 
 
 class QatError(ThinwireError, ValueError):

@@ -24,7 +24,8 @@ from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
-Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor], None]  # is told (span, message, decoded, codec, wire)
+# Is told (span, message, decoded, codec, wire, x) where feedback made the message of x, else None.
+Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor, Tensor | None], None]
 
 
 class Key(NamedTuple):
@@ -174,13 +175,16 @@ class LaneChunk:
             if owed is not None:  # one pass encodes the sum, and leaves in x what was lost of it
                 codec.encode(owed, wire, step=step, residual=x)
                 return
+        given = None
+        if carry is not None and watch is not None:
+            given = self.source[part.begin : part.end].clone()  # the message may take its place
         x = self.message(part)
         codec.encode(x, wire, step=step)
         if carry is None and watch is None:
             return
         read = decoded(codec, wire, x.numel(), step, x.dtype)
         if watch is not None:
-            watch(self.span(part), x, read, codec, wire)
+            watch(self.span(part), x, read, codec, wire, given)
         if carry is not None:
             carry.sent(x, read)
 
@@ -193,13 +197,13 @@ def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtyp
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
-    """Whether all lanes of a chunk are finite, where somebody wants to know; their watchers are told."""
+    """Whether all lanes of a chunk are finite, where somebody wants to know; the first that does is told."""
     lanes = [chunk.lane for chunk in chunks]
     if not any(lane.carry or lane.checked for lane in lanes):
         return True
     whole = torch.stack([is_finite(chunk) for chunk in chunks]).all()
     fine = bool(whole) if whole.device.type == "cpu" else whole
-    for lane in lanes:
-        if lane.checked is not None:
-            lane.checked(fine)
+    told = [lane.checked for lane in lanes if lane.checked is not None]
+    if told:  # a chunk counts once, however many of its lanes are not finite
+        told[0](fine)
     return fine

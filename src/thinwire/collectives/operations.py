@@ -175,6 +175,7 @@ class ReduceScatter(VerbOperation):
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
         fine = _all_set(came_WN[:, -NOTE_BYTES]) if self._note else True
+        self._count(sizes, came_WN, spans)
         for at, (lane, wires_WN) in enumerate(zip(self._lanes, columns(came_WN, sizes), strict=True)):
             if sizes[at]:
                 self._add(
@@ -207,6 +208,14 @@ class ReduceScatter(VerbOperation):
         sent_WN[:, -NOTE_BYTES] = fine
         came_WN[own, -NOTE_BYTES] = fine
 
+    def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
+        """Tell whoever wants to know whether what came, of all lanes, is finite."""
+        told = [lane.checked for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.checked]
+        if told:
+            parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
+            found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
+            told[0](_is_true(torch.stack(found).all()))
+
     def _add(
         self,
         key: Key,
@@ -222,9 +231,6 @@ class ReduceScatter(VerbOperation):
         out = output.read(span, desk)
         total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
         lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=known_step(key.of(self._link.rank), out.device))
-        if lane.checked is not None:
-            whole = lane.codec.all_finite(wires_WN, span.numel, lane.dtype)
-            lane.checked(bool(whole) if whole.device.type == "cpu" else whole)
         if lane.carry is not None:
             for part in rows:
                 lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
@@ -235,7 +241,10 @@ class ReduceScatter(VerbOperation):
 
 
 def _all_set(notes_W: Tensor) -> Fine:
-    found = (notes_W == 1).all()
+    return _is_true((notes_W == 1).all())
+
+
+def _is_true(found: Tensor) -> Fine:
     return bool(found) if found.device.type == "cpu" else found
 
 

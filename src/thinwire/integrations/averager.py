@@ -1,6 +1,7 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
 
 import functools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
+from thinwire.integrations.drift import Drift
 from thinwire.integrations.names import PADDING, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
@@ -125,6 +127,7 @@ class Averager:
         self.memories = Memories(options.residual_dtype)
         self.errors = StepErrors()
         self.tally = Tally()
+        self._drift = Drift()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
         self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
@@ -146,9 +149,12 @@ class Averager:
         self._step = step
         self.tally.timed = device.type == "cpu"
         by_name = self.errors.by_name()
+        drifted = self._drift.look(self.errors.fed_back)
+        if drifted:
+            warnings.warn(f"rank {group.rank()}: {drifted}", stacklevel=2)
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
-        agree = functools.partial(_agree, (group, *self.peers), device)
+        agree = functools.partial(over_groups, (group, *self.peers), device)
         news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
         if self.decisions.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
@@ -177,10 +183,9 @@ class Averager:
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.decisions.measuring:
-            watches = [self.errors.watch(lane.pieces, output.device).lost for lane in bucket.lanes]
-        checks = [self.tally.checked, *[None] * (len(tensors) - 1)]
-        parts = zip(tensors, bucket.carries, watches, checks, strict=True)
-        loaded = [bucket.message.lane(i, *part) for i, part in enumerate(parts)]
+            watches = [self.errors.watch(n.pieces, output.device, n.spec.feedback).lost for n in bucket.lanes]
+        parts = zip(tensors, bucket.carries, watches, strict=True)
+        loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
         meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
         stage = None if meter is None else meter.stage
         work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
@@ -253,6 +258,7 @@ class Averager:
             wire_s=tally.wire_s if tally.timed else None,
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
             scratch_bytes=self.scratch_bytes,
+            skipped=tally.skipped,
         )
 
     @property
@@ -276,7 +282,10 @@ class Averager:
         return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
 
 
-def _agree(groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any) -> list[float]:
+def over_groups(
+    groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
+) -> list[float]:
+    """The sum, or whatever `op` is, of every rank's values over these groups, one after the other."""
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
     for group in groups:
         dist.all_reduce(tensor, op, group=group)

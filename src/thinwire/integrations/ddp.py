@@ -20,10 +20,11 @@ from thinwire.collectives import checks, torch_verbs, transport
 from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.averager import Averager, Future, gradients_in
+from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import Names, ParameterNames, plain_name
+from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
 from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
@@ -68,6 +69,10 @@ class DDPState(Handle):
         self._decisions = Decisions(options, names, whole=True)
         self._averager = Averager(options, self._decisions)
         self._restorer = Restorer(self._averager.average)
+        self._guard = None
+        if options.on_nonfinite != "propagate":
+            self._guard = Guard(options.on_nonfinite, self._averager.tally)
+        self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
         self._began = 0.0  # when the present step did
 
@@ -89,25 +94,55 @@ class DDPState(Handle):
         if self._ended:
             self._begin_step(group, buffer.device)
         try:
-            if group.size() == 1 or not buffer.numel():
-                future = new_future(buffer.device)
-                future.set_result(buffer)
-                return future
             if self.closed:
                 return torch_verbs.average(buffer, group)
-            parameters = bucket.parameters()
-            onebit = self._decisions.onebit
-            if onebit is not None and onebit.frozen:
-                onebit.put_momentum(parameters, _gradients(parameters, buffer))
-            names, shapes = self._names.of(parameters)
-            undo = self._weigh(parameters, names, buffer)
-            future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
-            return future if undo is None else future.then(undo)
+            future = self._average(bucket.parameters(), buffer, alone=group.size() == 1)
         finally:
             if bucket.is_last():
                 self._ended = True
                 self.step += 1
                 self._restorer.end_step()
+        if self._guard is not None:
+            self._means.append((bucket.parameters(), buffer, future))
+            if bucket.is_last():
+                self._judge_later(self._guard, group)
+        return future
+
+    def _average(self, parameters: Sequence[Tensor], buffer: Tensor, *, alone: bool) -> "Future[Tensor]":
+        if self._guard is not None:
+            own = gradients_in(buffer, *self._names.of(parameters))
+            self._guard.look(own.names, own.views)
+        if alone or not buffer.numel():
+            future = new_future(buffer.device)
+            future.set_result(buffer)
+            return future
+        onebit = self._decisions.onebit
+        if onebit is not None and onebit.frozen:
+            onebit.put_momentum(parameters, _gradients(parameters, buffer))
+        names, shapes = self._names.of(parameters)
+        undo = self._weigh(parameters, names, buffer)
+        future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
+        return future if undo is None else future.then(undo)
+
+    def _judge_later(self, guard: Guard, group: dist.ProcessGroup) -> None:
+        """At the end of the backward pass, when all means are there."""
+        step = self.step - 1
+        means = self._means
+        self._means = []
+
+        def judge() -> None:
+            found = torch.cat([which_are_finite([buffer]) for _, buffer, _ in means])
+            if bool(found.all()):  # all ranks have the same means, and see the same
+                return
+            place = Place(group.rank(), group.size())
+            own = guard.code(place, spoiled=True)
+            (least,) = over_groups((group,), found.device, [float(own)], dist.ReduceOp.MIN)
+            guard.judge(int(least), place, step, [p for parameters, _, _ in means for p in parameters])
+
+        if not after_backward(judge):  # a rank that has no more data, under Join: it meets the others' gradients
+            for _, _, future in means:
+                future.wait()
+            judge()
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
         """Bring gradients into Adam's units, see [Note: Moments]; what brings the means back, if there are any."""
@@ -136,6 +171,9 @@ class DDPState(Handle):
             if ranks != own:
                 raise CollectiveError(f"the mesh must hold the ranks of DDP's group, {own}, got one of {ranks}")
         self._ended = False
+        self._means.clear()
+        if self._guard is not None:
+            self._guard.forget()
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
         before = self._began
@@ -270,6 +308,9 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         model's parameters, and sends int8 until it has seen them. A thinwire.optim.OneBitAdam sends its momentum.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
+    on_nonfinite: what a gradient with NaN or Inf does: "propagate" (all ranks get NaN), "raise" (all ranks raise the
+        same NonfiniteError at the end of backward), or "skip" (`.grad` of all parameters becomes None on all ranks, so
+        that the optimiser's step does nothing; `stats().skipped` counts it). With a GradScaler, "propagate".
     weigh: "moments" brings gradients into Adam's units before they are encoded, and back: they are divided by the root
         of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.

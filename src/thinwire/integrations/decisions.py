@@ -127,20 +127,18 @@ class Decisions:
         return news or told
 
     def _share_family(self, step: int, agree: Agree) -> str:
-        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever.
+        """What any rank saw of the optimisers holds for all, one rule for several; nobody waits for ever.
 
         Gives what is to be told, once: a user may expect fewer bits.
         """
-        known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
-        known += known == len(policy.FAMILIES) and self.moments.expected  # one more where it keeps moments
+        known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.leading(list(self._seen.values())))
         waiting = any(name not in self._seen for name in self.sizes)
-        shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
+        told = [float(known), float(waiting), float(self.moments.expected)]
+        shared, someone_waits, expects = agree(told, dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
             asked = self.family
-            self.family = asked or (
-                policy.FAMILIES[min(int(shared), len(policy.FAMILIES)) - 1] if shared else "adaptive"
-            )
-            self._expects = shared > len(policy.FAMILIES)
+            self.family = asked or (policy.FAMILIES[int(shared) - 1] if shared else "adaptive")
+            self._expects = bool(expects)
             self.end_scout()
             if not shared and not asked:
                 return f"no optimizer was seen in {step} steps: it is taken for an adaptive one, pass optimizer= if not"
@@ -245,7 +243,7 @@ class Decisions:
             if choice.bits >= 4:
                 return ""
             chosen = auto.start_width(min(choice.bits, 2.2))
-        return policy.feedback_of("auto", chosen, self.family, weighed=self.weighs, outer=self._outer)
+        return policy.feedback_of("auto", chosen, self.family, outer=self._outer)
 
     def remembered(self) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
@@ -305,4 +303,4 @@ def _saw(
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         name = names.get(p)
         if name is not None:
-            decisions._seen[name] = policy.most_careful([family, decisions._seen.get(name, family)])
+            decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])

@@ -22,7 +22,7 @@ from thinwire.codecs import registry
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.fsdp_torch import groups_of
+from thinwire.integrations.fsdp.private import groups_of
 from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords, Weigh
 from thinwire.integrations.policy import CodecLike
 from thinwire.log import announce
@@ -66,7 +66,7 @@ class Compress(Callback):
     weigh, algorithm: DDP only.
     mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
     options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
-        measure_every, inside. `optimizer` need not be given: the Trainer's own are known.
+        measure_every, on_nonfinite, inside. `optimizer` need not be given: the Trainer's own are known.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,7 @@ from thinwire.optim import OneBitAdam
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
+OnNonfinite = Literal["propagate", "raise", "skip"]
 Weigh = Literal["auto", "none", "moments"]
 Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,6 +41,7 @@ class SharedKeywords(TypedDict, total=False):
     error_budget: float
     replan_every: int
     measure_every: int
+    on_nonfinite: OnNonfinite
     inside: CodecLike
 
 
@@ -66,6 +68,7 @@ class DDPOptions:
     error_budget: float = 0.15
     replan_every: int = 100
     measure_every: int = 100
+    on_nonfinite: OnNonfinite = "propagate"
     weigh: Weigh = "auto"
     algorithm: Algorithm = "auto"
     mesh: DeviceMesh | None = None
@@ -84,6 +87,10 @@ class DDPOptions:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
         if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise CodecError(
+                f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {self.on_nonfinite!r}"
+            )
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
@@ -104,7 +111,8 @@ class DDPOptions:
         exempt = "a function" if callable(self.exempt) else self.exempt
         policy = "; ".join(f"{pattern}={codec}" for pattern, codec in (self.policy or {}).items())
         rules = f"feedback={self.feedback}, exempt={exempt}, policy={policy or None}, algorithm={self.algorithm}"
-        return f"codec={self.schedule}, {rules}, every={self.replan_every}, {self.measure_every}"
+        every = f"every={self.replan_every}, {self.measure_every}"
+        return f"codec={self.schedule}, {rules}, {every}, on_nonfinite={self.on_nonfinite}"
 
     @property
     def rules(self) -> Rules:
@@ -123,9 +131,9 @@ class DDPOptions:
 
     @property
     def family(self) -> str | None:
-        """The most careful family of the optimisers that were passed; momentum is linear in the gradients."""
+        """The leading family of the optimisers that were passed; momentum is linear in the gradients."""
         families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
-        return "linear" if self.onebit is not None else policies.most_careful(families) if families else None
+        return "linear" if self.onebit is not None else policies.leading(families) if families else None
 
     @property
     def nodes(self) -> Nodes | None:

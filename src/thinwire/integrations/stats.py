@@ -32,6 +32,7 @@ class Stats:
     wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
     residual_bytes: int  # memory of the feedback
     scratch_bytes: int  # memory of wires under way, shared by everything on this group
+    skipped: int = 0  # steps that on_nonfinite="skip" left out
     replica_bytes: int = 0  # memory of the copies of weights that differences are sent to
 
     @property
@@ -52,11 +53,13 @@ class Stats:
     def __str__(self) -> str:
         seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
         clipped = _shown(", {:.1%} of codes clipped", self.clipped)
+        bad = f", {self.nonfinite} chunks not finite" if self.nonfinite else ""
+        bad += f", {self.skipped} steps skipped" if self.skipped else ""
         replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
         lines = {
             "codec": f"{self.codec}, feedback {self.feedback}",
             "chosen": self.chosen,
-            "steps": f"{self.steps}" + (f", {self.nonfinite} chunks not finite" if self.nonfinite else ""),
+            "steps": f"{self.steps}" + bad,
             "bytes": f"{self.bytes_sent:,} sent, {self.bytes_plain:,} uncompressed: {self.ratio:.2f} times fewer",
             "bits": _shown("{:.3f} per element", self.bits_per_element),
             "error": _shown("{:.2e} relative", self.relative_error) + clipped,
@@ -80,6 +83,7 @@ class Tally:
     reduce_s: float = 0.0
     decode_s: float = 0.0
     wire_s: float = 0.0
+    skipped: int = 0  # steps that were left out, see nonfinite.py
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
     notes: list[Tensor] = field(default_factory=list)  # of programs: (the last chunk not finite, how many were) of each
@@ -127,27 +131,41 @@ class BucketMeter:
 
 
 class ErrorWatch:
-    """Sums, by parameter, of the squares of what was sent and of what was lost (collectives.lane.Watch)."""
+    """Sums, by parameter, of the squares of what was given, sent and lost (collectives.lane.Watch)."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Piece], device: torch.device, feedback: str = "") -> None:
+        self.feedback = feedback
+        self.codec: Codec | None = None
         self.names = [piece.name for piece in pieces]
         self._edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
         self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
         self.sent_P = torch.zeros_like(self.lost_P)
+        self.given_P = torch.zeros_like(self.lost_P)
         self.outermost = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = 0
         self.looked = False  # whether anything was seen
 
-    def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, wire: Tensor) -> None:
-        """`message` was encoded as `wire`, which says `decoded`."""
+    def lost(
+        self,
+        span: tuple[int, int],
+        message: Tensor,
+        decoded: Tensor,
+        codec: Codec,
+        wire: Tensor,
+        given: Tensor | None = None,
+    ) -> None:
+        """`message`, which feedback made of `given` if there is any, was encoded as `wire`, which says `decoded`."""
         begin, end = span
         self.looked = True
+        self.codec = codec
         for i, (low, high) in enumerate(itertools.pairwise(self._edges)):
             part = slice(max(low, begin) - begin, min(high, end) - begin)
             if part.start < part.stop:
                 sent = message[part].double()
                 self.sent_P[i] += sent.square().sum()
                 self.lost_P[i] += (sent - decoded[part]).square().sum()
+                if given is not None:
+                    self.given_P[i] += given[part].double().square().sum()
         found = codec.outermost(wire, message.numel())
         if found is not None:
             self.outermost += found[0]
@@ -163,9 +181,14 @@ class StepErrors:
         self._watches: list[ErrorWatch] = []
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
-    def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
-        self._watches.append(ErrorWatch(pieces, device))
+    def watch(self, pieces: Sequence[Piece], device: torch.device, feedback: str = "") -> ErrorWatch:
+        self._watches.append(ErrorWatch(pieces, device, feedback))
         return self._watches[-1]
+
+    @property
+    def fed_back(self) -> list[ErrorWatch]:
+        """Those of lanes with feedback, if this step was measured."""
+        return [watch for watch in self._watches if watch.feedback and watch.looked]
 
     def by_name(self) -> dict[str, float]:
         """Squared errors by parameter that the next step decides from, if this one was measured."""

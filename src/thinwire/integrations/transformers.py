@@ -4,7 +4,6 @@ trainer = Trainer(model, args, train_dataset=..., callbacks=[Compress("int8")]) 
 """
 
 import gc
-import os
 import uuid
 import warnings
 import weakref
@@ -16,6 +15,7 @@ from typing import Any, Unpack
 import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
+from thinwire.integrations import rejoin
 from thinwire.integrations.options import CodecChoice
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
@@ -110,10 +110,7 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         saved = self.handle.state_dict(gather=True)
         if not saved:
             return
-        path = _folder(args, state) / _FILE
-        begun = path.with_suffix(".tmp")
-        torch.save({"run": self._run, "step": state.global_step, "state": saved}, begun)
-        os.replace(begun, path)
+        rejoin.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
 
 
 def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import fsdp_checkpoint, policy as policies
-from thinwire.integrations.averager import Averager, GradientSet
+from thinwire.integrations import policy as policies
+from thinwire.integrations.averager import Averager, GradientSet, over_groups
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.fsdp_codes import CodedWeight, coded_weights
-from thinwire.integrations.fsdp_torch import (
+from thinwire.integrations.fsdp import checkpoint
+from thinwire.integrations.fsdp.codes import CodedWeight, coded_weights
+from thinwire.integrations.fsdp.private import (
     GatherComm,
     ParameterGroup,
     ReduceCall,
@@ -30,11 +31,12 @@ from thinwire.integrations.fsdp_torch import (
     groups_of,
     watch_reductions,
 )
+from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
-from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, Optimizers
+from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
+from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, OnNonfinite, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
-from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.stats import Stats, Tally
 from thinwire.integrations.wrapped import describe
 from thinwire.log import announce
@@ -126,6 +128,10 @@ class FSDPState(Handle):
         self._gatherers: list[Gatherer] = []
         self._coded: list[CodedWeight] = []
         self._told: set[str] = set()
+        self._guard = None
+        if options.on_nonfinite != "propagate":
+            self._guard = Guard(options.on_nonfinite, self._averager.tally)
+            self._check_meshes(options.on_nonfinite)
 
     @property
     def step(self) -> int:
@@ -161,7 +167,7 @@ class FSDPState(Handle):
         return coded
 
     def _apply_rules(self, coded: Sequence[CodedWeight], gradients: Tensor) -> None:
-        """Of quantised layers: [Note: Codes] in fsdp_codes.py."""
+        """Of quantised layers: [Note: Codes] in codes.py."""
         if coded:
             parts = gradients.split([parameter.numel for parameter in self._expected])
             held = {p.name: part[: p.held] for p, part in zip(self._expected, parts, strict=True)}
@@ -173,9 +179,40 @@ class FSDPState(Handle):
         given = {id(source) for source in call.sources}
         self._legs["shards"].expect(given)
         self._expected = group.parameters(call.sources)
+        if self._guard is not None:
+            names = [parameter.name for parameter in self._expected]
+            self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
+            after_backward(functools.partial(self._judge, self._guard))
         if "replicas" in self._legs and call.replicas is not None:
             self._legs["replicas"].expect(given)
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
+
+    def _check_meshes(self, choice: str) -> None:
+        """Raise unless the ranks that share the first group's parameters share all."""
+        meshes = {(group.shards, group.replicas) for group in self._groups}
+        sharing = any(parameter.in_tensor_parallel for group in self._groups for parameter in group.parameters())
+        if len(meshes) > 1 or sharing:
+            why = "tensor parallelism" if sharing else "parameter groups on different meshes"
+            raise CollectiveError(
+                f"on_nonfinite={choice!r} needs all ranks to look at the same parameters, and this model has {why}: "
+                "use 'propagate', and skip steps whose norm of gradients is not finite"
+            )
+
+    def _judge(self, guard: Guard) -> None:
+        """Compare with the other ranks what this backward pass has met, once."""
+        if not guard.looked:
+            return
+        held = [parameter for group in self._groups for parameter in group.parameters()]
+        means = [p.gradient for p in held if p.gradient is not None and p.gradient.numel()]
+        device = self._groups[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # FSDP2 reduces on streams of its own, and may not have waited for them
+        spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
+        place = Place(dist.get_rank(), dist.get_world_size())
+        groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
+        own = float(guard.code(place, spoiled=spoiled))
+        (least,) = over_groups(groups, device, [own], dist.ReduceOp.MIN)
+        guard.judge(int(least), place, self.step - 1, [parameter.source.sharded_param for parameter in held])
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """The sum over shards; False if torch is to do it."""
@@ -225,8 +262,8 @@ class FSDPState(Handle):
             All load that one state.
         """
         layout = self._layout
-        own = fsdp_checkpoint.export(layout, self._averager, self._gatherers, self._steps)
-        return fsdp_checkpoint.gather(layout, own) if gather else own
+        own = checkpoint.export(layout, self._averager, self._gatherers, self._steps)
+        return checkpoint.gather(layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint, which fills one in place.
@@ -236,14 +273,14 @@ class FSDPState(Handle):
         self._decisions.check_family("compress_fsdp")
         layout = self._layout
         old = layout.world if world is None else world
-        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
+        return checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        steps = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
+        steps = checkpoint.load(state, self._layout, self._averager, self._gatherers)
         for name, leg in self._legs.items():
             leg.go_on(steps[name])
 
@@ -252,8 +289,8 @@ class FSDPState(Handle):
         return {name: leg.step for name, leg in self._legs.items()}
 
     @property
-    def _layout(self) -> fsdp_checkpoint.Layout:
-        return fsdp_checkpoint.Layout(self._groups)
+    def _layout(self) -> checkpoint.Layout:
+        return checkpoint.Layout(self._groups)
 
     def close(self) -> None:
         """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""
@@ -293,6 +330,7 @@ def compress_fsdp(
     error_budget: float = 0.15,
     replan_every: int = 100,
     measure_every: int = 100,
+    on_nonfinite: OnNonfinite = "propagate",
 ) -> FSDPState:
     """Let the gradients of an FSDP2 model travel compressed, and its weights if you ask for it.
 
@@ -313,6 +351,8 @@ def compress_fsdp(
     inside: with replicas, the codec of the sum over shards inside a node.
     replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
         gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
+    on_nonfinite: as for compress_ddp. "raise" and "skip" need one mesh for all parameters, and cost one small
+        all_reduce per backward pass.
     warmup_steps, optimizer, error_budget, replan_every, measure_every: as for compress_ddp.
     """
     groups = groups_of(model) if isinstance(model, nn.Module) else []
@@ -332,6 +372,7 @@ def compress_fsdp(
         error_budget=error_budget,
         replan_every=replan_every,
         measure_every=measure_every,
+        on_nonfinite=on_nonfinite,
     )
     if options.onebit is not None:
         raise CodecError("OneBitAdam sends its momentum through DDP: use compress_ddp, or another optimiser")

@@ -38,6 +38,7 @@ except ImportError as error:
 
 _ARGUMENTS = (
     "fsdp_params",
+    "unsharded_grads",
     "reduce_scatter_group",
     "reduce_scatter_comm",
     "reduce_dtype",
@@ -75,6 +76,12 @@ class ShardedParameter(NamedTuple):
         """What this rank holds of it, without padding."""
         found: Tensor = self.source.sharded_param.to_local()
         return found
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's part of the mean, once it is there."""
+        found: Any = self.source.sharded_param.grad
+        return None if found is None else found.to_local()
 
     @property
     def shard_rank(self) -> int:
@@ -159,6 +166,12 @@ class ParameterGroup:
     def name(self) -> str:
         """Of the first module in it."""
         return self._names.get(id(self._group.modules[0]), "") or "the root"
+
+    @property
+    def device(self) -> torch.device:
+        """On which it communicates."""
+        found: torch.device = self._group.device
+        return found
 
     @property
     def shards(self) -> dist.ProcessGroup | None:
@@ -288,6 +301,11 @@ class ReduceCall:
     @property
     def sources(self) -> list[Any]:
         return list(self._given["fsdp_params"])
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This rank's, one for each of `sources`."""
+        return list(self._given["unsharded_grads"])
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
