@@ -25,16 +25,14 @@ def launched(group: Group | None, *, local_rank: int | None = None) -> Iterator[
         told = {"RANK": group.rank(), "LOCAL_RANK": group.rank() if local_rank is None else local_rank}
         told |= {"WORLD_SIZE": group.size(), "LOCAL_WORLD_SIZE": group.size(), "MASTER_PORT": 0}
     environment = {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in told.items()}}
-    with_mkldnn = torch.backends.mkldnn.enabled
     with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at that of every tensor
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # in bf16, on some CPUs; torch then switches it off
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # in bf16, on some CPUs
         try:
             yield
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
-            torch.backends.mkldnn.set_flags(with_mkldnn)
 
 
 def shard_on_cpu(accelerator: Any, plugin: Any) -> None:

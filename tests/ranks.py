@@ -318,12 +318,16 @@ def serve_calls(number: int, size: int, pipe: Connection, store: str) -> None:
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     group = _join(number, size, store)
+    from torch.backends import mkldnn
+
+    with_mkldnn = mkldnn.enabled
     warnings.simplefilter("error")
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         call = calls.get()
         _end_groups(group)  # now, when all ranks have answered the call before
         _tell_of_signals()
+        mkldnn.set_flags(with_mkldnn)  # torch switches it off for good at bf16 on some CPUs: other bits
         pipe.send_bytes(_answer(call, group))
 
 

@@ -508,6 +508,7 @@ def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
     assert loss == pytest.approx(math.log(len(tasks.vocabulary())), rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("forked")
 def test_fsdp2_on_a_shaped_link_sends_less() -> None:

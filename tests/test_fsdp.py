@@ -25,7 +25,7 @@ from cases import digest, seeded, thorough, worlds
 from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_ddp, compress_fsdp
-from thinwire.integrations import sharded
+from thinwire.integrations.fsdp import rows
 from thinwire.optim import OneBitAdam
 
 # --- a network --------------------------------------------------------------------------------------------------------
@@ -476,18 +476,17 @@ class Way(NamedTuple):
 
 WAYS = [
     *(Way(run) for run in (several_groups, one_group, another_dimension, kept_weights, prefetched, accumulated)),
-    *(Way(run) for run in (added_twice, in_sums, divided, offloaded, recomputed, recomputed_in_wrappers, tied)),
+    *(Way(run) for run in (added_twice, divided, offloaded, recomputed_in_wrappers, tied)),
     *(Way(run) for run in (frozen, unused, mixed_precision, clipped, compiled, evaluated)),
-    *(Way(run) for run in (compressed_before_memory, compressed_after_memory, compressed_late)),
+    *(Way(run) for run in (compressed_before_memory, compressed_late)),
     *(Way(run) for run in (two_models, one_after_the_other, replicas_of_all)),
-    *(
-        Way(run, 4)
-        for run in (replicated, replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)
-    ),
+    *(Way(run, 4) for run in (replicated_in_sums, replicated_mixed, replicas_later, hooked, tensor_parallel)),
     Way(several_groups, 3, False),
     Way(larger_shards, 4, False),
 ]
-MORE = [
+MORE = [  # of which others have the parts
+    *(Way(run) for run in (in_sums, recomputed, compressed_after_memory)),
+    Way(replicated, 4),
     *(Way(run, 3, False) for run in (unused, frozen, accumulated, mixed_precision)),
     *(Way(run, 4, False) for run in (one_group, another_dimension)),
 ]
@@ -510,7 +509,7 @@ def compare(group: Group, name: str, with_none: bool) -> tuple[str, list[str], i
     found = []
     if with_none:
         found.append(way.run(group, lambda model, **options: compress_fsdp(model, "none", **options)))
-    with mock.patch.object(sharded, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
+    with mock.patch.object(rows, "is_exact", return_value=False) if way.two else contextlib.nullcontext():
         found.append(way.run(group, in_messages))
     return digest(*plain), [digest(*tensors) for tensors in found], sum(h.stats().bytes_sent for h in handles)
 
@@ -556,7 +555,7 @@ def premultiplied(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     found = []
     for in_sums in (True, False):
         model = shard(Net(), line(group))
-        with mock.patch.object(sharded, "is_exact", return_value=False):
+        with mock.patch.object(rows, "is_exact", return_value=False):
             compress_fsdp(model, "none")
             model.set_force_sum_reduction_for_comms(in_sums)
             model.set_gradient_divide_factor(8.0)

@@ -237,7 +237,7 @@ def test_a_policy_that_is_no_mapping_is_told_so() -> None:
 
 BITS = {
     "lloyd1": 1, "lloyd2": 2, "lloyd3": 3, "lloyd4": 4, "int2": 2, "int3": 3, "int4": 4, "int5": 5, "int8": 8,
-    "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16,
+    "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16, "topk": 1,
 }  # fmt: skip
 
 
@@ -249,8 +249,10 @@ def test_bits_of_every_codec() -> None:
 def test_automatic_feedback(name: str) -> None:
     chosen, bits = make(name), BITS[name]
     assert policy.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
-    assert policy.feedback_of("auto", chosen, "adaptive") == ("ef21" if bits <= 2 else "")
+    assert policy.feedback_of("auto", chosen, "muon") == policy.feedback_of("auto", chosen, "linear")
+    assert policy.feedback_of("auto", chosen, "adaptive") == ""
     assert policy.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
+    assert policy.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -261,7 +263,7 @@ def test_feedback_that_was_asked_for_is_given_but_to_what_is_exact(name: str, fa
     assert policy.feedback_of("none", make(name), family) == ""
 
 
-LINEAR = {"SGD", "ASGD", "Muon"}
+OTHERS = {"SGD": "linear", "ASGD": "linear", "Muon": "muon"}
 
 
 def optimisers() -> list[type[torch.optim.Optimizer]]:
@@ -272,7 +274,7 @@ def optimisers() -> list[type[torch.optim.Optimizer]]:
 @pytest.mark.parametrize("kind", optimisers(), ids=lambda kind: kind.__name__)
 def test_the_family_of_every_optimiser_of_torch(kind: Any) -> None:
     optimizer = kind.__new__(kind)  # some need much to be made, and the kind alone decides
-    assert policy.family(optimizer) == ("linear" if kind.__name__ in LINEAR else "adaptive")
+    assert policy.family(optimizer) == OTHERS.get(kind.__name__, "adaptive")
 
     class Mine(kind):  # type: ignore[misc]
         pass
@@ -281,7 +283,7 @@ def test_the_family_of_every_optimiser_of_torch(kind: Any) -> None:
 
 
 def test_all_optimisers_were_met() -> None:
-    assert {kind.__name__ for kind in optimisers()} >= LINEAR | {
+    assert {kind.__name__ for kind in optimisers()} >= set(OTHERS) | {
         "Adam",
         "AdamW",
         "RMSprop",
@@ -651,15 +653,17 @@ def test_a_parameter_has_its_codec_and_its_feedback() -> None:
     ("codec", "optimizer", "want"),
     [
         ("lloyd1", "linear", "classic"),
-        ("lloyd1", "adaptive", "ef21"),
+        ("lloyd1", "adaptive", ""),
         ("lloyd3", "adaptive", ""),
         ("lloyd3", "linear", "classic"),
+        ("lloyd3", "muon", "classic"),
+        ("topk", "adaptive", "ef21"),
         ("lloyd4", "linear", ""),
         ("auto:2.5", "linear", "classic"),
-        ("auto:2.5", "adaptive", "ef21"),
-        ("auto:3.9", "adaptive", "ef21"),
+        ("auto:2.5", "adaptive", ""),
+        ("auto:3.9", "adaptive", ""),
         ("auto:4", "adaptive", ""),
-        ("auto:1.1", "adaptive", "ef21"),
+        ("auto:1.1", "adaptive", ""),
     ],
 )
 def test_feedback_by_codec_and_optimiser(codec: str, optimizer: str, want: str) -> None:
@@ -669,10 +673,10 @@ def test_feedback_by_codec_and_optimiser(codec: str, optimizer: str, want: str) 
 
 
 def test_all_widths_of_a_budget_share_one_feedback() -> None:
-    made = decisions("auto:2.5", optimizer="adaptive")
+    made = decisions("auto:2.5", optimizer="linear")
     begin(made, 0)
     made._widths = {f"p{i}": width for i, (width, _) in enumerate(WIDTHS)}
-    assert {travels(made, WIDE, name)[1] for name in made._widths} == {"ef21"}
+    assert {travels(made, WIDE, name)[1] for name in made._widths} == {"classic"}
     assert travels(made, THIN, "b") == ("bf16", "")
 
 
@@ -690,25 +694,25 @@ def test_int8_travels_until_the_optimiser_is_known() -> None:
     torch.optim.Adam([stranger, parameter]).step()
     torch.optim.SGD([parameter]).step()
     begin(made, 2)
-    assert travels(made) == ("lloyd2", "ef21"), "of several the most careful"
+    assert travels(made) == ("lloyd2", ""), "Adam's rule holds beside SGD"
 
 
 def test_every_parameter_waits_for_its_optimiser() -> None:
     """Muon steps matrices, AdamW the rest, perhaps later: what is right for one may hurt the other."""
-    matrix, rest = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    matrix.grad, rest.grad = torch.ones(3), torch.ones(3)
+    matrix, rest = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+    matrix.grad, rest.grad = torch.ones(3, 3), torch.ones(3)
     made = decisions("lloyd2", optimizer=None, names={"m": matrix, "r": rest})
     begin(made, 0)
     assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
-    torch.optim.SGD([matrix]).step()
+    torch.optim.AdamW([rest]).step()
     begin(made, 1)
     assert [travels(made, WIDE, name) for name in "mr"] == [("int8", "")] * 2
-    torch.optim.AdamW([rest]).step()
+    torch.optim.Muon([matrix]).step()
     begin(made, 2)
-    assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "ef21")] * 2
-    both = [torch.optim.SGD([matrix]), torch.optim.AdamW([rest])]
-    assert decisions("lloyd2", optimizer=both).family == "adaptive"
-    assert decisions("lloyd2", optimizer=both[:1]).family == "linear"
+    assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "classic")] * 2, "Muon's rule"
+    both = [torch.optim.Muon([matrix]), torch.optim.AdamW([rest])]
+    assert decisions("lloyd2", optimizer=both).family == "muon"
+    assert decisions("lloyd2", optimizer=both[1:]).family == "adaptive"
 
 
 def test_what_a_race_cannot_measure_it_measures_later() -> None:
@@ -745,13 +749,13 @@ def test_nobody_waits_for_an_optimiser_for_ever() -> None:
         begin(made, step)
         assert travels(made) == ("int8", "")
     begin(made, 30)
-    assert travels(made) == ("lloyd2", "ef21")
+    assert travels(made) == ("lloyd2", "")
 
 
 def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
     made = decisions("lloyd2", optimizer=None)
     begin(made, 0)
-    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear"), 0.0])
+    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear"), 0.0, 0.0])
     assert travels(made) == ("lloyd2", "classic")
 
 
@@ -948,9 +952,9 @@ def test_decisions_go_on_from_a_checkpoint(codec: str) -> None:
 
 
 def test_what_will_be_remembered_is_known_before_it_begins() -> None:
-    made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="adaptive")
+    made = decisions({0: "none", 10: "lloyd2", 20: "int8"}, optimizer="linear")
     made.sizes.update({"w": WIDE, "b": THIN})
-    assert made.remembered() == {"w": (4096, "ef21")}
+    assert made.remembered() == {"w": (4096, "classic")}
     assert decisions("int8").remembered() == {}
 
 

@@ -28,11 +28,15 @@ LEAVE_S = 20.0
 TOLD = r"steps (\d+) to (\d+): loss ([\d.]+), weights ([\d.]+), ([\d.]+) times fewer bytes"
 
 
-def run_example() -> None:
+def run_example(fails: bool) -> None:
     """The example, with a folder of its own for Ray, all of whose processes have to be gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="thinwire-ray-") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
-        subprocess.run([sys.executable, str(EXAMPLE)], env=environment, check=True)
+        code = EXAMPLE.read_text()
+        assert code.count("FAIL_AT = 30") == 1
+        script = Path(folder) / EXAMPLE.name
+        script.write_text(code if fails else code.replace("FAIL_AT = 30", "FAIL_AT = STEPS"))
+        subprocess.run([sys.executable, str(script)], env=environment, check=True)
         deadline = time.monotonic() + LEAVE_S
         while (left := processes_in(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -61,11 +65,22 @@ def uninterrupted(group: Group) -> float:
     return torch.cat([p.detach().flatten() for p in bare.parameters()]).double().norm().item()
 
 
-@pytest.mark.program("-c", "import test_ray; test_ray.run_example()")
-def test_workers_go_on_from_ray_s_checkpoint_with_the_same_bits(program: Ended, ranks: RankPool) -> None:
+def started(fails: bool) -> pytest.MarkDecorator:
+    return pytest.mark.program("-c", f"import test_ray; test_ray.run_example({fails})")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(0, marks=started(False), id="at once"),
+        pytest.param(20, marks=(started(True), pytest.mark.thorough), id="after a failure"),  # starts workers again
+    ],
+)
+def test_workers_have_the_bits_of_plain_ddp(program: Ended, ranks: RankPool, begin: int) -> None:
+    """Also those that fail, and go on from Ray's checkpoint."""
     assert program.status == 0, program.told
     assert program.alone
-    ((begin, end, _, weights, ratio),) = re.findall(TOLD, program.out)
-    assert (begin, end) == ("20", "40")
+    ((first, last, _, weights, ratio),) = re.findall(TOLD, program.out)
+    assert (int(first), int(last)) == (begin, 40)
     assert float(ratio) > 12
     assert ranks(2).run(uninterrupted) == [float(weights)] * 2

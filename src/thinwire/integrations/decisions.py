@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.codecs import BlockInt, Codec, Identity, registry
+from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
 from thinwire.errors import CollectiveError
 from thinwire.integrations import auto, policy
@@ -29,10 +29,11 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 class Decisions:
     """The codec and feedback of every parameter at the present step.
 
-    `whole`: every rank has all of every parameter's moments, so that gradients may be weighed by them.
+    `whole`: every rank has all of every parameter's moments, so that gradients may be weighed by them. `outer`: they
+    are outer gradients of DiLoCo.
     """
 
-    def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False) -> None:
+    def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False, outer: bool = False) -> None:
         self._options = options
         self._feedback = options.feedback if options.mesh is None else "none"
         self.schedule = options.schedule
@@ -42,6 +43,7 @@ class Decisions:
         self.sizes = names.sizes
         self._names = names
         self.moments = Moments(options.optimizers)
+        self._outer = outer
         self._weigh = options.weigh if whole and self.onebit is None else "none"
         self._expects = self.moments.expected  # whether moments are, once all ranks know the optimiser
         self._weighed: dict[Names, list[int]] = {}  # as `weighed` gives them, while `_weighed_by` holds
@@ -125,20 +127,18 @@ class Decisions:
         return news or told
 
     def _share_family(self, step: int, agree: Agree) -> str:
-        """What any rank saw of the optimisers holds for all, the most careful of several; nobody waits for ever.
+        """What any rank saw of the optimisers holds for all, one rule for several; nobody waits for ever.
 
         Gives what is to be told, once: a user may expect fewer bits.
         """
-        known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.most_careful(list(self._seen.values())))
-        known += known == len(policy.FAMILIES) and self.moments.expected  # one more where it keeps moments
+        known = 0 if not self._seen else 1 + policy.FAMILIES.index(policy.leading(list(self._seen.values())))
         waiting = any(name not in self._seen for name in self.sizes)
-        shared, someone_waits = agree([float(known), float(waiting)], dist.ReduceOp.MAX)
+        told = [float(known), float(waiting), float(self.moments.expected)]
+        shared, someone_waits, expects = agree(told, dist.ReduceOp.MAX)
         if (shared and not someone_waits) or step >= _PATIENCE:
             asked = self.family
-            self.family = asked or (
-                policy.FAMILIES[min(int(shared), len(policy.FAMILIES)) - 1] if shared else "adaptive"
-            )
-            self._expects = shared > len(policy.FAMILIES)
+            self.family = asked or (policy.FAMILIES[int(shared) - 1] if shared else "adaptive")
+            self._expects = bool(expects)
             self.end_scout()
             if not shared and not asked:
                 return f"no optimizer was seen in {step} steps: it is taken for an adaptive one, pass optimizer= if not"
@@ -238,11 +238,12 @@ class Decisions:
             return policy.feedback_of(self._feedback, chosen, self.family)
         if self.onebit is not None:
             return "classic" if bits < 4 else ""
-        if isinstance(choice, policy.Budget) and bits < 16:
+        if isinstance(choice, policy.Budget) and bits < 16 and not isinstance(chosen, TopK):
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
-            start = auto.start_width(min(choice.bits, 2.2))
-            return policy.feedback_of("auto", start, self.family, weighed=self.weighs) if choice.bits < 4 else ""
-        return policy.feedback_of("auto", chosen, self.family, weighed=self.weighs)
+            if choice.bits >= 4:
+                return ""
+            chosen = auto.start_width(min(choice.bits, 2.2))
+        return policy.feedback_of("auto", chosen, self.family, outer=self._outer)
 
     def remembered(self) -> dict[str, tuple[int, str]]:
         """Elements and feedback of every parameter that has one at some step, whether or not it has begun."""
@@ -302,4 +303,4 @@ def _saw(
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         name = names.get(p)
         if name is not None:
-            decisions._seen[name] = policy.most_careful([family, decisions._seen.get(name, family)])
+            decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])

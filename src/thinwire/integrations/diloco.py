@@ -36,7 +36,7 @@ from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
 from thinwire.integrations.policy import CodecLike, Exempt
 from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
-from thinwire.integrations.wrapped import bare_optimizer
+from thinwire.integrations.wrapped import bare_optimizer, is_sharded
 from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
@@ -45,7 +45,7 @@ _LR = 0.7
 _MOMENTUM = 0.9
 
 
-_open: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DiLoCo]]" = weakref.WeakKeyDictionary()
+_open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
 
 
 class DiLoCo(Handle):
@@ -63,7 +63,7 @@ class DiLoCo(Handle):
         and a rate of 0.7.
     every: steps between two averages of a parameter.
     codec: as for compress_ddp, without "auto"; "auto:2.5" without fragments.
-    feedback: "auto" (none from 4 bits up, classic below, EF21 before an outer Adam), "none", "classic" or "ef21".
+    feedback: "auto" (none; for topk classic, EF21 before an outer Adam), "none", "classic" or "ef21".
     beta: what is left of a residual after a round; 1 forgets nothing.
     fragments: parameters in so many groups, which are averaged by turns, so that traffic comes evenly.
     overlap: so many steps are trained while an average is under way; it is applied after them.
@@ -97,9 +97,7 @@ class DiLoCo(Handle):
         super().__init__()
         self._inner = _stepping(inner_optimizer)
         named = trained(model)
-        before = _open.get(model, lambda: None)()
-        if before is not None and not before.closed:
-            raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
+        _check_alone(named)
         _check(every, fragments, overlap, beta, len(named))
         _check_deadline(deadline)
         self.every = every
@@ -110,6 +108,7 @@ class DiLoCo(Handle):
         self.skipped = 0  # averages that were not finite
         self.late = 0  # averages that were not there in time
         self._group = transport.resolve(group)
+        _check_sharded(self._inner, self._group)
         self._fragments = [Fragment(part) for part in cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
@@ -128,7 +127,7 @@ class DiLoCo(Handle):
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
         every_name = [plain_name(name) for name, _ in bare(model).named_parameters()]  # as on other ranks
         options.rules.check_names(every_name)
-        self._averager = Averager(options, Decisions(options, self._names))
+        self._averager = Averager(options, Decisions(options, self._names, outer=True))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[Round] = []
         self._deadline = None if deadline is None else Deadline(self._group, deadline)
@@ -139,7 +138,7 @@ class DiLoCo(Handle):
         self._snapshot = None if snapshot is None else Path(snapshot)
         if self._snapshot is not None:
             self._rejoin(self._snapshot)
-        _open[model] = weakref.ref(self)
+        _open.add(self)
         self._hook: Any = None
         if self._inner is not None:
             self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
@@ -214,7 +213,7 @@ class DiLoCo(Handle):
         for buffer, saved in zip(self._buffers, shared["buffers"], strict=True):
             buffer.copy_(saved)
         if state is not None and state["inner"] is not None and self._inner is not None:
-            self._inner.load_state_dict(state["inner"])
+            bare_optimizer(self._inner).load_state_dict(state["inner"])
         behind = sum(one.rounds < self.rounds for one in told)
         if group.rank() == 0:
             new = f"; {behind} of {group.size()} ranks catch up or are new" if behind else ""
@@ -223,7 +222,7 @@ class DiLoCo(Handle):
     def _save(self) -> None:
         """Write the snapshot, if there is to be one."""
         if self._snapshot is not None:
-            inner = None if self._inner is None else self._inner.state_dict()
+            inner = None if self._inner is None else bare_optimizer(self._inner).state_dict()
             buffers = [buffer.detach().cpu().clone() for buffer in self._buffers]
             rejoin.write(self._snapshot, {**self.state_dict(), "under_way": [], "inner": inner, "buffers": buffers})
 
@@ -323,7 +322,7 @@ class DiLoCo(Handle):
                 self._put(fragment, fragment.flat(fragment.outer))
                 for one in (one for one in self._under_way if one.fragment == at):
                     one.sent = fragment.flat(fragment.own())  # it has learnt nothing since
-        remembered = [] if self._inner is None else list(self._inner.state.values())
+        remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
         for state in remembered:
             if not all(is_finite(value) for value in state.values() if isinstance(value, Tensor)):
                 state.clear()
@@ -463,13 +462,32 @@ class DiLoCo(Handle):
 
 def _stepping(given: Optimizer | None) -> Optimizer | None:
     """The optimizer whose steps are counted, if any."""
-    found = bare_optimizer(given)
+    found = bare_optimizer(given, whole=True)
     if found is not None and not isinstance(found, Optimizer):
         raise CollectiveError(
             f"inner_optimizer: expected a torch optimizer, got {type(given).__name__}: of several pass the one that "
             "steps last, or pass None and call step() yourself"
         )
     return found
+
+
+def _check_alone(named: Sequence[tuple[str, Tensor]]) -> None:
+    mine = {id(parameter) for _, parameter in named}
+    for other in _open:
+        if not other.closed and not mine.isdisjoint(id(p) for part in other._fragments for p in part.parameters):
+            raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
+
+
+def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
+    """Raise if a sharded optimizer exchanges parameters between ranks that average: they would not train alone."""
+    if not is_sharded(inner):
+        return
+    both = set(dist.get_process_group_ranks(inner.process_group)) & set(dist.get_process_group_ranks(group))
+    if len(both) > 1:
+        raise CollectiveError(
+            f"inner_optimizer: ranks {sorted(both)} average, and a ZeroRedundancyOptimizer shares its step among them: "
+            "give it a process_group inside a site, and DiLoCo a group with one rank per site"
+        )
 
 
 def _check_codec(options: DDPOptions, fragments: int) -> None:

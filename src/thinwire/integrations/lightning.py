@@ -22,7 +22,7 @@ from thinwire.codecs import registry
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.fsdp_torch import groups_of
+from thinwire.integrations.fsdp.private import groups_of
 from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords, Weigh
 from thinwire.integrations.policy import CodecLike
 from thinwire.log import announce

@@ -131,9 +131,9 @@ class DDPOptions:
 
     @property
     def family(self) -> str | None:
-        """The most careful family of the optimisers that were passed; momentum is linear in the gradients."""
+        """The leading family of the optimisers that were passed; momentum is linear in the gradients."""
         families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
-        return "linear" if self.onebit is not None else policies.most_careful(families) if families else None
+        return "linear" if self.onebit is not None else policies.leading(families) if families else None
 
     @property
     def nodes(self) -> Nodes | None:

@@ -142,18 +142,18 @@ def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
     return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-FAMILIES = ("linear", "adaptive")
-LINEAR = ("SGD", "ASGD", "Muon")  # what they do with a gradient is linear: an error may come late, but adds up
+FAMILIES = ("linear", "adaptive", "muon")  # of several optimisers the last one's rule holds
+_LINEAR = ("SGD", "ASGD")  # what they do with a gradient is linear: an error may come late, but adds up
 
 
 def family(optimizer: object) -> str:
-    """ "linear" for SGD, Muon and their like; "adaptive" for Adam's kin and for what is not known."""
+    """ "linear" for SGD, "muon" for Muon, and "adaptive" for Adam's kin and for what is not known."""
     names = [kind.__name__ for kind in type(bare_optimizer(optimizer)).__mro__]
-    return "linear" if any(name in LINEAR for name in names) else "adaptive"
+    return "muon" if "Muon" in names else "linear" if any(name in _LINEAR for name in names) else "adaptive"
 
 
-def most_careful(families: Sequence[str]) -> str:
-    """The family whose feedback hurts none of these: EF21 serves linear optimisers too, classic does not serve Adam."""
+def leading(families: Sequence[str]) -> str:
+    """The family whose rule holds for all: Muon's where AdamW has the rest, and Adam's beside SGD."""
     return max(families, key=FAMILIES.index)
 
 
@@ -178,23 +178,23 @@ def bits_of(chosen: Codec) -> int:
 WEIGHTS = ("auto", "none", "moments")
 
 
-def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, weighed: bool = False) -> str | None:
+def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, outer: bool = False) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
 
-    "auto" is what trained best: none from 4 bits up; below, classic feedback where the optimiser is linear. In front of
-    Adam classic feedback inflates the variance: EF21 at 1 and 2 bits, none at 3, and none where gradients are weighed
-    by Adam's moments.
+    "auto" is what trained best: none from 4 bits up; below, classic feedback in front of SGD and Muon, and none in
+    front of Adam, whose variance any feedback inflates. What topk leaves out has to be remembered: EF21 before Adam.
+    Outer gradients of DiLoCo have none but for topk: there are few rounds, and what one of them lost comes late.
     """
     bits = bits_of(chosen)
     if asked != "auto":
         return "" if asked == "none" or bits >= 16 else asked
-    if bits >= 4:
+    if bits >= 4 or (outer and not isinstance(chosen, TopK)):
         return ""
     if optimizer is None:
         return None
-    if optimizer == "linear":
+    if optimizer != "adaptive":
         return "classic"
-    return "ef21" if bits <= 2 and not weighed else ""
+    return "ef21" if isinstance(chosen, TopK) else ""
 
 
 def check_feedback(feedback: str, dtype: torch.dtype) -> None:

@@ -51,8 +51,13 @@ def _modules(given: object, kind: Any) -> list[Any]:
     return [module for module in given.modules() if isinstance(module, kind)] if isinstance(given, nn.Module) else []
 
 
-def bare_optimizer(given: Any) -> Any:
-    """The optimizer that a framework's wraps, or `given` itself."""
-    held = getattr(given, "__dict__", {})
-    inner = [bare_optimizer(held[name]) for name in _INSIDE if name in held]
+def bare_optimizer(given: Any, *, whole: bool = False) -> Any:
+    """The optimizer that a framework's wraps, or `given` itself; if `whole`, not a rank's part of a sharded one."""
+    held = {} if whole and is_sharded(given) else getattr(given, "__dict__", {})
+    inner = [bare_optimizer(held[name], whole=whole) for name in _INSIDE if name in held]
     return next((one for one in inner if isinstance(one, Optimizer)), given)
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer: ranks step a part of the parameters each, and then exchange them."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)

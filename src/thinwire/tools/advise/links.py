@@ -12,8 +12,8 @@ RDMA_FROM = 100e9 / 8  # bytes per second; a faster link on NCCL counts as Infin
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # by device
 # Of one message, where none is given. gloo's is half of the smallest all_reduce of two ranks in collectives_auto.json,
 # wake-ups included; NCCL's are assumptions: run under torchrun to measure.
-LATENCY_S = {"gloo": 0.25e-3, "nccl": 10e-6}
-INSIDE_LATENCY_S = {"gloo": 0.25e-3, "nccl": 3e-6}
+LATENCY_S = {"gloo": 0.3e-3, "nccl": 10e-6}
+INSIDE_LATENCY_S = {"gloo": 0.3e-3, "nccl": 3e-6}
 
 
 @dataclass(frozen=True)

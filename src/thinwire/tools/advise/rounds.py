@@ -63,7 +63,7 @@ def rounds(
     """Every codec with every number of steps between rounds. Outer gradients are in fp32."""
     known = evidence.shipped().losses
     for codec in codecs:
-        feedback = policy.feedback_of("auto", codec, "linear") or "none"
+        feedback = policy.feedback_of("auto", codec, "linear", outer=True) or "none"
         scheme = SumScheme(fewest_roundings(cluster.world), codec)
         scheme = scheme if scheme.compresses else PLAIN
         fed = feedback if scheme.compresses and feedback != "none" else ""

@@ -62,7 +62,7 @@ class SumScheme:
         """What compress_ddp adds by itself for optimisers of a family; sums over a mesh have none."""
         if self.algorithm in ("ring", "hierarchical"):
             return ""
-        return policy.feedback_of("auto", self.codec, family, weighed=True) or ""  # what is adaptive is an Adam here
+        return policy.feedback_of("auto", self.codec, family) or ""
 
     def weighs(self, family: str) -> bool:
         """Whether compress_ddp weighs gradients by Adam's moments: below 4 bits."""

@@ -60,7 +60,7 @@ SHARDED_CODECS = {
     "gpt": _SHARDED_LOSSES,
     "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16),
 }
-OUTER_CODECS = ("lloyd4", "lloyd2@none", "lloyd2", "lloyd1@none", "lloyd1", "topk")
+OUTER_CODECS = ("lloyd4", "lloyd2", "lloyd2@classic", "lloyd1", "lloyd1@classic", "topk")
 EVERY = (10, 30)  # steps between two rounds of DiLoCo
 COMPUTE = "a step alone"  # timed beside the schemes
 STEP_TIMES = "step times"  # the case before all runs

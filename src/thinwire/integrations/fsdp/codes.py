@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
+from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
 from thinwire.qat.gather import WeightCodes
 from thinwire.qat.layers import QuantizedLayer
 

@@ -22,9 +22,9 @@ from thinwire import feedback
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager
-from thinwire.integrations.columns import row_name
-from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter
-from thinwire.integrations.sharded import Gatherer
+from thinwire.integrations.fsdp.columns import row_name
+from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
+from thinwire.integrations.fsdp.rows import Gatherer
 
 _VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import fsdp_checkpoint, policy as policies
+from thinwire.integrations import policy as policies
 from thinwire.integrations.averager import Averager, GradientSet, over_groups
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.fsdp_codes import CodedWeight, coded_weights
-from thinwire.integrations.fsdp_torch import (
+from thinwire.integrations.fsdp import checkpoint
+from thinwire.integrations.fsdp.codes import CodedWeight, coded_weights
+from thinwire.integrations.fsdp.private import (
     GatherComm,
     ParameterGroup,
     ReduceCall,
@@ -30,12 +31,12 @@ from thinwire.integrations.fsdp_torch import (
     groups_of,
     watch_reductions,
 )
+from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, OnNonfinite, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
-from thinwire.integrations.sharded import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.stats import Stats, Tally
 from thinwire.integrations.wrapped import describe
 from thinwire.log import announce
@@ -166,7 +167,7 @@ class FSDPState(Handle):
         return coded
 
     def _apply_rules(self, coded: Sequence[CodedWeight], gradients: Tensor) -> None:
-        """Of quantised layers: [Note: Codes] in fsdp_codes.py."""
+        """Of quantised layers: [Note: Codes] in codes.py."""
         if coded:
             parts = gradients.split([parameter.numel for parameter in self._expected])
             held = {p.name: part[: p.held] for p, part in zip(self._expected, parts, strict=True)}
@@ -261,8 +262,8 @@ class FSDPState(Handle):
             All load that one state.
         """
         layout = self._layout
-        own = fsdp_checkpoint.export(layout, self._averager, self._gatherers, self._steps)
-        return fsdp_checkpoint.gather(layout, own) if gather else own
+        own = checkpoint.export(layout, self._averager, self._gatherers, self._steps)
+        return checkpoint.gather(layout, own) if gather else own
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros for torch.distributed.checkpoint, which fills one in place.
@@ -272,14 +273,14 @@ class FSDPState(Handle):
         self._decisions.check_family("compress_fsdp")
         layout = self._layout
         old = layout.world if world is None else world
-        return fsdp_checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
+        return checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
 
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
-        steps = fsdp_checkpoint.load(state, self._layout, self._averager, self._gatherers)
+        steps = checkpoint.load(state, self._layout, self._averager, self._gatherers)
         for name, leg in self._legs.items():
             leg.go_on(steps[name])
 
@@ -288,8 +289,8 @@ class FSDPState(Handle):
         return {name: leg.step for name, leg in self._legs.items()}
 
     @property
-    def _layout(self) -> fsdp_checkpoint.Layout:
-        return fsdp_checkpoint.Layout(self._groups)
+    def _layout(self) -> checkpoint.Layout:
+        return checkpoint.Layout(self._groups)
 
     def close(self) -> None:
         """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""

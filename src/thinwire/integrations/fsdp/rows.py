@@ -24,9 +24,9 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
 from thinwire.integrations.averager import Averager, Memories
-from thinwire.integrations.columns import Columns, row_name
-from thinwire.integrations.fsdp_codes import CodedWeight
-from thinwire.integrations.fsdp_torch import ParameterGroup, ShardedParameter, gather_exactly
+from thinwire.integrations.fsdp.codes import CodedWeight
+from thinwire.integrations.fsdp.columns import Columns, row_name
+from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.names import Names, ParameterSize
 from thinwire.integrations.policy import Rules
 from thinwire.integrations.stats import Tally
@@ -167,7 +167,7 @@ def _carry(
 class Gatherer:
     """Gathers the weights of one parameter group, rounded; or what became of them since, see [Note: Differences].
 
-    Those of quantised layers, `coded`, are gathered exactly: [Note: Codes] in fsdp_codes.py.
+    Those of quantised layers, `coded`, are gathered exactly: [Note: Codes] in codes.py.
     """
 
     def __init__(
