@@ -235,7 +235,7 @@ def _room(rows: list[Row]) -> Number:
 def banner(records: Sequence[Record]) -> list[Chart]:
     """The gain over fp32 by link, and the loss against fp32, of the training records that hold either."""
     trained = [record.rows for record in records if record.kind == "train" and record.rows]
-    linked = [rows for rows in trained if rows[0]["link"] != "loopback"]
+    linked = [rows for rows in trained if rows[0]["link"] not in ("loopback", "none")]
     judged = [rows for rows in trained if (number(rows[0]["seeds"]) or 0) >= LEAST_SEEDS]
     found: list[Chart] = []
     if linked:
