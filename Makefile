@@ -5,11 +5,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough demo docs check lint types format clean
+.PHONY: help test thorough soak sanitize matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | thorough | demo | docs | check (what CI runs) | format | clean"
+	@echo "make test | thorough | soak | sanitize | matrix | demo | docs | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
@@ -18,6 +18,47 @@ test: .venv/.installed
 thorough: .venv/.installed
 	@echo "== tests, every combination"
 	@$(BIN)/python -m pytest --thorough
+
+# Random calls, delays, kills and restarts on this machine; make soak SECONDS=60 SEED=7 JSON=soak.json
+SECONDS ?= 600
+soak: .venv/.installed
+	@echo "== random calls and faults for $(SECONDS) s"
+	@$(BIN)/python tests/soak.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
+
+# The C kernels with every access, shift and race checked, by the tests of kernels and of damaged wires, for each
+# instruction set that this machine has. The sanitizer's library is loaded before Python, which was not built with it.
+SANITIZERS ?= address,undefined thread
+SANITIZED := tests/test_kernels.py tests/test_fuzz.py tests/test_codecs.py tests/test_fake_quantize.py
+sanitize: .venv/.installed
+	@set -e; for kind in $(SANITIZERS); do \
+	  at=build/sanitize-$$kind; echo "== compiling native/ with the $$kind sanitizer"; \
+	  rm -rf $$at && mkdir -p $$at && cp -r src $$at/src; \
+	  gcc -fsanitize=$$kind -fno-sanitize-recover=all -O1 -g -std=gnu11 -fPIC -shared -pthread -ffp-contract=off \
+	    -fno-math-errno -fno-trapping-math -fvisibility=hidden native/*.c -lm -o $$at/src/thinwire/kernels/_native.so; \
+	  case $$kind in thread) library=libtsan.so;; *) library=libasan.so;; esac; \
+	  for isa in best baseline; do echo "== $$kind sanitizer, $$isa instructions"; \
+	    LD_PRELOAD=$$(gcc -print-file-name=$$library) ASAN_OPTIONS=detect_leaks=0 \
+	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:report_signal_unsafe=0:halt_on_error=1 \
+	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$$at/src \
+	    $(BIN)/python -m pytest -p no:cacheprovider -o timeout=600 $(SANITIZED) -k "not fork and not environment"; \
+	  done; \
+	done
+
+# A part of the tests on other versions: every Python of PYTHONS that is installed, with every torch of TORCHES.
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= 2.11.0 2.15.0
+MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py ddp_ways.py fsdp.py faults.py)
+matrix: .venv/.installed
+	@set -e; for python in $(PYTHONS); do \
+	  command -v python$$python >/dev/null || { echo "== no python$$python: skipped"; continue; }; \
+	  for torch in $(TORCHES); do \
+	    at=build/matrix/$$python-$$torch; echo "== Python $$python, torch $$torch"; \
+	    test -d $$at || { python$$python -m venv $$at.part && \
+	      $$at.part/bin/python -m pip -qq install torch==$$torch numpy typer rich pytest pytest-timeout hypothesis && \
+	      mv $$at.part $$at; }; \
+	    PYTHONPATH=src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
+	  done; \
+	done
 
 demo: .venv/.package
 	@$(BIN)/thinwire demo

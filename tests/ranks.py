@@ -72,6 +72,10 @@ class RankPool:
             raise ValueError(f"world must be 1..{MAX_WORLD}, got {world}; raise MAX_WORLD in tests/ranks.py for more")
         return self._worlds.setdefault(world, World(world, self._servers))
 
+    def fresh(self, world: int) -> "World":
+        """Ranks of their own, for a call that loses one (`lost`), after which all of them end."""
+        return World(world, self._servers)
+
     def close(self) -> None:
         """End all ranks."""
         for world in self._worlds.values():

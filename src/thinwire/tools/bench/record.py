@@ -49,6 +49,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("speedup_plain", "speedup_bf16", "bytes_per_step"),
     ),
     "qat": ("task", "method", "weight_bits", "act_bits", "seeds", "train_loss", "accuracy"),
+    "soak": ("world", "operations", "faults", "mismatches", "hangs", "leaks", "seed", "seconds"),  # tests/soak.py
 }
 # A qat row that has an `op` is a speed row and has these instead.
 QAT_SPEED = ("op", "backend", "device", "numel", "ms_p50", "times_floor", "times_torch", "peak_bytes_per_element")

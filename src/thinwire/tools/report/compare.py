@@ -237,6 +237,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "collectives": ("verb", "codec", "asked", "world", "nodes", "link", "numel"),
     "train": ("task", "parallel", "optimizer", "codec", "every", "weights", "feedback", "world", "link", "steps"),
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
+    "soak": ("world",),
 }
 METRICS: dict[str, tuple[Metric, ...]] = {
     "codec": (_computed("wire_bits"), _computed("nmse")),
@@ -261,4 +262,5 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         _timed("ms_p50", "ms_p20", "ms_p80", control="floor_ms"),
         _computed("peak_bytes_per_element"),
     ),
+    "soak": (_computed("mismatches"), _computed("hangs"), _computed("leaks")),
 }

@@ -316,10 +316,18 @@ def _qat_grid(title: str, rows: list[Row], labels: Sequence[str], columns: Seque
     return cells.grid(f"{title} ({told})" if told else title, rows, [*names, *cells.filled(columns, rows)], len(kept))
 
 
+def _soak_grids(record: Record) -> list[TextGrid]:
+    seed, seconds = listed(record.rows, "seed", "seconds")
+    title = f"Random calls and faults for {seconds} s, seed {seed}"
+    columns = [Column.of(name, name, text) for name in ("world", "operations", "faults", "mismatches", "hangs", "leaks")]
+    return [cells.grid(title, record.rows, columns, 1)]
+
+
 _KINDS: dict[str, Callable[[Record], list[TextGrid]]] = {
     "codec": _codec_grids,
     "kernels": _kernels_grids,
     "collectives": _collectives_grids,
     "train": _train_grids,
     "qat": _qat_grids,
+    "soak": _soak_grids,
 }

@@ -25,6 +25,7 @@ _NOUNS = {
     "collectives": "Collectives",
     "train": "Training",
     "qat": "Quantisation-aware training",
+    "soak": "Soak",
 }
 _SUBJECTS = {"collectives": ("link",), "train": ("task", "link"), "qat": ("task",)}
 

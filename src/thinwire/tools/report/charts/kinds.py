@@ -303,4 +303,4 @@ _KINDS: dict[str, Callable[[Record], list[Chart]]] = {
 
 def of(record: Record) -> list[Chart]:
     """The charts of a record, those with nothing to show left out."""
-    return [chart for chart in _KINDS[record.kind](record) if chart] if record.rows else []
+    return [chart for chart in _KINDS[record.kind](record) if chart] if record.rows and record.kind in _KINDS else []
