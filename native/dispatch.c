@@ -69,7 +69,8 @@ static void run_boxes(const tw_task *task) {
 }
 
 static int known(const tw_job *job) {
-  return job->kind >= TW_IDENTITY && job->kind <= TW_LLOYD && !(job->kind == TW_LLOYD && job->block > TILE);
+  if (job->kind == TW_LLOYD || job->kind == TW_TRELLIS) return job->block <= TILE;
+  return job->kind >= TW_IDENTITY && job->kind < TW_LLOYD;
 }
 
 /* Header, and zeros where sections end short of the next. */

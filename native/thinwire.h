@@ -3,14 +3,14 @@
 #define THINWIRE_H
 #include <stdint.h>
 
-enum { TW_ABI = 3 };
-enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD };  /* kind */
+enum { TW_ABI = 4 };
+enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD, TW_TOPK, TW_TRELLIS };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
 enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1 };
 
 typedef struct {
-  int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD: 1 = rotated */
+  int32_t kind, bits, variant; /* BLOCK_INT: 1 = affine; LLOYD, TRELLIS: 1 = rotated */
   int32_t stochastic, unbiased;
   int32_t dtype, threads;
   int32_t num_planes, plane_width[3];
@@ -22,7 +22,7 @@ typedef struct {
   int64_t world, wire_stride;
   uint64_t rotation, dither;
   uint8_t header[32];
-  int32_t grid, num_levels; /* LLOYD: see LloydTable in kernels/schema.py */
+  int32_t grid, num_levels, shift; /* LLOYD, TRELLIS: see the tables in kernels/schema.py */
   uint8_t edges[8], levels[8];
 } tw_job;
 

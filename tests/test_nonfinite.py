@@ -243,10 +243,10 @@ def test_a_bad_number_is_counted_in_whatever_lane_it_travels(ranks: RankPool, ki
 def test_the_bound_is_that_of_a_geometric_series() -> None:
     """lloyd1 loses 0.363 of the squares of Gaussian numbers, lloyd2 0.1175; where that is less than half, 1 holds."""
     root = 0.363**0.5
-    assert residual_bound(codec("lloyd1"), "classic") == pytest.approx(root / (1 - root), rel=0.05)
-    assert residual_bound(codec("lloyd1"), "ef21") == pytest.approx(2 * root / (1 - root), rel=0.05)
-    assert residual_bound(codec("lloyd2"), "classic") == residual_bound(codec("int8"), "ef21") == 1.0
-    assert residual_bound(TopK(0.01), "classic") > 10
+    assert residual_bound(codec("lloyd1"), "classic", CPU) == pytest.approx(root / (1 - root), rel=0.05)
+    assert residual_bound(codec("lloyd1"), "ef21", CPU) == pytest.approx(2 * root / (1 - root), rel=0.05)
+    assert residual_bound(codec("lloyd2"), "classic", CPU) == residual_bound(codec("int8"), "ef21", CPU) == 1.0
+    assert residual_bound(TopK(0.01), "classic", CPU) > 10
 
 
 def seen(lost: float, given: float) -> list[ErrorWatch]:

@@ -237,7 +237,7 @@ def test_a_policy_that_is_no_mapping_is_told_so() -> None:
 
 BITS = {
     "lloyd1": 1, "lloyd2": 2, "lloyd3": 3, "lloyd4": 4, "int2": 2, "int3": 3, "int4": 4, "int5": 5, "int8": 8,
-    "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16, "topk": 1,
+    "e4m3": 8, "e5m2": 8, "fp16": 16, "bf16": 16, "none": 16, "topk": 1, "trellis2": 2,
 }  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def test_automatic_feedback(name: str) -> None:
     chosen, bits = make(name), BITS[name]
     assert policy.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
     assert policy.feedback_of("auto", chosen, "muon") == policy.feedback_of("auto", chosen, "linear")
-    assert policy.feedback_of("auto", chosen, "adaptive") == ""
+    assert policy.feedback_of("auto", chosen, "adaptive") == ("ef21" if name == "topk" else "")
     assert policy.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
     assert policy.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
 

@@ -9,7 +9,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from thinwire import functional, hooks, optim, qat
-    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, codec
+    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, Trellis, codec
     from thinwire.collectives import (
         Work,
         all_gather,
@@ -81,6 +81,7 @@ __all__ = [
     "Stats",
     "ThinwireError",
     "TopK",
+    "Trellis",
     "WireError",
     "Work",
     "all_gather",
@@ -108,7 +109,7 @@ __all__ = [
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
-    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK codec",
+    "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
     "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "

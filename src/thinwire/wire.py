@@ -38,6 +38,7 @@ class Kind(IntEnum):
     BLOCK_INT = 2
     LLOYD = 3
     TOPK = 4
+    TRELLIS = 5
 
 
 class CastVariant(IntEnum):
@@ -57,7 +58,7 @@ class IntVariant(IntEnum):
 
 
 class LloydVariant(IntEnum):
-    """Whether the block was rotated before it was quantised; byte 5 of the header."""
+    """Whether the block of a Lloyd or trellis wire was rotated before it was quantised; byte 5 of the header."""
 
     PLAIN = 0
     ROTATED = 1
@@ -85,9 +86,14 @@ class Format:
         return hash((self.kind, self.bits, self.variant, self.block))
 
     @cached_property
+    def gaussian(self) -> bool:
+        """Whether codes stand for levels of a Gaussian, in units of what fits them to their block."""
+        return self.kind in (Kind.LLOYD, Kind.TRELLIS)
+
+    @cached_property
     def rotated(self) -> bool:
         """Whether wires of this format carry the key of a rotation."""
-        return self.kind == Kind.LLOYD and self.variant == LloydVariant.ROTATED
+        return self.gaussian and self.variant == LloydVariant.ROTATED
 
     def layout(self, numel: int) -> "Layout":
         """The offsets of a wire of `numel` elements."""
@@ -117,12 +123,12 @@ class Layout:
     def tail(self) -> int:
         """Codes stored for the last block: its length, padded.
 
-        A Lloyd block has a power of two of codes, an integer block a multiple of 8, so that planes fill their bytes.
+        A Lloyd or trellis block has a power of two of codes, an integer block a multiple of 8: planes fill their bytes.
         """
         if not self.num_blocks:
             return 0
         length = self.numel - (self.num_blocks - 1) * self.format.block
-        if self.format.kind == Kind.LLOYD:
+        if self.format.gaussian:
             return max(8, 1 << (length - 1).bit_length())
         if self.format.kind == Kind.BLOCK_INT:
             return -(-length // 8) * 8

@@ -1,4 +1,4 @@
-"""Codecs: identity and casts, block integers, rotated Lloyd-Max, the largest numbers, and codecs made of codecs."""
+"""Codecs: identity, casts, block integers, rotated Lloyd-Max, trellis, the largest numbers, codecs made of codecs."""
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.block_int import BlockInt
@@ -7,5 +7,6 @@ from thinwire.codecs.lloyd import Lloyd
 from thinwire.codecs.registry import codec, names
 from thinwire.codecs.select import ByName, BySize
 from thinwire.codecs.topk import TopK
+from thinwire.codecs.trellis import Trellis
 
-__all__ = ["BlockInt", "ByName", "BySize", "Cast", "Codec", "Identity", "Lloyd", "TopK", "codec", "names"]
+__all__ = ["BlockInt", "ByName", "BySize", "Cast", "Codec", "Identity", "Lloyd", "TopK", "Trellis", "codec", "names"]

@@ -123,7 +123,7 @@ class Codec(ABC):
         _check_wire(recipe.layout, wire, wires_WN.device)
         rotation = _key_of(recipe, wires_WN, wires_WN.device, step if trusted else None)
         dither = recipe.keys(step, hashing.DITHER_RECODE)[1]
-        backend = kernels.select(wire.device)
+        backend = kernels.select(wire.device, recipe.how.format)
         backend.recode(recipe.how, wires_WN, wire, numel, scale=scale, rotation=rotation, dither=dither)
         _mark_written(wire)
 

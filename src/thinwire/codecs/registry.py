@@ -11,6 +11,7 @@ from thinwire.codecs.cast import Cast, Identity
 from thinwire.codecs.lloyd import Lloyd
 from thinwire.codecs.select import ByName, BySize
 from thinwire.codecs.topk import TopK
+from thinwire.codecs.trellis import Trellis
 from thinwire.errors import CodecError
 
 _LEAVES: dict[str, Callable[..., Codec]] = {
@@ -19,6 +20,7 @@ _LEAVES: dict[str, Callable[..., Codec]] = {
     **{f"int{bits}": partial(BlockInt, bits) for bits in range(8, 1, -1)},
     **{f"lloyd{bits}": partial(Lloyd, bits) for bits in range(4, 0, -1)},
     "topk": TopK,
+    **{f"trellis{bits}": partial(Trellis, bits) for bits in range(3, 0, -1)},
 }
 _COMPOSITE = re.compile(r"(bysize|byname)\((.*)\)", re.DOTALL)
 _WORDS = {"true": True, "false": False}

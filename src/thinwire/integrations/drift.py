@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from thinwire.codecs import Codec
+from thinwire.collectives.lane import decoded
 from thinwire.integrations.stats import ErrorWatch
 
 _NUMBERS = 1 << 14  # by which a codec is judged
@@ -26,14 +27,12 @@ _SHOWN = 3  # parameters that a warning names
 
 
 @functools.cache
-def residual_bound(codec: Codec, feedback: str) -> float:
-    """How many times its gradients a residual may be. See [Note: Drift]."""
-    x = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(1))
-    wire = torch.empty(codec.wire_bytes(_NUMBERS), dtype=torch.uint8)
-    decoded = torch.empty_like(x)
-    codec.encode(x, wire)
-    codec.decode(wire, decoded)
-    root = float((x - decoded).norm() / x.norm())
+def residual_bound(codec: Codec, feedback: str, device: torch.device) -> float:
+    """How many times its gradients a residual may be, by the kernels of a device. See [Note: Drift]."""
+    x = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(1)).to(device)
+    wire = torch.empty(codec.wire_bytes(_NUMBERS), dtype=torch.uint8, device=device)
+    codec.encode(x, wire, step=0)
+    root = float((x - decoded(codec, wire, _NUMBERS, 0)).norm() / x.norm())
     held = root / (1.0 - root) if root < 1.0 else math.inf
     return max(1.0, 2.0 * held if feedback == "ef21" else held)
 
@@ -74,7 +73,7 @@ def _residuals(watches: Sequence[ErrorWatch]) -> Iterable[tuple[str, float, floa
     bounds: dict[str, float] = {}
     for watch in watches:
         assert watch.codec is not None
-        bound = residual_bound(watch.codec, watch.feedback)
+        bound = residual_bound(watch.codec, watch.feedback, watch.lost_P.device)
         for name, one, other in zip(watch.names, watch.lost_P.tolist(), watch.given_P.tolist(), strict=True):
             if name is not None:
                 lost[name] = lost.get(name, 0.0) + one

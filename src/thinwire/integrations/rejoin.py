@@ -31,7 +31,7 @@ class Told(NamedTuple):
 def write(path: Path, state: State) -> None:
     """Put a state in the place of the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new = path.with_name(f"{path.name}.new")  # what a killed process left of it is written over
     with new.open("wb") as file:
         torch.save(state, file)
         file.flush()

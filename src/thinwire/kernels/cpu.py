@@ -9,11 +9,11 @@ from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels import reference
-from thinwire.kernels.schema import LLOYD, Encoding, Grid, decoding
+from thinwire.kernels.schema import LLOYD, TRELLIS, Encoding, Grid, decoding
 from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 3  # of native/thinwire.h
+_ABI = 4  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantisation; more threads find no work
@@ -51,6 +51,7 @@ class _Job(ctypes.Structure):
         ("header", ctypes.c_uint8 * HEADER_BYTES),
         ("grid", ctypes.c_int32),
         ("num_levels", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
         ("edges", ctypes.c_uint8 * 8),
         ("levels", ctypes.c_uint8 * 8),
     )
@@ -203,6 +204,12 @@ def _template(how: Encoding, layout: Layout) -> bytes:
         job.num_levels = len(table.levels)
         job.edges[: len(table.edges)] = table.edges
         job.levels[: len(table.levels)] = table.levels
+    if format.kind == Kind.TRELLIS:
+        trellis = TRELLIS[format.bits]
+        job.grid = trellis.grid
+        job.shift = trellis.shift
+        job.num_levels = len(trellis.levels)
+        job.levels[: len(trellis.levels)] = trellis.levels
     return bytes(job)
 
 

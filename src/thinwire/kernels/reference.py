@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels import topk
+from thinwire.kernels import topk, trellis
 from thinwire.kernels.fake_quantize import (
     fake_quantize as fake_quantize,
     fake_quantize_grad as fake_quantize_grad,
@@ -25,6 +25,7 @@ from thinwire.kernels.schema import (
     LOWER,
     OTHER_REACH,
     TINY_PEAK,
+    TRELLIS,
     Encoding,
 )
 from thinwire.wire import CastVariant, Format, IntVariant, Kind, Layout, LloydVariant, read_key
@@ -99,7 +100,7 @@ def decode_sum(format: Format, wires_WN: Tensor, out: Tensor, *, scale: float, r
 
 def saturate(format: Format, z: Tensor, most: float) -> Tensor:
     """`most` in place of what the codes' error took past it. Further out is an overflow, and stays."""
-    reach = LLOYD_REACH if format.kind == Kind.LLOYD else OTHER_REACH
+    reach = LLOYD_REACH if format.gaussian else OTHER_REACH
     beyond = min(f32(most * reach), FLOAT_MAX)
     return torch.where((z.abs() > most) & (z.abs() <= beyond), z.sign() * most, z)
 
@@ -124,7 +125,7 @@ def recode(
     parts = []
     for span in _spans(layout):
         z_KB, post_K1 = _sum_blocks(layout, wires_WN, span)
-        if how.format.kind == Kind.LLOYD:
+        if how.format.gaussian:
             z_KB, down_K1, post_K1 = _settle(*_enter_sum(z_KB, post_K1))
             power_K1 = tree_sum(z_KB * z_KB) / span.codes
             parts.append(_encode_lloyd(how, z_KB, power_K1, 1 / down_K1, post_K1, f32(scale)))
@@ -301,6 +302,9 @@ def _values(layout: Layout, codes_KB: Tensor) -> Tensor:
     if format.kind == Kind.LLOYD:
         levels = _constant(LLOYD[format.bits].signed_levels, torch.float32, codes_KB.device)
         return levels[codes_KB.long()]
+    if format.kind == Kind.TRELLIS:
+        levels = _constant(TRELLIS[format.bits].signed_levels, torch.float32, codes_KB.device)
+        return levels[trellis.indices(codes_KB).long()]
     if layout.affine:
         return codes_KB.float()
     return codes_KB.float() - (1 << format.bits - 1)
@@ -310,7 +314,7 @@ def _values(layout: Layout, codes_KB: Tensor) -> Tensor:
 
 
 def _encode_blocks(how: Encoding, x_KB: Tensor, lo: int, rotation: int, dither: int) -> tuple[Tensor, Tensor, Tensor]:
-    if how.format.kind != Kind.LLOYD:
+    if not how.format.gaussian:
         return _encode_scaled(how, *_into_domain(x_KB), lo, dither)
     z_KB, down_K1, post_K1 = _settle(*_into_domain(x_KB))
     energy_K1 = tree_sum(z_KB * z_KB)
@@ -392,30 +396,41 @@ def _encode_lloyd(
     how: Encoding, z_KB: Tensor, power_K1: Tensor, unscale_K1: Tensor, post_K1: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of the block by its mean square; the scale then fits the codes to the block, in integers."""
-    table = LLOYD[how.format.bits]
+    grid = (TRELLIS if how.format.kind == Kind.TRELLIS else LLOYD)[how.format.bits].grid
     codes = z_KB.shape[1]
     bad_K1 = ~z_KB.isfinite().all(1, keepdim=True)
     z_KB = torch.where(bad_K1, torch.zeros_like(z_KB), z_KB)
     blank_K1 = bad_K1 | (power_K1 == 0)
     rms_K1 = power_K1.sqrt()
-    gain_K1 = torch.where(blank_K1, torch.zeros_like(rms_K1), _over(table.grid, rms_K1))
-    size_KB = (z_KB.double() * gain_K1.double()).round().int().abs()  # of the exact product
-    rank_KB = torch.zeros_like(size_KB)
-    for edge in table.edges:
-        rank_KB += size_KB >= edge
-    level_KB = _constant(table.levels, torch.int32, z_KB.device)[rank_KB]
-    along_K1 = (size_KB * level_KB).sum(1, keepdim=True, dtype=torch.int32).float()  # <y, q> * grid
+    gain_K1 = torch.where(blank_K1, torch.zeros_like(rms_K1), _over(grid, rms_K1))
+    y_KB = (z_KB.double() * gain_K1.double()).round().int()  # of the exact product
+    if how.format.kind == Kind.TRELLIS:
+        y_KB = y_KB.clamp(-128, 127)
+        codes_KB, level_KB = trellis.choose(how.format.bits, y_KB)
+        codes_KB = torch.where(blank_K1, torch.zeros_like(codes_KB), codes_KB)
+    else:
+        codes_KB, level_KB = _nearest(how.format.bits, y_KB, z_KB.signbit() & ~blank_K1)
+    along_K1 = (y_KB * level_KB).sum(1, keepdim=True, dtype=torch.int32).clamp(min=1).float()  # <y, q> * grid
     if how.unbiased:
-        fit_K1 = _over(codes, along_K1) * (rms_K1 * table.grid)
+        fit_K1 = _over(codes, along_K1) * (rms_K1 * grid)
     else:
         square_K1 = level_KB.square().sum(1, keepdim=True, dtype=torch.int32).float()
-        fit_K1 = (along_K1 / square_K1) * (rms_K1 * f32(1 / table.grid))
+        fit_K1 = (along_K1 / square_K1) * (rms_K1 * f32(1 / grid))
     fit_K1 = torch.where(blank_K1, torch.zeros_like(fit_K1), fit_K1 * scale * unscale_K1)
     stored_K1 = torch.where(bad_K1, torch.nan, _store(fit_K1, post_K1))
-    half = 1 << how.format.bits - 1
-    codes_KB = half + torch.where(z_KB.signbit() & ~blank_K1, -1 - rank_KB, rank_KB)
     codes_KB = torch.where(bad_K1, torch.zeros_like(codes_KB), codes_KB)
     return stored_K1, torch.zeros_like(stored_K1), codes_KB.to(torch.uint8)
+
+
+def _nearest(bits: int, y_KB: Tensor, negative_KB: Tensor) -> tuple[Tensor, Tensor]:
+    """The Lloyd codes of cells, and the levels they stand for; a cell of 0 has a sign too."""
+    table = LLOYD[bits]
+    rank_KB = torch.zeros_like(y_KB)
+    for edge in table.edges:
+        rank_KB += y_KB.abs() >= edge
+    level_KB = _constant(table.levels, torch.int32, y_KB.device)[rank_KB]
+    codes_KB = (1 << bits - 1) + torch.where(negative_KB, -1 - rank_KB, rank_KB)
+    return codes_KB, torch.where(negative_KB, -level_KB, level_KB)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -187,6 +187,33 @@ LLOYD = {
     4: LloydTable(47, (13, 25, 38, 52, 68, 87, 113), (5, 15, 25, 36, 48, 62, 79, 104)),
 }
 
+
+@dataclass(frozen=True)
+class TrellisTable:
+    """Levels of trellis codes, on integers: kernels/trellis.py says how codes choose between them.
+
+    A value y in standard deviations falls into cell round(grid * y). Levels are in quarters of a cell, and squared
+    distances to them in units of 2 ** shift.
+    """
+
+    grid: int
+    shift: int
+    levels: tuple[int, ...]  # the positive ones
+
+    @property
+    def signed_levels(self) -> tuple[int, ...]:
+        """All levels, from the most negative up."""
+        return tuple(-q for q in reversed(self.levels)) + self.levels
+
+
+STRAND = 64  # codes that are chosen together
+CELLS = 64  # that have a cost of their own, around 0; beyond them the outermost ones count
+TRELLIS = {
+    1: TrellisTable(12, 8, (19, 57)),
+    2: TrellisTable(14, 6, (11, 37, 62, 106)),
+    3: TrellisTable(12, 4, (6, 17, 29, 41, 55, 71, 91, 123)),
+}
+
 # How far past the largest number of its output the codes' error can take a value, as a factor. Inside it the value is
 # that largest number; beyond it is an overflow, and becomes Inf.
 LLOYD_REACH = 4.0  # in a rotated block the errors of many codes can meet in one element

@@ -319,7 +319,9 @@ def _qat_grid(title: str, rows: list[Row], labels: Sequence[str], columns: Seque
 def _soak_grids(record: Record) -> list[TextGrid]:
     seed, seconds = listed(record.rows, "seed", "seconds")
     title = f"Random calls and faults for {seconds} s, seed {seed}"
-    columns = [Column.of(name, name, text) for name in ("world", "operations", "faults", "mismatches", "hangs", "leaks")]
+    columns = [
+        Column.of(name, name, text) for name in ("world", "operations", "faults", "mismatches", "hangs", "leaks")
+    ]
     return [cells.grid(title, record.rows, columns, 1)]
 
 

@@ -1,0 +1,167 @@
+"""trellis1 to trellis3: the search, wires read from their description, bytes of all backends, what is lost, sums."""
+
+import itertools
+import math
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cases
+import thinwire
+from ranks import RankPool
+from replicas import Group
+from thinwire import CodecError, Lloyd, Trellis, codec as make, use_backend
+from thinwire.kernels import cpu, trellis
+from thinwire.kernels.schema import CELLS, TRELLIS
+from thinwire.tools.bench import data
+from thinwire.tools.bench.codec import lost_by
+
+CODECS = [
+    *(Trellis(2), Trellis(1, 256, scale="unbiased"), Trellis(3, 1024), Trellis(2, 32), Trellis(3, 64, rotate=False)),
+    *cases.thorough(Trellis(1), Trellis(2, 128), Trellis(3, 32, scale="unbiased"), Trellis(2, 1024, rotate=False)),
+]
+
+
+def index_of(bits_before: tuple[int, int], path: int, place: int) -> int:
+    """The formula of docs/reference/wire-format.md."""
+    return 4 * place + 2 * (path ^ bits_before[1]) + bits_before[0]
+
+
+def by_hand(wire: bytes, numel: int) -> list[float]:
+    """The numbers of a plain wire of 2 bits, from docs/reference/wire-format.md alone."""
+    magic, version, kind, bits, variant, _, block, _, key, told = struct.unpack_from("<2sBBBBHIIQQ", wire)
+    assert (magic, version, kind, bits, variant, key, told) == (b"TW", 1, 5, 2, 0, 0, numel)
+    half = (11, 37, 62, 106)
+    levels = (*(-level for level in reversed(half)), *half)
+    blocks = -(-numel // block)
+    at = 32 + -(-2 * blocks // 16) * 16
+    out = []
+    for b in range(blocks):
+        rest = numel - b * block
+        codes = block if rest >= block else max(8, 1 << (rest - 1).bit_length())
+        plane = wire[at : at + codes // 4]
+        at += codes // 4
+        code = [plane[e % (codes // 4)] >> 2 * (e // (codes // 4)) & 3 for e in range(codes)]
+        strands = max(1, codes // 64)
+        scale = struct.unpack("<f", b"\0\0" + wire[32 + 2 * b : 34 + 2 * b])[0]
+        for e in range(codes):
+            before = [code[e - k * strands] & 1 if e >= k * strands else 0 for k in (1, 2)]
+            out.append(scale * levels[index_of((before[0], before[1]), code[e] & 1, code[e] >> 1)])
+    return out[:numel]
+
+
+@pytest.mark.parametrize("n", [1, 20, 256, 700])
+def test_a_wire_is_what_its_description_says(n: int) -> None:
+    codec = Trellis(2, 256, rotate=False)
+    wire = cases.wire_of(codec, cases.content("gaussian", n))
+    assert cases.decoded(codec, wire, n).tolist() == by_hand(bytes(wire.tolist()), n)
+
+
+@pytest.mark.parametrize("bits", TRELLIS)
+def test_the_search_finds_the_best_path(bits: int) -> None:
+    """Of all paths through eight positions none has a lower cost, as costs are counted."""
+    y = torch.randint(-CELLS // 2, CELLS // 2, (6, 8), generator=cases.seeded(bits))
+    codes, found = trellis.choose(bits, y.int())
+    table = TRELLIS[bits]
+    cost = trellis._costs(table, y.device)
+    for row, chosen, level in zip(y.tolist(), codes.tolist(), found.tolist(), strict=True):
+
+        def total(path: tuple[int, ...], row: list[int] = row) -> int:
+            states = itertools.pairwise((0, 0, *path))
+            subsets = [index_of((one, two), p, 0) for (two, one), p in zip(states, path, strict=False)]
+            return sum(int(cost[s, cell + CELLS // 2]) for s, cell in zip(subsets, row, strict=True))
+
+        least = min(total(path) for path in itertools.product((0, 1), repeat=8))
+        assert total(tuple(code & 1 for code in chosen)) == least
+        assert level == [table.signed_levels[i] for i in trellis.indices(torch.tensor([chosen]))[0].tolist()]
+
+
+def results(codec: Trellis, n: int, dtype: torch.dtype) -> list[Tensor]:
+    """Wires, residual, sums and a recoded sum."""
+    xs = [cases.mixed(n, codec.block, dtype, rank, seed=n) for rank in range(3)]
+    residual = cases.mixed(n, codec.block, torch.float32, 4, seed=n)
+    wires_WN = cases.wires_of(codec, xs, step=3)
+    kept = cases.wire_of(codec, xs[1], residual=residual, step=3)
+    many_WN = wires_WN.repeat(3, 1)  # nine: more than are added at once
+    sums = [cases.summed(codec, some_WN, n, dtype, 1 / 3) for some_WN in (wires_WN[:1], wires_WN, many_WN)]
+    return [wires_WN, kept, residual, *sums, cases.recoded(codec, wires_WN, n, 1 / 3)]
+
+
+def assert_as_reference(codec: Trellis) -> None:
+    for n, dtype in ((0, torch.float32), (1, torch.bfloat16), (codec.block + 33, torch.float16), (3003, torch.float32)):
+        with use_backend("reference"):
+            want = results(codec, n, dtype)
+        with use_backend("cpu"):
+            got = results(codec, n, dtype)
+        for i, pair in enumerate(zip(got, want, strict=True)):
+            cases.assert_same(*pair, f"{codec} {n} {dtype} result {i}")
+
+
+needs_cpu = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+
+@needs_cpu
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_same_bytes_from_every_backend(codec: Trellis) -> None:
+    assert_as_reference(codec)
+
+
+@needs_cpu
+def test_same_bytes_from_older_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_ISA", "baseline")
+    assert_as_reference(Trellis(2))
+
+
+@pytest.mark.parametrize(("bits", "nmse"), [(1, 0.3215), (2, 0.0902), (3, 0.0256)])
+def test_error_on_a_gaussian(bits: int, nmse: float) -> None:
+    """Below what any quantiser of single numbers can do: 0.3634, 0.1175 and 0.0345."""
+    x = cases.content("gaussian", 1 << 18)
+    assert lost_by(Trellis(bits), x) == pytest.approx(nmse, rel=0.01)
+
+
+# Decibels below lloyd2. A block of `sparse` holds few non-zeros: rotated it is not Gaussian, and lloyd2 gains by that.
+BELOW_LLOYD = {"gaussian": 1.1, "laplace": 1.1, "student3": 1.0, "hetero": 1.0, "sparse": 0.65}
+
+
+@pytest.mark.parametrize("name", [*BELOW_LLOYD, *cases.thorough("gradient")])
+def test_less_is_lost_than_by_lloyd(name: str) -> None:
+    x = data.sample(name, 1 << 18)
+    assert 10 * math.log10(lost_by(Lloyd(2), x) / lost_by(Trellis(2), x)) >= BELOW_LLOYD.get(name, 1.1)
+
+
+def test_an_unbiased_scale_does_not_shrink() -> None:
+    x = cases.content("gaussian", 1 << 16).double()
+    slopes = []
+    for scale in ("mmse", "unbiased"):
+        codec = Trellis(2, scale=scale)
+        slopes.append(float(cases.decoded(codec, cases.wire_of(codec, x.float()), x.numel()).double() @ x / (x @ x)))
+    assert slopes[0] == pytest.approx(1 - 0.0902, abs=0.004)
+    assert slopes[1] == pytest.approx(1, abs=0.004)
+
+
+def test_names_and_bits() -> None:
+    assert make("trellis2:block=256,seed=7") == Trellis(2, 256, seed=7)
+    assert str(Trellis(3, rotate=False)) == "trellis3:rotate=false"
+    assert Trellis(2) != Lloyd(2)
+    with pytest.raises(CodecError, match=r"bits must be 1\.\.3"):
+        Trellis(4)
+    assert Trellis(2).wire_bytes(5000) == Lloyd(2).wire_bytes(5000)
+
+
+def averaged(group: Group, algorithm: str) -> tuple[list[float], float]:
+    """What this rank gets, and the share of the true mean's power that was lost."""
+    rows = [cases.content("gaussian", 3000, seed=rank) for rank in range(group.size())]
+    x = rows[group.rank()].clone()
+    thinwire.all_reduce(x, dist.ReduceOp.AVG, codec="trellis2", algorithm=algorithm, step=1)  # type: ignore[arg-type]
+    mean = torch.stack(rows).mean(0)
+    return x.tolist(), float((x - mean).square().sum() / mean.square().sum())
+
+
+@pytest.mark.parametrize("algorithm", ["two_phase", "one_shot"])
+def test_ranks_agree_on_sums(ranks: RankPool, algorithm: str) -> None:
+    found = ranks(3).run(averaged, algorithm)
+    assert all(values == found[0][0] for values, _ in found)
+    assert found[0][1] < 0.25  # every part loses 0.09 of its power, as does the sum of the first phase
