@@ -15,7 +15,7 @@ from soak import Soak, Told, counted, ddp_model, grown, step
 Group = dist.ProcessGroup
 Readings = list[dict[str, int]]
 READINGS = 40  # of a run
-LONG_S = 1200.0
+LONG_S = 2400.0
 
 
 # --- the soak ---------------------------------------------------------------------------------------------------------
