@@ -59,7 +59,7 @@ def a_record(**changes: Any) -> record.Record:
 def test_the_columns_scripts_rely_on() -> None:
     kernels = "op codec backend device dtype numel world threads ms_p50 ms_p20 ms_p80"
     shares = "copy_ms times_copy copy_share times_eager"
-    assert set(record.COLUMNS) == {"codec", "kernels", "collectives", "train", "qat"}
+    assert set(record.COLUMNS) == {"codec", "kernels", "collectives", "train", "qat", "soak"}
     assert set(record.COLUMNS["codec"]) == set(CODEC_ROW)
     assert set(record.COLUMNS["kernels"]) == {*kernels.split(), *shares.split()}
 
