@@ -317,8 +317,7 @@ def go_on(rank: int, world: int, store: str, seed: int, told: Told) -> None:
 def fail(group: Group, seed: int) -> Told:
     """A rank has no memory left in a call; all are told, and the next group works."""
     told = Told(pid=os.getpid(), held=held())
-    rng = random.Random(seed)
-    victim = rng.randrange(group.size())
+    victim = random.Random(seed).randrange(group.size())
     member = dist.new_group()
     start = time.monotonic()
     kept = thinwire.BlockInt.encode
@@ -344,8 +343,7 @@ def fail(group: Group, seed: int) -> Told:
 def differ(group: Group, seed: int) -> Told:
     """A rank makes another call than the others; all are told, and the group goes on."""
     told = Told(pid=os.getpid(), held=held())
-    rng = random.Random(seed)
-    victim = rng.randrange(group.size())
+    victim = random.Random(seed).randrange(group.size())
     member = dist.new_group()
     start = time.monotonic()
     codec = "lloyd3" if group.rank() == victim else "int6"

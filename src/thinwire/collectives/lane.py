@@ -196,13 +196,18 @@ def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtyp
     return out
 
 
+def all_true(found: Tensor) -> Fine:
+    """Whether all of these are true."""
+    whole = found.all()
+    return bool(whole) if whole.device.type == "cpu" else whole
+
+
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
     """Whether all lanes of a chunk are finite, where somebody wants to know; the first that does is told."""
     lanes = [chunk.lane for chunk in chunks]
     if not any(lane.carry or lane.checked for lane in lanes):
         return True
-    whole = torch.stack([is_finite(chunk) for chunk in chunks]).all()
-    fine = bool(whole) if whole.device.type == "cpu" else whole
+    fine = all_true(torch.stack([is_finite(chunk) for chunk in chunks]))
     told = [lane.checked for lane in lanes if lane.checked is not None]
     if told:  # a chunk counts once, however many of its lanes are not finite
         told[0](fine)

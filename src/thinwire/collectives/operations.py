@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
-from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, known_step
+from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, all_true, known_step
 from thinwire.collectives.one_shot import columns
 from thinwire.collectives.pipeline import Operation
 from thinwire.collectives.transport import Stages, Transport, Waitable
@@ -174,7 +174,7 @@ class ReduceScatter(VerbOperation):
             self._tell(sent_WN, came_WN, sizes, rows)
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
-        fine = _all_set(came_WN[:, -NOTE_BYTES]) if self._note else True
+        fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
         self._count(sizes, came_WN, spans)
         for at, (lane, wires_WN) in enumerate(zip(self._lanes, columns(came_WN, sizes), strict=True)):
             if sizes[at]:
@@ -214,7 +214,7 @@ class ReduceScatter(VerbOperation):
         if told:
             parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
             found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
-            told[0](_is_true(torch.stack(found).all()))
+            told[0](all_true(torch.stack(found)))
 
     def _add(
         self,
@@ -238,14 +238,6 @@ class ReduceScatter(VerbOperation):
         if total is not out:
             out.copy_(total)
         output.write(span, out)
-
-
-def _all_set(notes_W: Tensor) -> Fine:
-    return _is_true((notes_W == 1).all())
-
-
-def _is_true(found: Tensor) -> Fine:
-    return bool(found) if found.device.type == "cpu" else found
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from thinwire.tools import rule
-from thinwire.tools.bench.record import Record, Row, Value
+from thinwire.tools.bench.record import COLUMNS, Record, Row, Value
 from thinwire.tools.report import cells
 from thinwire.tools.report.cells import ABSENT, Column, TextGrid, distinct, fixed, listed, percent, significant, text
 
@@ -319,10 +319,8 @@ def _qat_grid(title: str, rows: list[Row], labels: Sequence[str], columns: Seque
 def _soak_grids(record: Record) -> list[TextGrid]:
     seed, seconds = listed(record.rows, "seed", "seconds")
     title = f"Random calls and faults for {seconds} s, seed {seed}"
-    columns = [
-        Column.of(name, name, text) for name in ("world", "operations", "faults", "mismatches", "hangs", "leaks")
-    ]
-    return [cells.grid(title, record.rows, columns, 1)]
+    names = [name for name in COLUMNS["soak"] if name not in ("seed", "seconds")]
+    return [cells.grid(title, record.rows, [Column.of(name, name, text) for name in names], 1)]
 
 
 _KINDS: dict[str, Callable[[Record], list[TextGrid]]] = {
