@@ -66,7 +66,7 @@ def test_the_search_finds_the_best_path(bits: int) -> None:
     y = torch.randint(-CELLS // 2, CELLS // 2, (6, 8), generator=cases.seeded(bits))
     codes, found = trellis.choose(bits, y.int())
     table = TRELLIS[bits]
-    cost = trellis._costs(table, y.device)
+    cost = trellis.costs(table)
     for row, chosen, level in zip(y.tolist(), codes.tolist(), found.tolist(), strict=True):
 
         def total(path: tuple[int, ...], row: list[int] = row) -> int:

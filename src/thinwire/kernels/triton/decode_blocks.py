@@ -91,7 +91,7 @@ def _decode(
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The blocks from `first` on, before `end`."""
-    if T.loose and not T.lloyd:
+    if T.loose and not T.gaussian:
         span = wide(span)
         for start in range(0, span, T.columns):
             _decode_tile(
@@ -189,7 +189,7 @@ def _fitted(z, out, T: tl.constexpr, ANY: tl.constexpr):
 @triton.jit
 def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
     """MOST in place of what the codes' error took past it. Further out is an overflow, and stays."""
-    REACH: tl.constexpr = LLOYD_REACH if T.lloyd else OTHER_REACH
+    REACH: tl.constexpr = LLOYD_REACH if T.gaussian else OTHER_REACH
     size = tl.abs(x)
     cut = float_of(bits_of(tl.full(x.shape, MOST, tl.float32)) | (bits_of(x) & SIGN_BIT))
     return tl.where((size > MOST) & (size <= beyond(MOST, REACH)), cut, x)

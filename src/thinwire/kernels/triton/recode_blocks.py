@@ -48,7 +48,7 @@ def recode_kernel(
         first = wide(full)
         wires = wires_from(wire, all_wires, first, T)
         target = sections(out, offsets, first, T)
-        if T.lloyd:
+        if T.gaussian:
             at = position(first, full + 1, length, span, T.ragged)
             _recode_tile(wires, target, cells, dither, scale, at, T.ragged, WORLD)
         else:
@@ -69,7 +69,7 @@ def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD
 @triton.jit
 def _put_sum(z, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
     """Encode a sum that `post` takes back to its own size, times `scale`."""
-    if T.lloyd:
+    if T.gaussian:
         tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, ANY, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
