@@ -106,19 +106,27 @@ def _decode_tile(
     sink, wires, keys, norm, at,
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    begun, odd = begin_sum(wires, at, T, WORLD)
-    trouble = anywhere(odd)
-    if not CALM:
-        trouble = trouble | 1
-    if trouble == 0:
-        z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
-        _put(sink, z, at, T, MODE, False)
+    if T.trellis:  # a second way to the same sum would double what is to be compiled
+        _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
     else:
-        z, post = sum_any(wires, at, T)
-        if COUNT:
-            note(sink.bad, sink.call, worst_scale(wires, at, T))
-        z = leave(finish(z, keys, norm, at, T), post, T)
-        _put(sink, z, at, T, MODE, True)
+        begun, odd = begin_sum(wires, at, T, WORLD)
+        trouble = anywhere(odd)
+        if not CALM:
+            trouble = trouble | 1
+        if trouble == 0:
+            z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+            _put(sink, z, at, T, MODE, False)
+        else:
+            _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
+
+
+@triton.jit
+def _decode_any(sink, wires, keys, norm, at, T: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr):
+    z, post = sum_any(wires, at, T)
+    if COUNT:
+        note(sink.bad, sink.call, worst_scale(wires, at, T))
+    z = leave(finish(z, keys, norm, at, T), post, T)
+    _put(sink, z, at, T, MODE, True)
 
 
 @triton.jit

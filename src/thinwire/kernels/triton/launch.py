@@ -135,8 +135,8 @@ def _putting_back(count: int, device: torch.device, dtype: torch.dtype) -> Repea
 
 
 def unrolled(world: int, format: Format) -> int:
-    """The wires a kernel is compiled for; 0 for any number. A thread holds no trellis codes of several wires."""
-    return world if world <= (1 if format.kind == Kind.TRELLIS else MOST_UNROLLED) else 0
+    """The wires a kernel is compiled for; 0 for any number, as always of trellis codes."""
+    return world if world <= MOST_UNROLLED and format.kind != Kind.TRELLIS else 0
 
 
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:

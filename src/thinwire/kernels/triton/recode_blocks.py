@@ -57,13 +57,17 @@ def recode_kernel(
 
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
-    begun, odd = begin_sum(wires, at, T, WORLD)
-    if anywhere(odd) == 0:
-        one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-        _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
-    else:
+    if T.trellis:
         z, post = sum_any(wires, at, T)
         _put_sum(z, post, scale, target, cells, dither, at, T, True)
+    else:
+        begun, odd = begin_sum(wires, at, T, WORLD)
+        if anywhere(odd) == 0:
+            one = tl.full((T.rows, T.columns), 1.0, tl.float32)
+            _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
+        else:
+            z, post = sum_any(wires, at, T)
+            _put_sum(z, post, scale, target, cells, dither, at, T, True)
 
 
 @triton.jit

@@ -31,24 +31,21 @@ def best_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
 
     table: of every cell four costs, by subset, each with the lowest index bit of its level above it; then four levels.
     """
-    before, path = _best_path([look_up(table, _near(x, gain), ROUNDER_BITS - HALF) for x in tile], at, T)
-    turned = path ^ before
-    one = path << 1
-    column = _position(at, T)
+    path, one, two = _best_path(tile, gain, table, at, T)
+    turned = (path[0] ^ two[0], path[1] ^ two[1])
     codes = ()
     values = ()
     along = tl.zeros((T.rows, T.columns), tl.int32)
     square = along
     for i in tl.static_range(T.size):
-        place = _place(i, column, at, T)
-        subset = ((turned >> place) & 1).to(tl.int32) * 16 + ((one >> place) & 1).to(tl.int32) * 8
+        subset = _bit(turned, i, at, T) * 16 + _bit(one, i, at, T) * 8
         near = _near(tile[i], gain)
         level = (look_up(table, near, ROUNDER_BITS - HALF - CELLS) << (24 - subset)) >> 24
-        code = ((path >> place) & 1).to(tl.int32)
+        code = _bit(path, i, at, T)
         if T.bits > 1:
             code = code + ((level >> 31) + 1) * (1 << (T.bits - 1))
         if T.bits > 2:
-            code = code + (look_up(table, near, ROUNDER_BITS - HALF) >> (subset + 7) & 1) * 2
+            code = code + ((look_up(table, near, ROUNDER_BITS - HALF) >> (subset + 7)) & 1) * 2
         codes = codes + (code,)
         if VALUES:
             values = values + (level.to(tl.float32),)
@@ -98,34 +95,50 @@ def _before(bits, at, T: tl.constexpr):
 
 
 @triton.jit
-def _best_path(costs, at, T: tl.constexpr):
-    """(before, path) of every strand: bit i is p[i-2], and p[i]."""
+def _best_path(tile, gain, table, at, T: tl.constexpr):
+    """(p[i], p[i-1], p[i-2]) of every strand: bit i % 32 of word i // 32."""
     LANES: tl.constexpr = 2 if T.loose else 16  # of a segment
+    COUNT: tl.constexpr = T.lanes // LANES
     start = tl.zeros((T.rows, T.columns), tl.int32)
     states = (start, start + MOST, start + MOST, start + MOST)
     segments = ()
     for lane in tl.static_range(T.lanes):
+        cost = look_up(table, _near(tile[lane], gain), ROUNDER_BITS - HALF)
         if T.loose:
             strands = _strands(at)
             each = at.span // strands
             for j in range(each):
-                cost = tl.gather(costs[lane], j * strands + at.column % strands, axis=1)
-                states = _step(states, cost, 1 << (lane % LANES * each + j))
+                here = tl.gather(cost, j * strands + at.column % strands, axis=1)
+                states = _step(states, here, 1 << (lane % LANES * each + j))
         else:
-            states = _step(states, costs[lane], 1 << (lane % LANES))
+            states = _step(states, cost, 1 << (lane % LANES))
         if lane % LANES == LANES - 1:
             for s in tl.static_range(4):
                 segments = segments + (states[s] & PATH,)
             states = [state & ~PATH for state in states]
     state = _end(states)
-    before = start.to(tl.uint64)
-    count = LANES * _positions(at, T)
-    ended = (state >> 1) | (state & 1) << 1
-    for k in tl.static_range(T.lanes // LANES):
-        word = _of_state(segments, T.lanes // LANES - 1 - k, state)
-        before = (before << count) | word.to(tl.uint64)
-        state = ((word >> 1) & 1) | (word & 1) << 1
-    return before, (before >> 2) | (ended.to(tl.uint64) << (T.lanes * _positions(at, T) - 2))
+    each = LANES * _positions(at, T)
+    path = _put((start, start), COUNT * each - 2, (state >> 1) | ((state & 1) << 1))
+    two = (start, start)
+    for k in tl.static_range(COUNT):
+        word = _of_state(segments, COUNT - 1 - k, state)
+        two = _put(two, (COUNT - 1 - k) * each, word)
+        state = ((word >> 1) & 1) | ((word & 1) << 1)
+    path = (path[0] | _shifted(two[0], 2) | (two[1] << 30), path[1] | _shifted(two[1], 2))
+    return path, (path[0] << 1, (path[1] << 1) | _shifted(path[0], 31)), two
+
+
+@triton.jit
+def _put(words, place, bits):
+    """The bits of two words with more from a place on; none cross from the first to the second."""
+    bits = bits << (place % 32)
+    return words[0] | tl.where(place < 32, bits, 0), words[1] | tl.where(place < 32, 0, bits)
+
+
+@triton.jit
+def _shifted(word, COUNT: tl.constexpr):
+    """A word without its sign, some places down."""
+    return (word.to(tl.uint32, bitcast=True) >> COUNT).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -193,18 +206,12 @@ def _positions(at, T: tl.constexpr):
 
 
 @triton.jit
-def _position(at, T: tl.constexpr):
-    """Of an element of a short last block, in its lane."""
+def _bit(words, lane: tl.constexpr, at, T: tl.constexpr):
+    """The bit of every element of a lane, by its position in its strand."""
     if T.loose:
-        return tl.minimum(at.column // _strands(at), _positions(at, T) - 1)
+        each = _positions(at, T)
+        place = lane * each + tl.minimum(at.column // _strands(at), each - 1)
+        word = tl.where(place < 32, words[0], words[1])
+        return (word >> (place % 32)) & 1
     else:
-        return 0
-
-
-@triton.jit
-def _place(lane: tl.constexpr, position, at, T: tl.constexpr):
-    """The position of an element in its strand."""
-    if T.loose:
-        return lane * _positions(at, T) + position
-    else:
-        return lane
+        return (words[lane // 32] >> (lane % 32)) & 1
