@@ -31,7 +31,7 @@ SUMS = ("decode_sum", "recode")  # the ops that take the wires of several ranks
 PARTS = ("codecs", "sizes", "replay", "rivals")  # what compiles for long comes last
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "int8", "int8:mode=affine", "int4", "int2"),
-    *("lloyd4", "lloyd4:block=256", "lloyd2", "lloyd1"),
+    *("lloyd4", "lloyd4:block=256", "lloyd2", "lloyd1", "trellis2"),
 )
 HEADLINES = ("int8", "int4", "int2", "lloyd4", "lloyd2", "lloyd1")
 COMPILED = ("int8", "int4", "lloyd4")  # the codecs compared with torch.compile where nothing is asked for

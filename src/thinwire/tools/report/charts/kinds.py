@@ -25,7 +25,7 @@ SPARE = 1.2  # room beyond the largest value
 MOST_LOG = 50.0  # of a ratio of losses
 CODEC = shapes.named("codec")
 OP = shapes.named("op")
-_FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
+_FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation", "trellis": "trellis codes after rotation"}
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
 
 
