@@ -1108,11 +1108,11 @@ def test_the_error_of_a_step_is_that_of_all_its_lanes() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_watch_takes_gradients_of_any_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(2000, generator=seeded(5)).to(dtype)
-    watch = watched(Lloyd(4), x)
+    (watch,) = measured(StepErrors(), (Lloyd(4), x))
     assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)
 
 
 def test_squares_of_small_numbers_are_not_lost() -> None:
     """Gradients of 1e-30: their squares are zero in fp32."""
-    watch = watched(Lloyd(4), torch.randn(2000, generator=seeded(5)) * 1e-30)
+    (watch,) = measured(StepErrors(), (Lloyd(4), torch.randn(2000, generator=seeded(5)) * 1e-30))
     assert float(watch.lost_P / watch.sent_P) == pytest.approx(0.0095, rel=0.2)

@@ -115,7 +115,7 @@ def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _nearest_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """(words, values, along, square): packed codes, their levels if VALUES, and each row's <cell, level>, <level, level>.
+    """(words, values, along, square): codes, packed; levels, if VALUES; every row's <cell, level> and <level, level>.
 
     A bank's codes are packed as soon as they are made, so that few registers hold them.
     """

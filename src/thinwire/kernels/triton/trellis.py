@@ -27,7 +27,7 @@ PATH = tl.constexpr(0xFFFF)
 
 @triton.jit
 def best_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
-    """(words, values, along, square): packed codes, their levels if VALUES, and each row's <cell, level>, <level, level>.
+    """(words, values, along, square): codes, packed; levels, if VALUES; every row's <cell, level> and <level, level>.
 
     table: of every cell four costs, by subset, each with the lowest index bit of its level above it; then four levels.
     """
