@@ -157,6 +157,84 @@ def test_the_failure_of_one_rank_is_told_to_all(ranks: RankPool, world: int, asy
         assert "MemoryError: no room" in text
 
 
+# --- a rank that could not make its call -----------------------------------------------------------------------------
+
+
+def wrong_calls(member: Group) -> dict[str, Callable[[], Any]]:
+    """Calls whose arguments are refused, by what is said of them."""
+    x = torch.ones(500)
+    return {
+        "op must be ReduceOp.SUM": lambda: thinwire.all_reduce(x, dist.ReduceOp.MAX, member, **HOW),
+        "expected dense tensors": lambda: thinwire.all_reduce(x.to_sparse(), group=member, **HOW),
+        "step must be 0 .. 2**64 - 1": lambda: thinwire.all_reduce(x, group=member, step=-1, **HOW),
+        "input must have": lambda: thinwire.reduce_scatter_tensor(x, x, group=member),
+        "output must have": lambda: thinwire.all_gather_into_tensor(x, x, group=member),
+        "one tensor per rank,": lambda: thinwire.all_gather([x], x, group=member),
+        "group_src must be": lambda: thinwire.broadcast(x, group_src=9, group=member),
+        "split_sizes must be": lambda: thinwire.all_to_all_single(x, x, [1], group=member),
+        "one tensor per rank in": lambda: thinwire.all_to_all([x], [x], group=member),
+    }
+
+
+def refuse(group: Group, said: str, first: bool) -> tuple[str, str, float, str]:
+    """What rank 1 is told of a wrong call, and the others, who wait for it; and what all are told next."""
+    member = dist.new_group()
+    if not first:
+        thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    dist.barrier()
+    start = time.monotonic()
+    with patch.object(boards, "LOOK_S", 0.1):
+        if group.rank() == 1:
+            error = failure(wrong_calls(member)[said])
+        else:
+            error = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+    seconds = time.monotonic() - start
+    dist.barrier()
+    again = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+    return str(member.group_name), f"{type(error).__name__}: {error}", seconds, str(again)
+
+
+@by_turns("said, first, world", list(wrong_calls(None)), [False, True], [2, 3])  # type: ignore[arg-type]
+def test_an_error_of_one_rank_alone_is_told_to_those_who_wait_for_it(
+    ranks: RankPool, said: str, first: bool, world: int
+) -> None:
+    told = ranks(world).run(refuse, said, first)
+    assert said in told[1][1]
+    assert all(again != "None" for *_, again in told)
+    for name, text, seconds, _ in (told[0], *told[2:]):
+        where = f"(operation {2 - first} of group '{name}')"
+        assert text.startswith(f"PeerError: rank 1 could not make its call {where}: CollectiveError: "), text
+        assert said in text
+        assert seconds < 5
+
+
+def retry(group: Group) -> list[float]:
+    """Rank 1 makes a wrong call, and then the right one, for which the others wait longer than they look."""
+    member = dist.new_group()
+    found = []
+    for said in ("op must be ReduceOp.SUM", "step must be 0 .. 2**64 - 1"):
+        dist.barrier()
+        x = torch.full((3,), 127.0)
+        if group.rank() == 1:
+            assert said in str(failure(wrong_calls(member)[said]))
+            thinwire.all_reduce(x, group=member, **HOW)
+        else:
+            time.sleep(0.3)
+            with patch.object(boards, "LOOK_S", 0.1):
+                thinwire.all_reduce(x, group=member, **HOW)
+        dist.barrier()
+        if group.rank() == 1:
+            time.sleep(1)
+        with patch.object(boards, "LOOK_S", 0.1):
+            thinwire.all_reduce(x, group=member, **HOW)
+        found += x[:1].tolist()
+    return found
+
+
+def test_a_rank_that_corrects_its_call_is_waited_for(ranks: RankPool) -> None:
+    assert ranks(2).run(retry) == [[508.0, 508.0]] * 2
+
+
 # --- a store that hangs or is gone ------------------------------------------------------------------------------------
 
 
@@ -166,9 +244,11 @@ class Hung:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def compare_set(self, *args: object) -> bytes:
+    def check(self, *args: object) -> bool:
         self.over.wait()
         raise ConnectionError("gone")
+
+    set = compare_set = check
 
 
 def late(group: Group, hung: bool) -> tuple[str | None, str, float]:
