@@ -52,7 +52,7 @@ TORCHES ?= 2.11.0 2.15.0
 MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py ddp_ways.py fsdp.py faults.py)
 matrix: .venv/.installed
 	@set -e; for python in $(PYTHONS); do \
-	  command -v python$$python >/dev/null || { echo "== no python$$python: skipped"; continue; }; \
+	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \
 	  for torch in $(TORCHES); do \
 	    at=build/matrix/$$python-$$torch; echo "== Python $$python, torch $$torch"; \
 	    test -d $$at || { python$$python -m venv $$at.part && \

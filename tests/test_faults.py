@@ -285,7 +285,7 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 # --- a bit that flips on the way --------------------------------------------------------------------------------------
 
 
-def damage(group: Group) -> list[str]:
+def damage(group: Group, variable: str) -> list[str]:
     """What a sum says when all is well, and when what rank 0 sends changes after its checksum was taken."""
     summed = checksums.sums_of
     to_damage = [False]
@@ -297,8 +297,10 @@ def damage(group: Group) -> list[str]:
         return sums
 
     found: list[str] = []
-    with patch.dict(os.environ, {"THINWIRE_CHECKSUM": "1"}), patch.object(checksums, "sums_of", damaged):
+    with patch.dict(os.environ, {variable: "1"}), patch.object(checksums, "sums_of", damaged):
         member = dist.new_group()
+        if not variable.startswith("THINWIRE"):
+            thinwire.use_checksums(member)
         for _ in range(2):
             x = torch.full((100_000,), 127.0)
             error = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
@@ -308,12 +310,29 @@ def damage(group: Group) -> list[str]:
     return found
 
 
-def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool) -> None:
-    (before, here), (other, there) = ranks(2).run(damage)
+@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG", "NOTHING"])
+def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, variable: str) -> None:
+    (before, here), (other, there) = ranks(2).run(damage, variable)
     assert before == other == "[254.0]"
     for text in (here, there):
         assert "a message of " in text
         assert "bytes from rank 0 was damaged on the way: bytes 0 to " in text
+
+
+def checked(group: Group) -> list[str]:
+    """What is said when one rank alone asks for checksums, and when they come too late."""
+    member = dist.new_group()
+    if group.rank():
+        thinwire.use_checksums(member)
+    alone = failure(lambda: thinwire.all_reduce(torch.ones(5), group=member, **HOW))
+    return [str(alone), str(failure(lambda: thinwire.use_checksums(member)))]
+
+
+def test_checksums_are_for_all_ranks_and_from_the_start(ranks: RankPool) -> None:
+    for alone, late in ranks(2).run(checked):
+        assert "checksums=0; rank 1 runs thinwire" in alone
+        assert "checksums=1" in alone
+        assert "use_checksums: expected a group without collectives" in late
 
 
 # --- what a failure leaves --------------------------------------------------------------------------------------------

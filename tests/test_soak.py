@@ -68,8 +68,9 @@ def calls(group: Group, count: int) -> Readings:
     found = []
     works = []
     for i in range(count):
-        codec, algorithm = rng.choice((("int8", "two_phase"), ("lloyd4", "one_shot")))
-        x = torch.ones(int(10 ** rng.uniform(0, 4.5)))
+        x = torch.ones(int(10 ** rng.uniform(0, 3.5)))
+        codec = rng.choice(("int8", "lloyd4"))
+        algorithm = "one_shot" if i % 10 else "two_phase"
         works.append(thinwire.all_reduce(x, async_op=True, codec=codec, algorithm=algorithm))
         if len(works) == 16:
             while works:

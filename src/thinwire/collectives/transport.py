@@ -115,6 +115,7 @@ class Transport:
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
     has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
+    checked: bool = False  # checksums follow messages
     blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
@@ -168,9 +169,9 @@ class Transport:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, *, checked: bool = False) -> None:
         super().__init__(group, tags)
-        self.checked = checksums.wanted()
+        self.checked = checked or checksums.wanted()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         """Receives come first in what is returned."""
@@ -453,14 +454,17 @@ def resolve(group: object) -> dist.ProcessGroup:
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
-def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
+def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, checked: bool = False) -> Transport:
     name = backend(group, device)
+    if checked and name != "gloo":
+        raise CollectiveError(f"use_checksums: checksums go with messages on gloo, this group runs on {name!r}")
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamTransport(group, tags, device)
     if name == "gloo":
-        return PairTransport(group, tags) if device.type == "cpu" else StagedTransport(group, tags)
+        made = PairTransport if device.type == "cpu" else StagedTransport
+        return made(group, tags, checked=checked)
     raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")
 
 
