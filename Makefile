@@ -41,7 +41,7 @@ sanitize: .venv/.installed
 	    LD_PRELOAD="$$(gcc -print-file-name=$$library) $$(gcc -print-file-name=libstdc++.so.6)" \
 	    ASAN_OPTIONS=detect_leaks=0 \
 	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:report_signal_unsafe=0:halt_on_error=1 \
-	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$$at/src \
+	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$(CURDIR)/$$at/src \
 	    $(BIN)/python -m pytest -p no:cacheprovider -o timeout=600 $(SANITIZED) -k "not fork and not environment"; \
 	  done; \
 	done
@@ -58,7 +58,7 @@ matrix: .venv/.installed
 	    test -d $$at || { python$$python -m venv $$at.part && \
 	      $$at.part/bin/python -m pip -qq install torch==$$torch numpy typer rich pytest pytest-timeout hypothesis && \
 	      mv $$at.part $$at; }; \
-	    PYTHONPATH=src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
+	    PYTHONPATH=$(CURDIR)/src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
 	  done; \
 	done
 

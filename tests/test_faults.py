@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,10 @@ import thinwire
 from cases import by_turns
 from programs import TESTS, Ended
 from ranks import RankPool
-from thinwire.collectives import board as boards, checksums
+from rowed import RowedTransport, rowed
+from thinwire.collectives import board as boards, checksums, transport
 from thinwire.collectives.channel import channel_of
+from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
@@ -125,6 +128,42 @@ def test_a_lost_rank_is_named_and_the_others_go_on(
         assert told["again"] == [254.0] * 3
         assert told["ended"] is True, told
         assert told["freed"] is True, told
+
+
+class Waiting(RowedTransport):
+    """A stream whose messages from rank 2 do not come, on a host that was asked to wait."""
+
+    blocking = True
+    lost = False
+
+    def settle(self) -> None:
+        if self.lost and self.rank != 2:
+            time.sleep(1.0)
+            raise LostRankError(None, TimeoutError("Timed out waiting"))
+
+
+def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
+    """What is said in a call on a stream, and in the next."""
+    with rowed(), patch.object(transport, "transport", lambda *args, checked: Waiting(args[0], args[2])):
+        member = dist.new_group()
+        call = calls_of(verb, member)
+        call(5000)
+        dist.barrier()
+        with patch.object(boards, "LOOK_S", 0.1), patch.object(Waiting, "lost", True):
+            error = failure(lambda: call(5000))
+        dist.barrier()
+        after = failure(lambda: group.rank() == 2 or thinwire.all_reduce(torch.ones(5), group=member, **HOW))
+        return str(member.group_name), str(error), str(after)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "ddp"])
+def test_a_host_that_waits_for_a_stream_names_who_is_missing(ranks: RankPool, verb: str) -> None:
+    found = ranks(3).run(wait_on_a_stream, verb)
+    for name, text, after in found[:2]:
+        assert re.match(r"rank [01] waited for rank 2 in (all_reduce|gradients)\(", text), text
+        assert f"(operation 2 of group '{name}')" in text or verb == "ddp", text
+        assert "make a new group to go on" in after
+    assert found[2][1:] == ("None", "None")
 
 
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
