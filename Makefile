@@ -5,11 +5,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough soak sanitize matrix demo docs check lint types format clean
+.PHONY: help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | thorough | soak | sanitize | matrix | demo | docs | check (what CI runs) | format | clean"
+	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
@@ -45,6 +45,12 @@ sanitize: .venv/.installed
 	    $(BIN)/python -m pytest -p no:cacheprovider -o timeout=600 $(SANITIZED) -k "not fork and not environment"; \
 	  done; \
 	done
+
+# The Triton kernels with every access checked, on a machine with a GPU and CUDA's compute-sanitizer. Every tensor is an
+# allocation of its own, so that its ends are seen.
+sanitize-gpu:
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool memcheck --target-processes all \
+	  --error-exitcode 9 $(PYTHON) -m pytest -p no:cacheprovider -o timeout=600 -m cuda tests/test_kernels_cuda.py
 
 # A part of the tests on other versions: every Python of PYTHONS that is installed, with every torch of TORCHES.
 PYTHONS ?= 3.11 3.12 3.13 3.14

@@ -49,7 +49,7 @@ class Message:
         nodes: Nodes | None = None,
     ) -> None:
         self.specs = tuple(specs)
-        self._dtype = like.dtype
+        self.dtype = like.dtype
         self._nodes = nodes
         self._reducer: Reducer
         self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
@@ -106,7 +106,7 @@ class Message:
         """On a stream of a GPU: what averages lanes whose feedback, if any, is a tensor; None where `run` has to."""
         found = []
         for spec, codec in zip(self.specs, self._codecs, strict=True):
-            lane = StreamLane(spec.numel, self._dtype, codec, spec.first, spec.feedback)
+            lane = StreamLane(spec.numel, self.dtype, codec, spec.first, spec.feedback)
             if self._nodes is None:
                 found.append(lane._replace(exact_own=not isinstance(codec, Identity)))
             else:
@@ -160,4 +160,4 @@ class Message:
         return sum(codec.wire_bytes(spec.numel, self._encoded(spec, codec)) for spec, codec in pairs)
 
     def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
-        return encoded_dtype(codec, self._dtype, fed_back=bool(spec.feedback))
+        return encoded_dtype(codec, self.dtype, fed_back=bool(spec.feedback))

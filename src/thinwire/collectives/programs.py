@@ -360,6 +360,7 @@ class Sum:
                 made[lengths] = SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
+        self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
