@@ -389,7 +389,8 @@ class StreamTransport(Transport):
     def close(self) -> None:
         """A kernel that waits for a lost rank ends, which lets the streams go on."""
         self._closed = True
-        self.group.abort()
+        with contextlib.suppress(RuntimeError, CollectiveError):
+            self.group._get_backend(self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
