@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import cases
-from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, Trellis, codec
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec
 from thinwire.codecs import names
 
 COMPOSITES: list[Codec] = [

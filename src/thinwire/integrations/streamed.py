@@ -66,11 +66,14 @@ class StreamedBucket:
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
                 self._launch(room or channel.rooms.here, buffer, step, bad)
+                channel.settle(message.text)
                 future.set_result(output)
+            return future
         except BaseException as error:
-            channel.fail(error)
-            raise
-        return future
+            lost = channel.fail(error)
+            if lost is None:
+                raise
+        raise channel.ended(lost, message.text)
 
     def _launch(self, room: Room, buffer: Tensor, step: int, bad: Bad) -> None:
         aside = self._aside.views(room) if self._index is not None else None

@@ -27,6 +27,7 @@ from thinwire.tools.bench.record import BenchError, Progress, Record, Row, colle
 from thinwire.tools.bench.timing import Effort
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
+ASKED = (*OPS, "checksum")  # the last of a wire, where it is asked for
 SUMS = ("decode_sum", "recode")  # the ops that take the wires of several ranks
 PARTS = ("codecs", "sizes", "replay", "rivals")  # what compiles for long comes last
 CODECS = (
@@ -122,6 +123,7 @@ class KernelPlan:
     def _op(self, part: str, name: str, op: str, numel: int, beside: tuple[str, ...]) -> OpCase:
         world = self.usual.ranks if op in SUMS else 1
         threads = self._threads[-1]
+        beside = beside if op in OPS else ()
         return OpCase(
             part=part, op=op, name=name, numel=numel, world=world, threads=threads, device=self.device, rivals=beside
         )
