@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import assert_same
+from cases import assert_same, worlds
 from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, message_of, network, same_everywhere
@@ -166,9 +166,9 @@ CODECS: dict[str, tuple[dict[str, Any], float, str]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@worlds(2, 3, rare=[4])
 def test_compressed_rounds_train_and_agree(ranks: RankPool, world: int) -> None:
-    names = list(CODECS)[world - 2 :: 2]
+    names = list(CODECS)[world % 2 :: 2]
     for name in names:
         options, least, feedback = CODECS[name]
         for losses, ratio, used, same in ranks(world).run(train_named, name):
