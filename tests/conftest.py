@@ -1,12 +1,14 @@
 """Fixtures every test can use."""
 
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from programs import Ended, Programs
 from ranks import RankPool
+from thinwire.kernels import BACKENDS, use_backend
 
 GPU_TEST_S = 300  # kernels are compiled when they are first used
 PROGRAM_TEST_S = 310  # programs have a limit of their own, below that
@@ -78,6 +80,13 @@ def program(request: pytest.FixtureRequest) -> Ended:
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """ranks(world).run(fn, *args) -> [fn(group, *args) on each rank]; see tests/ranks.py."""
     return request.config.stash[RANKS]
+
+
+@pytest.fixture
+def served() -> Iterator[None]:
+    """Where the C kernels were not built, the reference is asked for: that it stands in for them is warned of."""
+    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
+        yield
 
 
 @pytest.fixture

@@ -228,13 +228,6 @@ def test_a_complex_bucket_is_its_real_and_imaginary_parts(ranks: RankPool, dtype
     assert ranks(3).run(run_complex, dtype) == [[]] * 3
 
 
-def test_one_rank_alone_is_exact(ranks: RankPool) -> None:
-    x = given(700, 0, torch.float64)
-    names = [name for name in HOOKS if "(" not in name]
-    for name, (_, y) in zip(names, ranks(1).run(run_hooks, names, [[x]])[0], strict=True):
-        assert_same(y, x, name)
-
-
 # --- what torch's hooks get wrong -------------------------------------------------------------------------------------
 
 
@@ -694,18 +687,6 @@ def test_ddp_of_every_dtype(ranks: RankPool, world: int, option: str, some: list
         assert identical([answer[i] for answer in answers]), name
         for step, got in enumerate(answers[0][i]):
             assert_means(name, got, [gradients_of(MIXED, rank, step) for rank in range(world)], world)
-
-
-def register_bf16(group: Group) -> list[str]:
-    made = [hooks.bf16_compress_hook, hooks.bf16_compress_wrapper(hooks.allreduce_hook)]
-    for hook in made:
-        registered(FLOATS, hook)
-    return [hook.__name__ for hook in made]
-
-
-def test_ddp_takes_bf16_hooks_without_cuda(ranks: RankPool) -> None:
-    """It refuses torch's by their names."""
-    assert not {"bf16_compress_hook", "bf16_compress_wrapper_hook"} & set(ranks(1).run(register_bf16)[0])
 
 
 def compare_with_plain(group: Group, hook: Any, options: Sequence[dict[str, Any]]) -> list[bool]:
