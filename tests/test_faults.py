@@ -166,6 +166,24 @@ def test_a_host_that_waits_for_a_stream_names_who_is_missing(ranks: RankPool, ve
     assert found[2][1:] == ("None", "None")
 
 
+def start_late(group: Group, first: bool) -> str:
+    """What is said of a call that starts when the connections are known to be closed."""
+    member = dist.new_group()
+    thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    dist.barrier()
+    if group.rank() == 1:
+        channel_of(member, CPU).transport.close()
+    dist.barrier()
+    time.sleep(0.1)
+    return str(failure(lambda: thinwire.all_reduce(torch.ones(600 if first else 500), group=member, **HOW)))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_connection_that_was_lost_before_a_call_is_told_in_it(ranks: RankPool, first: bool) -> None:
+    for text in ranks(2).run(start_late, first):
+        assert re.match(r"rank [01] lost rank [01] in all_reduce\(numel=", text), text
+
+
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
 
 

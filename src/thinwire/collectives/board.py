@@ -127,9 +127,8 @@ class Board:
             if self.over is None:
                 others = lookout.ask(lambda: self._missing(place.number)) if _is_late(error) else None
                 told = f"{_FAILED}: {self._sentence(error, place, others or 'another rank')}"
-                if isinstance(error, LostRankError):
-                    told = lookout.ask(lambda: self._refusal(place.number)) or told
-                posted = lookout.ask(lambda: self._post(told))
+                number = place.number if isinstance(error, LostRankError) else 0  # of what a rank may have refused
+                posted = lookout.ask(lambda: self._post(self._refusal(number) or told))
                 if posted is None:  # others find out who is lost, before this rank seems to be
                     time.sleep(_PAUSE_S)
                 self.over = posted or told
@@ -163,7 +162,7 @@ class Board:
         """
         refusal = self._refusal(place.number)
         if refusal:
-            self.over = self._post(refusal) or refusal
+            self.over = self._post(refusal)
             self._close()
         if refusal or not self._prefix:
             return
@@ -195,7 +194,7 @@ class Board:
     def _post(self, told: str) -> str | None:
         """The sentence that stands in the stores, which is the first that came to one of them."""
         if not self._prefix:
-            return None
+            return self._refusal(1)
         for _ in range(2):  # of a mesh: what stands in the second store goes to the first as well
             for store in self._stores:
                 told = str(store.compare_set(f"{self._prefix}/over", "", told), "utf-8")

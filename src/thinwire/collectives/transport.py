@@ -180,8 +180,8 @@ class PairTransport(Transport):
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         group = self.group
-        works = Moving([group.recv([part], rank, tag) for rank, part in receives], [rank for rank, _ in receives])
-        works += [group.send([part], rank, tag) for rank, part in sends]
+        works = Moving([_start(group.recv, message, tag) for message in receives], [rank for rank, _ in receives])
+        works += [_start(group.send, message, tag) for message in sends]
         works.peers = [rank for rank, _ in (*receives, *sends)]
         return works
 
@@ -190,8 +190,8 @@ class PairTransport(Transport):
         group = self.group
         sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
         sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
-        came = [group.recv([part], rank, tag) for rank, part in (*receives, *sums_in)]
-        sent = [group.send([part], rank, tag) for rank, part in (*sends, *sums_out)]
+        came = [_start(group.recv, message, tag) for message in (*receives, *sums_in)]
+        sent = [_start(group.send, message, tag) for message in (*sends, *sums_out)]
         pairs = zip(came[: len(receives)], came[len(receives) :], receives, sums_in, strict=True)
         works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
         peers = [rank for rank, _ in (*receives, *sends, *sends)]
@@ -222,6 +222,15 @@ class PairTransport(Transport):
             if rank != self.rank:
                 with contextlib.suppress(RuntimeError, CollectiveError):
                     self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
+
+
+def _start(verb: Callable[..., Any], message: Message, tag: int) -> Any:
+    """Start a message; over a connection that is known to be closed that raises at once."""
+    rank, part = message
+    try:
+        return verb([part], rank, tag)
+    except RuntimeError as error:
+        raise LostRankError(rank, error) from None
 
 
 class StagedTransport(PairTransport):
