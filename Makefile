@@ -2,18 +2,28 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install --no-compile -c constraints.txt  # bytecode is written for what is imported, when it is
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
+.PHONY: help test test-ranks test-rest thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | check (what CI runs) | format | clean"
 
+# Two halves at once: on two cores the tests that share ranks leave half of one idle, and the others need one.
 test: .venv/.installed
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory -j2 test-ranks test-rest
+
+test-ranks: .venv/.installed
+	@$(BIN)/python -m pytest --half ranks
+
+test-rest: .venv/.installed
+	@mkdir -p build
+	@status=0; $(BIN)/python -m pytest --half rest >build/test-rest.log 2>&1 || status=$$?; \
+	  echo; echo "== tests without ranks"; cat build/test-rest.log; exit $$status
 
 thorough: .venv/.installed
 	@echo "== tests, every combination"
@@ -101,23 +111,23 @@ $(BIN)/python:
 # The directory itself is a prerequisite of the library: its time changes when a source comes or goes.
 .venv/.package: pyproject.toml setup.py constraints.txt native $(NATIVE) | $(BIN)/python
 	@echo "== installing thinwire, compiling native/ (the first time takes minutes: torch)"
-	@$(PIP) install -c constraints.txt -e '.[bench,report]'
+	@$(INSTALL) -e '.[bench,report]'
 	@test -f src/thinwire/kernels/_native.so || echo "== no native library: no C compiler worked, or THINWIRE_NO_NATIVE=1"
 	@touch $@
 
 # thinwire is installed already, so these add only what their extras name and compile nothing.
 .venv/.installed: .venv/.package
 	@echo "== installing the test dependencies"
-	@$(PIP) install -c constraints.txt 'thinwire[test]'
-	@$(PIP) install -c constraints.txt 'thinwire[frameworks]' || echo "== no frameworks: their tests skip themselves"
+	@$(INSTALL) 'thinwire[test,frameworks]' || \
+	  { echo "== no frameworks: their tests skip themselves"; $(INSTALL) 'thinwire[test]'; }
 	@touch $@
 
 .venv/.docs: .venv/.package mkdocs.yml
 	@echo "== installing what builds the site"
-	@$(PIP) install -c constraints.txt 'thinwire[docs]'
+	@$(INSTALL) 'thinwire[docs]'
 	@touch $@
 
 .venv/.dev: .venv/.installed
 	@echo "== installing the development tools"
-	@$(PIP) install -c constraints.txt 'thinwire[dev]'
+	@$(INSTALL) 'thinwire[dev]'
 	@touch $@

@@ -1,11 +1,14 @@
 """Fixtures every test can use."""
 
 import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from programs import Ended, Programs
 from ranks import RankPool
+from thinwire.kernels import BACKENDS, use_backend
 
 GPU_TEST_S = 300  # kernels are compiled when they are first used
 PROGRAM_TEST_S = 310  # programs have a limit of their own, below that
@@ -14,8 +17,9 @@ RANKS = pytest.StashKey[RankPool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--thorough, for every combination of what the tests try by turns (cases.by_turns)."""
+    """--thorough, for every combination of what the tests try by turns (cases.by_turns); --half, for `make test`."""
     parser.addoption("--thorough", action="store_true", help="run every combination, not each value once")
+    parser.addoption("--half", choices=("ranks", "rest"), help="only tests that use shared ranks, or only the others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,15 +29,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on a GPU, or of a program, may take longer, where pytest-timeout watches them; programs' come last."""
-    if not config.option.thorough:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=[item for item in items if not _is_wanted(item)])
+    items[:] = [item for item in items if _is_wanted(item)]
     items.sort(key=lambda item: item.get_closest_marker("program") is not None)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             for name, seconds in (("cuda", GPU_TEST_S), ("program", PROGRAM_TEST_S)):
                 if item.get_closest_marker(name):
                     item.add_marker(pytest.mark.timeout(seconds))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Nothing is imported for one half in which it has no test."""
+    if config.option.half != "ranks" or collection_path.suffix != ".py":
+        return None
+    return "RankPool" not in collection_path.read_text() or None
+
+
+def _is_wanted(item: pytest.Item) -> bool:
+    if item.get_closest_marker("thorough") and not item.config.option.thorough:
+        return False
+    half = item.config.option.half
+    return half is None or (half == "ranks") == ("ranks" in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -63,6 +80,13 @@ def program(request: pytest.FixtureRequest) -> Ended:
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """ranks(world).run(fn, *args) -> [fn(group, *args) on each rank]; see tests/ranks.py."""
     return request.config.stash[RANKS]
+
+
+@pytest.fixture
+def served() -> Iterator[None]:
+    """Where the C kernels were not built, the reference is asked for: that it stands in for them is warned of."""
+    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
+        yield
 
 
 @pytest.fixture

@@ -143,11 +143,12 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def learn(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
     """Train; the losses of this rank."""
     losses = []
+    device = next(model.parameters()).device
     for step in steps:
-        x, y = (t.to(model.device) for t in batch(rank, step))
+        x, y = (t.to(device) for t in batch(rank, step))
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
         loss.backward()

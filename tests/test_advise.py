@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner, Result
 
 import figures
 import thinwire
+from cases import generated
 from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
@@ -688,7 +689,7 @@ def applies(scheme: SumScheme, cluster: Cluster) -> bool:
     return scheme.across is None or cluster.has_levels
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@generated(60)
 @given(jobs, worlds, own_machines, rates, rates, latencies, st.floats(1.0, 100.0), st.sampled_from(SCHEMES))
 def test_better_links_and_less_compute_never_make_a_step_longer(
     job: TrainingJob,
@@ -715,7 +716,7 @@ def test_better_links_and_less_compute_never_make_a_step_longer(
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@generated(60)
 @given(jobs, worlds, own_machines, rates, rates, latencies, st.sampled_from(SCHEMES))
 def test_a_step_takes_its_compute_and_no_more_than_everything_in_a_row(
     job: TrainingJob, world: tuple[int, int], own: Machine, slow: float, fast: float, latency: float, scheme: SumScheme
@@ -732,7 +733,7 @@ def test_a_step_takes_its_compute_and_no_more_than_everything_in_a_row(
     assert math.isfinite(found.step_s)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@generated(30)
 @given(st.integers(1 << 20, 10**10), worlds)
 def test_fewer_bits_send_fewer_bytes(params: int, world: tuple[int, int]) -> None:
     cluster = cluster_of(world, GPU, LinkModel(1e9), LinkModel(1e11))

@@ -31,6 +31,7 @@ from thinwire.tools.bench import (
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import kinds, tables
 
+pytestmark = pytest.mark.usefixtures("served")
 CPU = torch.device("cpu")
 CODEC_ROW: record.Row = {
     "distribution": "gaussian",
@@ -40,13 +41,6 @@ CODEC_ROW: record.Row = {
     "db_above_rd": 5.1,
     "lloyd_max_nmse": None,
 }
-
-
-@pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
-    """Where the C kernels were not built, ask for the reference rather than be warned of it."""
-    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
-        yield
 
 
 def a_record(**changes: Any) -> record.Record:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from thinwire.kernels import BACKENDS, use_backend
 from thinwire.qat import LSQ
 from thinwire.qat.layers import QuantizedLayer
 from thinwire.tools.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
@@ -21,14 +20,8 @@ from thinwire.tools.bench.qat_methods import METHODS
 from thinwire.tools.bench.qat_tasks import Recipe
 from thinwire.tools.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("served")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
-    """Where the C kernels were not built, ask for the reference rather than be warned of it."""
-    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
-        yield
 
 
 def call(*arguments: str) -> Result:

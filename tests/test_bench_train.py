@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from programs import Ended
 from ranks import RankPool, World
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
@@ -335,15 +334,41 @@ def test_validation_gaps_divergence_and_ranks_that_differ() -> None:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Pooled:
+    """A world of a benchmark (launch.World) whose ranks are those of the tests."""
+
+    world: World
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.world.run(called, fn, args)
+
+
+def called(group: dist.ProcessGroup, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, which the ranks of a benchmark write to a log
+        return fn(*args)
+
+
+@pytest.fixture
+def quick_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., record.Record]:
+    """The command with these flags, by ranks that exist already; test_demo.py has whole programs of such runs."""
+    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
+
+    def run(*flags: str) -> record.Record:
+        path = str(tmp_path / "found.json")
+        result = invoke("--quick", "--world", "2", "--task", "gpt", "--json", path, *flags)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return record.read(path)
+
+    return run
+
+
 NAMES = "bf16,int8,lloyd2,lloyd2@none,onebit,powersgd1,auto:2.5,sign,int2"
-QUICK = ("-m", "thinwire", "bench", "train", "--quick", "--world", "2", "--json", "found.json")
 
 
-@pytest.mark.program(*QUICK, "--task", "gpt", "--codecs", NAMES, "--steps", "6", "--seeds", "1")
-def test_a_quick_run_and_the_same_losses_again(program: Ended, ranks: RankPool) -> None:
-    assert (program.status, program.err) == (0, ""), program.told
-    assert program.alone
-    found = record.read(str(program.folder / "found.json"))
+def test_a_quick_run_and_the_same_losses_again(quick_run: Callable[..., record.Record], ranks: RankPool) -> None:
+    found = quick_run("--codecs", NAMES, "--steps", "6", "--seeds", "1")
     assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in NAMES.split(","))]
     feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
     assert {("lloyd2", "none+moments"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
@@ -376,32 +401,12 @@ def train(group: dist.ProcessGroup, plan: TrainPlan, scheme: TrainScheme) -> lis
     return [bench.train(plan, TrainingRun(scheme, seed)) for seed in range(plan.task.seeds)]
 
 
-@dataclass
-class Pooled:
-    """A world of a benchmark (launch.World) whose ranks are those of the tests."""
-
-    world: World
-
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.world.run(called, fn, args)
-
-
-def called(group: dist.ProcessGroup, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, which the ranks of a benchmark write to a log
-        return fn(*args)
-
-
 NAMES_SHARDED = "int8,int8/int8,lloyd4/lloyd4@replica,int8/lloyd4,mixed"
 
 
-def test_a_quick_run_of_fsdp2_on_text(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / "found.json")
-    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
-    small = ("--quick", "--world", "2", "--steps", "3", "--batch", "1", "--optimizer", "sgd", "--json", path)
-    result = invoke("--parallel", "fsdp2", "--task", "gpt", "--codecs", NAMES_SHARDED, *small)
-    assert result.exit_code == 0, result.output
-    found = record.read(path)
+def test_a_quick_run_of_fsdp2_on_text(quick_run: Callable[..., record.Record]) -> None:
+    small = ("--steps", "3", "--batch", "1", "--optimizer", "sgd")
+    found = quick_run("--parallel", "fsdp2", "--codecs", NAMES_SHARDED, *small)
     none, int8, *paired, mixed = found.rows
     names = [(row["codec"], row["weights"], row["control"]) for row in paired]
     assert names == [("int8", "int8", False), ("lloyd4", "lloyd4@replica", False), ("int8", "lloyd4", True)]
@@ -421,15 +426,9 @@ def test_a_quick_run_of_fsdp2_on_text(ranks: RankPool, tmp_path: Path, monkeypat
     assert all(f"| {name} |" in table for name in ("int8", "int8/int8", "int8/lloyd4 (control)", "mixed (peer)"))
 
 
-def test_a_quick_run_of_diloco(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / "found.json")
-    monkeypatch.setattr(launch, "ranks", lambda size, link: contextlib.nullcontext(Pooled(ranks(size))))
-    small = ("--quick", "--world", "2", "--steps", "2", "--batch", "1", "--seeds", "1", "--json", path)
-    result = invoke(
-        "--parallel", "diloco", "--task", "gpt", "--optimizer", "adamw", "--codecs", "topk", "--every", "1,2", *small
-    )
-    assert result.exit_code == 0, (result.output, result.exception)
-    found = record.read(path)
+def test_a_quick_run_of_diloco(quick_run: Callable[..., record.Record]) -> None:
+    small = ("--steps", "2", "--batch", "1", "--seeds", "1", "--optimizer", "adamw")
+    found = quick_run("--parallel", "diloco", "--codecs", "topk", "--every", "1,2", *small)
     ddp, *outer = found.rows
     told = (ddp["parallel"], ddp["codec"], ddp["every"], ddp["ddp_log_ratio"], ddp["peer"])
     assert told == ("ddp", "none", 1, 0, True)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from programs import Ended
-from thinwire.kernels import BACKENDS, cpu, reference, use_backend
+from thinwire.kernels import cpu, reference
 from thinwire.tools.bench import (
     codec as codec_bench,
     collectives as collectives_bench,
@@ -34,14 +34,8 @@ from thinwire.tools.cli import advise, checkup, screen
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import split_codecs
 
+pytestmark = pytest.mark.usefixtures("served")
 SMALL = ["bench", "codec", "--numel", "2000", "--distributions", "gaussian,sparse", "--codecs", "int8,lloyd2"]
-
-
-@pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
-    """Where the C kernels were not built, ask for the reference rather than be warned of it."""
-    with use_backend("auto" if BACKENDS["cpu"].unavailable() is None else "reference"):
-        yield
 
 
 def call(*arguments: str) -> Result:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,14 @@ from torch import Tensor
 
 import cases
 from cases import ROUND, over
-from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec as make, use_backend
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec as make
 from thinwire.kernels.schema import LLOYD
 
+pytestmark = pytest.mark.usefixtures("served")
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # NMSE of the optimal scalar quantiser of a Gaussian
 each_codec = over("codec", cases.CODECS)
 each_blocked = over("codec", cases.BLOCKED)
 one_of_each = over("codec", cases.ONE_OF_EACH)
-
-
-@pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
-    """Backends agree in every bit (tests/test_kernels.py): the fastest stands for all."""
-    with use_backend(cases.SERVING[0]):
-        yield
 
 
 # --- error ------------------------------------------------------------------------------------------------------------

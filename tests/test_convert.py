@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from cases import assert_same, seeded
+from cases import assert_same, generated, seeded
 from thinwire import qat
 from thinwire.qat.codes import packed_bytes, unpack
 from thinwire.qat.convert import IntegerEmbedding, IntegerLayer, IntegerLinear, IntegerWeight
@@ -73,7 +73,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     st.sampled_from([{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis": -1}, {"group": 4}]),
     st.booleans(),
 )
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@generated(25)
 def test_an_integer_weight_is_the_fake_quantized_one(
     data: st.DataObject, dtype: torch.dtype, where: dict[str, Any], shifted: bool
 ) -> None:

@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from cases import generated
 from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import codec
@@ -185,6 +186,7 @@ def test_looking_on_changes_nothing(ranks: RankPool) -> None:
             assert looks[0].params == 21408
 
 
+@generated(40)
 @given(st.integers(1, 5000))
 def test_slices_cover_a_run(steps: int) -> None:
     cuts = list(bench._slices(steps))

@@ -58,10 +58,10 @@ class Run(NamedTuple):
 # Losses begin at 5.5, that of guessing among 256 bytes.
 RUNS = [
     Run("ddp.py", 2.9, 7.0),
-    Run("fsdp2.py", 3.3, 4.4, steps=20),
-    Run("hsdp.py", 3.3, 3.3, steps=20),
+    Run("fsdp2.py", 4.4, 4.4, steps=8),
+    Run("hsdp.py", 4.4, 3.3, steps=8),
     Run("diloco.py", 2.9, 50.0),
-    Run("moe_all_to_all.py", 3.3, 3.8, steps=20),
+    Run("moe_all_to_all.py", 4.4, 3.8, steps=8),
     Run("qat.py", 2.9, 7.0),
     Run("lightning_ddp.py", 3.3, 14.0, steps=15),  # in each of two epochs
     Run("accelerate_ddp.py", 0.1, 14.0),  # a regression

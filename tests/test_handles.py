@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import thinwire
 from cases import assert_same, by_turns
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
+from test_fsdp_checkpoint import Run, mesh_of
 from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
 from thinwire.integrations.names import plain_name
 from thinwire.integrations.policy import Rules, family
@@ -256,27 +257,6 @@ def test_one_file_of_all_ranks_loads_in_another_world(ranks: RankPool) -> None:
         torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
 
-class Sharded:
-    def __init__(self, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(24, 61), nn.GELU(), nn.Linear(61, 53))
-        fully_shard(self.model[0], mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.handle = compress_fsdp(self.model, **options)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.rank = mesh.get_rank()
-
-    def train(self, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + self.rank))
-            self.model(x).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def shards(self) -> list[Tensor]:
-        return [parameter.to_local().detach().clone() for parameter in self.model.parameters()]  # type: ignore[attr-defined]
-
-
 SHARDED: list[Mapping[str, Any]] = [
     {"gradients": "lloyd2", "feedback": "classic"},
     {"gradients": "lloyd2", "feedback": "ef21"},
@@ -287,19 +267,20 @@ SHARDED: list[Mapping[str, Any]] = [
 
 def resumed_from_one(group: Group, folder: str, replicated: bool, turn: int) -> list[str]:
     """Options with which a run that was resumed from a gathered state differs from one that was not interrupted."""
-    shape = (2, group.size() // 2) if replicated else (group.size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = mesh_of(group, replicated)
     wrong = []
     for at, options in enumerate(SHARDED[turn::2]):
-        first = Sharded(mesh, options)
+        first = Run(mesh, options)
         first.train(0, SAVED_AT)
         state = first.handle.state_dict(gather=True)
         if group.rank() == 0:
             torch.save(state, f"{folder}/{at}.pt")
         dist.barrier()
         weights = first.shards()
+        momenta = copy.deepcopy(first.optimizer.state_dict())
         first.train(SAVED_AT, STEPS)
-        second = Sharded(mesh, options)
+        second = Run(mesh, options)
+        second.optimizer.load_state_dict(momenta)
         with torch.no_grad():
             for parameter, value in zip(second.model.parameters(), weights, strict=True):
                 parameter.to_local().copy_(value)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.ao.quantization import (
     FakeQuantizeBase,
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cases import CUDA, ROUND, by_turns, needs_cuda, no_host_sync
+from cases import CUDA, ROUND, by_turns, generated, needs_cuda, no_host_sync
 from ranks import RankPool
 from thinwire.qat import LearnableFakeQuantize, ops
 
@@ -47,12 +47,6 @@ FLAGS = ("fake_quant_enabled", "static_enabled", "learning_enabled")
 
 class OwnObserver(MovingAverageMinMaxObserver):
     """An observer of a user's own, which is called as it is; of torch's, HistogramObserver is, but slowly."""
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 def int8(observer: Any = MinMaxObserver, low: int = -128, high: int = 127, **more: Any) -> LearnableFakeQuantize:
@@ -177,7 +171,7 @@ def learning_cases(draw: st.DrawFn) -> Case:
     return Case(quantizer, shape, dtype, draw(st.integers(0, 99)))
 
 
-@examples(80)
+@generated(80)
 @given(learning_cases(), st.booleans())
 def test_both_rules_are_the_written_formula(case: Case, transposed: bool) -> None:
     x = off_grid(case.quantizer, case.shape, case.dtype, case.seed)
@@ -235,7 +229,7 @@ def twins(draw: st.DrawFn) -> tuple[LearnableFakeQuantize, Any, tuple[int, ...]]
     return *made, shape
 
 
-@examples(40)
+@generated(40)
 @given(twins(), st.integers(0, 99))
 def test_static_estimates_are_torchs_to_the_bit(case: tuple[LearnableFakeQuantize, Any, Any], seed: int) -> None:
     ours, theirs, shape = case
@@ -252,7 +246,7 @@ def test_static_estimates_are_torchs_to_the_bit(case: tuple[LearnableFakeQuantiz
         assert torch.equal(ours.state_dict()[name], value), name
 
 
-@examples(40)
+@generated(40)
 @given(twins(), st.integers(0, 99))
 def test_learning_is_torchs(case: tuple[LearnableFakeQuantize, Any, Any], seed: int) -> None:
     """Outputs and dx to the bit; gradients of the parameters as far apart as two sums in fp32 may be."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from cases import seeded, worlds
+from cases import generated, seeded, worlds
 from ranks import RankPool
 from thinwire.qat import LSQ, LSQPlus, fake_quantize
 from thinwire.qat.starts import three_sigmas
@@ -211,7 +211,7 @@ def test_three_sigmas_of_what_is_far_from_zero() -> None:
     dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@generated(60)
 def test_values_are_on_the_grid_and_next_to_x(
     bits: int, place: dict[str, Any], symmetric: bool, dtype: torch.dtype, seed: int
 ) -> None:

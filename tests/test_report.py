@@ -27,6 +27,7 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from cases import generated
 from thinwire.errors import RecordError
 from thinwire.tools import rule
 from thinwire.tools.bench import record
@@ -81,6 +82,7 @@ def call(*arguments: str) -> Result:
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
+@generated(40)
 @given(st.lists(st.dictionaries(st.text(min_size=1), VALUES, max_size=4), max_size=4))
 def test_csv_holds_what_the_rows_hold(rows: list[Row]) -> None:
     written = record.as_csv(Record("codec", {"date": "today"}, rows))
@@ -125,6 +127,7 @@ def test_columns_that_are_not_flat_are_refused(column: str, value: Any, complain
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
+@generated(40)
 @given(st.text() | st.floats() | st.integers() | st.none() | st.booleans())
 def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
     shown = cells.text(value)
@@ -132,6 +135,7 @@ def test_what_is_printed_has_no_control_codes(value: record.Value) -> None:
     shown.encode()
 
 
+@generated(40)
 @given(st.floats() | st.sampled_from([10**400, -(10**400)]))
 def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
     for show in (cells.significant, cells.scientific, cells.signed, cells.percent, lambda x: cells.fixed(x, 2)):
@@ -748,6 +752,7 @@ def test_a_loss_that_grew_beyond_all_numbers_is_worse() -> None:
     assert verdicts("train", {**old, "loss_log_ratio": 1e6}, old)["loss_log_ratio"] == compare.BETTER
 
 
+@generated(40)
 @given(st.floats(0.2, 5), st.floats(0, 0.2), st.floats(0.5, 2))
 def test_a_time_is_worse_where_it_lies_beyond_both_spreads_and_the_drift(
     factor: float, spread: float, drift: float
@@ -762,6 +767,7 @@ def test_a_time_is_worse_where_it_lies_beyond_both_spreads_and_the_drift(
         assert verdict == compare.SAME
 
 
+@generated(40)
 @given(st.floats(-1, 1), st.floats(0.001, 0.1), st.floats(0.001, 0.1))
 def test_a_loss_is_worse_beyond_three_standard_errors(change: float, before: float, after: float) -> None:
     old = train_row("int8", loss_log_ratio=0.0, loss_log_ratio_error=before)

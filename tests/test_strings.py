@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import cases
 from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec
@@ -76,7 +76,7 @@ codecs = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@cases.generated(200)
 @given(codecs)
 def test_round_trip_of_any(value: Codec) -> None:
     again = codec(str(value))
@@ -93,7 +93,7 @@ def test_a_pattern_round_trips_or_is_refused(pattern: str) -> None:
     assert codec(str(value)) == value
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@cases.generated(200)
 @given(
     st.text(max_size=30) | st.sampled_from(names()).flatmap(lambda n: st.text(max_size=15).map(lambda t: f"{n}:{t}"))
 )

@@ -159,6 +159,7 @@ def test_a_trainer_s_model_is_compressed(ranks: RankPool, way: str) -> None:
         assert int8.graphs == 0
 
 
+@pytest.mark.thorough  # tests/test_accelerate.py compiles what the Trainer hands to it
 def test_a_compiled_model_is_compressed(ranks: RankPool) -> None:
     step = Run(None, STEP, watched=True)
     compiled = Run({}, {**STEP, "torch_compile": True, "torch_compile_backend": "eager"})

@@ -3,7 +3,7 @@
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,15 +24,9 @@ from thinwire import (
 )
 from thinwire.kernels import hashing
 
+pytestmark = pytest.mark.usefixtures("served")
 each_backend = pytest.mark.parametrize("backend", cases.SERVING)
 one_of_each = cases.over("codec", cases.ONE_OF_EACH)
-
-
-@pytest.fixture(autouse=True)
-def _served() -> Iterator[None]:
-    """Refusals come before any kernel; the fastest backend stands for all."""
-    with use_backend(cases.SERVING[0]):
-        yield
 
 
 # --- golden wires -----------------------------------------------------------------------------------------------------
