@@ -5,11 +5,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test thorough soak sanitize matrix demo docs check lint types format clean
+.PHONY: help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test | thorough | soak | sanitize | matrix | demo | docs | check (what CI runs) | format | clean"
+	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | check (what CI runs) | format | clean"
 
 test: .venv/.installed
 	@echo "== tests"
@@ -29,7 +29,7 @@ soak: .venv/.installed
 # instruction set that this machine has. The sanitizer's library is loaded before Python, which was not built with it, and
 # before torch's exceptions: it asks for C++'s library when it starts.
 SANITIZERS ?= address,undefined thread
-SANITIZED := tests/test_kernels.py tests/test_fuzz.py tests/test_codecs.py tests/test_fake_quantize.py
+SANITIZED := $(addprefix tests/test_,kernels.py fuzz.py codecs.py fake_quantize.py trellis.py)
 sanitize: .venv/.installed
 	@set -e; for kind in $(SANITIZERS); do \
 	  at=build/sanitize-$$kind; echo "== compiling native/ with the $$kind sanitizer"; \
@@ -41,10 +41,16 @@ sanitize: .venv/.installed
 	    LD_PRELOAD="$$(gcc -print-file-name=$$library) $$(gcc -print-file-name=libstdc++.so.6)" \
 	    ASAN_OPTIONS=detect_leaks=0 \
 	    TSAN_OPTIONS=ignore_noninstrumented_modules=1:report_signal_unsafe=0:halt_on_error=1 \
-	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$$at/src \
+	    THINWIRE_ISA=$$isa THINWIRE_BACKEND=cpu PYTHONPATH=$(CURDIR)/$$at/src \
 	    $(BIN)/python -m pytest -p no:cacheprovider -o timeout=600 $(SANITIZED) -k "not fork and not environment"; \
 	  done; \
 	done
+
+# The Triton kernels with every access checked, on a machine with a GPU and CUDA's compute-sanitizer. Every tensor is an
+# allocation of its own, so that its ends are seen.
+sanitize-gpu:
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool memcheck --target-processes all \
+	  --error-exitcode 9 $(PYTHON) -m pytest -p no:cacheprovider -o timeout=600 -m cuda tests/test_kernels_cuda.py
 
 # A part of the tests on other versions: every Python of PYTHONS that is installed, with every torch of TORCHES.
 PYTHONS ?= 3.11 3.12 3.13 3.14
@@ -52,13 +58,13 @@ TORCHES ?= 2.11.0 2.15.0
 MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py ddp_ways.py fsdp.py faults.py)
 matrix: .venv/.installed
 	@set -e; for python in $(PYTHONS); do \
-	  command -v python$$python >/dev/null || { echo "== no python$$python: skipped"; continue; }; \
+	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \
 	  for torch in $(TORCHES); do \
 	    at=build/matrix/$$python-$$torch; echo "== Python $$python, torch $$torch"; \
 	    test -d $$at || { python$$python -m venv $$at.part && \
 	      $$at.part/bin/python -m pip -qq install torch==$$torch numpy typer rich pytest pytest-timeout hypothesis && \
 	      mv $$at.part $$at; }; \
-	    PYTHONPATH=src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
+	    PYTHONPATH=$(CURDIR)/src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
 	  done; \
 	done
 

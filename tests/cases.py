@@ -21,10 +21,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from thinwire import BlockInt, Cast, Codec, Identity, Lloyd
+from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis
 from thinwire.collectives import chunks, plan
 from thinwire.kernels import BACKENDS
-from thinwire.kernels.schema import LLOYD
+from thinwire.kernels.schema import LLOYD, TRELLIS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_cuda = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -136,12 +136,16 @@ PLAIN = [Identity(), Cast("bf16")]
 CASTS = [Cast("fp16"), Cast("fp16", 24), Cast("e4m3"), Cast("e4m3", 8), Cast("e5m2"), Cast("e5m2", 1000)]
 INTEGERS = _integers()
 LLOYDS = _lloyds()
-CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS]
-BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS]
+TRELLISES = [
+    *(Trellis(2), Trellis(1, 256, scale="unbiased"), Trellis(3, 1024), Trellis(2, 32), Trellis(3, 64, rotate=False)),
+]
+CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS, *TRELLISES]
+BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS, *TRELLISES]
 ONE_OF_EACH: list[Codec] = [
     *(Identity(), Cast("bf16"), Cast("fp16"), Cast("e4m3", 64), Cast("e5m2"), BlockInt(8), BlockInt(4, 32)),
     *(BlockInt(3, 40, "affine"), BlockInt(5, 64, "affine", "stochastic"), BlockInt(2, 128, rounding="stochastic")),
     *(Lloyd(4), Lloyd(2, 64), Lloyd(1, 256, scale="unbiased"), Lloyd(3, 32, rotate=False)),
+    Trellis(2),
 ]
 
 
@@ -396,7 +400,7 @@ def _lloyd_bound(codec: Lloyd, x_KB: Tensor) -> Tensor:
     is at least the lowest level times |y|, and |q| at most sqrt(codes) times the highest. The scale has one bfloat16
     rounding.
     """
-    table = LLOYD[codec.bits]
+    table = TRELLIS[codec.bits] if isinstance(codec, Trellis) else LLOYD[codec.bits]
     codes = max(8, 1 << (x_KB.shape[1] - 1).bit_length())
     off_grid = 1 / table.grid
     rounded = 1 + 2.0**-8 + 64 * ROUND

@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = (
     "none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int4", "int3", "int2", "lloyd4", "lloyd3", "lloyd2",
     "lloyd1", "int8:mode=affine", "int4:block=64,rounding=stochastic", "lloyd2:block=128",
-    "bysize(small=bf16; large=int8; min_numel=2000)",
+    "bysize(small=bf16; large=int8; min_numel=2000)", "trellis3", "trellis2", "trellis1:block=64",
 )  # fmt: skip
 Hashes = dict[str, str]
 

@@ -159,6 +159,9 @@ CASES = [
     Case("lloyd1:block=32", (0, 1, 333), near=True),
     Case("lloyd3:block=32,rotate=false,scale=unbiased", (130,)),
     Case("lloyd2:block=128", (130,), worlds=(2,), near=True),
+    Case("trellis2:block=32", (1, 140), odd=True),
+    Case("trellis1:block=128,rotate=false", (277,), (BF16,), (2,)),
+    Case("trellis3:scale=unbiased", (600,), worlds=(2,)),
     Case("int4:block=20000,mode=affine", (9001,), worlds=(2,)),
     Case("int8:block=2048,mode=affine", (1025,), worlds=(2,)),  # pads in a piece of their own
     Case("int8:block=4294967288,mode=affine", (130,), worlds=(2,)),

@@ -51,6 +51,8 @@ CASES = [
     Case("lloyd4:block=32", EMPTY, "", BF16),
     Case("lloyd2:block=32", SHORT, "ef21", broken=True),
     Case("lloyd2:block=64", Rows(67, 67, 1), "own", rank=0),
+    Case("trellis2:block=32", SHORT, "ef21", broken=True),
+    Case("trellis3:block=32", EMPTY, "own", BF16),
     Case("int5:block=64,rounding=stochastic", EMPTY, "own"),
     Case("int3:block=40,mode=affine,rounding=stochastic", SHORT, "own", broken=True),  # has no launch that adds it
     Case("bf16", SHORT, "own", broken=True),

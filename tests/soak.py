@@ -61,6 +61,7 @@ EPISODES = 10  # of a world, before its ranks are asked what they hold
 CODECS = (
     *("none", "bf16", "fp16", "e4m3:block=64", "e5m2", "int8", "int4:block=32", "int3:block=40,mode=affine"),
     *("int5:block=64,rounding=stochastic", "lloyd4", "lloyd2:block=64", "lloyd1:block=256,scale=unbiased", "topk"),
+    *("trellis2", "trellis3:block=64", "trellis1:block=256,scale=unbiased"),
 )
 VERBS = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
@@ -251,7 +252,7 @@ def ddp_model(group: Group, rng: random.Random) -> DistributedDataParallel:
     wide = rng.randrange(1, 400)
     layers = nn.Sequential(nn.Linear(7, wide), nn.ReLU(), nn.Linear(wide, 3))
     model = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=rng.choice((0.002, 25)))
-    thinwire.compress_ddp(model, rng.choice(("int8", "int4", "lloyd4", "lloyd2", "topk")))
+    thinwire.compress_ddp(model, rng.choice(("int8", "int4", "lloyd4", "lloyd2", "trellis2", "topk")))
     return model
 
 

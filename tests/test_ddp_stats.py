@@ -48,9 +48,9 @@ def test_statistics_make_sense(ranks: RankPool) -> None:
             assert (stats.codec, stats.feedback, stats.chosen) == ("lloyd2", "none", "")
             assert (stats.steps, stats.nonfinite) == (4, 0)
             assert stats.bits_per_element == 8 * wire / 60000
-            # lloyd2 loses 0.1175 of a Gaussian's squares, unbiased 0.1331; a third of it has the outer codes
+            # lloyd2 loses 0.1175 of a Gaussian's squares, unbiased 0.1331
             assert 0.33 < stats.relative_error < 0.38
-            assert 0.31 < stats.clipped < 0.34
+            assert "clipped" not in f"{stats} {stats.as_dict()}"  # a third has the outer codes, as is meant
             assert min(stats.encode_s, stats.decode_s, stats.wire_s) > 0
             assert (stats.reduce_s > 0) == (world > 2)
             assert stats.residual_bytes == 0

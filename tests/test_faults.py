@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,8 +26,10 @@ import thinwire
 from cases import by_turns
 from programs import TESTS, Ended
 from ranks import RankPool
-from thinwire.collectives import board as boards, checksums
+from rowed import RowedTransport, rowed
+from thinwire.collectives import board as boards, checksums, transport
 from thinwire.collectives.channel import channel_of
+from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
 
 Group = dist.ProcessGroup
@@ -127,6 +130,42 @@ def test_a_lost_rank_is_named_and_the_others_go_on(
         assert told["freed"] is True, told
 
 
+class Waiting(RowedTransport):
+    """A stream whose messages from rank 2 do not come, on a host that was asked to wait."""
+
+    blocking = True
+    lost = False
+
+    def settle(self) -> None:
+        if self.lost and self.rank != 2:
+            time.sleep(1.0)
+            raise LostRankError(None, TimeoutError("Timed out waiting"))
+
+
+def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
+    """What is said in a call on a stream, and in the next."""
+    with rowed(), patch.object(transport, "transport", lambda *args, checked: Waiting(args[0], args[2])):
+        member = dist.new_group()
+        call = calls_of(verb, member)
+        call(5000)
+        dist.barrier()
+        with patch.object(boards, "LOOK_S", 0.1), patch.object(Waiting, "lost", True):
+            error = failure(lambda: call(5000))
+        dist.barrier()
+        after = failure(lambda: group.rank() == 2 or thinwire.all_reduce(torch.ones(5), group=member, **HOW))
+        return str(member.group_name), str(error), str(after)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "ddp"])
+def test_a_host_that_waits_for_a_stream_names_who_is_missing(ranks: RankPool, verb: str) -> None:
+    found = ranks(3).run(wait_on_a_stream, verb)
+    for name, text, after in found[:2]:
+        assert re.match(r"rank [01] waited for rank 2 in (all_reduce|gradients)\(", text), text
+        assert f"(operation 2 of group '{name}')" in text or verb == "ddp", text
+        assert "make a new group to go on" in after
+    assert found[2][1:] == ("None", "None")
+
+
 # --- a rank that fails by itself --------------------------------------------------------------------------------------
 
 
@@ -157,6 +196,84 @@ def test_the_failure_of_one_rank_is_told_to_all(ranks: RankPool, world: int, asy
         assert "MemoryError: no room" in text
 
 
+# --- a rank that could not make its call -----------------------------------------------------------------------------
+
+
+def wrong_calls(member: Group) -> dict[str, Callable[[], Any]]:
+    """Calls whose arguments are refused, by what is said of them."""
+    x = torch.ones(500)
+    return {
+        "op must be ReduceOp.SUM": lambda: thinwire.all_reduce(x, dist.ReduceOp.MAX, member, **HOW),
+        "expected dense tensors": lambda: thinwire.all_reduce(x.to_sparse(), group=member, **HOW),
+        "step must be 0 .. 2**64 - 1": lambda: thinwire.all_reduce(x, group=member, step=-1, **HOW),
+        "input must have": lambda: thinwire.reduce_scatter_tensor(x, x, group=member),
+        "output must have": lambda: thinwire.all_gather_into_tensor(x, x, group=member),
+        "one tensor per rank,": lambda: thinwire.all_gather([x], x, group=member),
+        "group_src must be": lambda: thinwire.broadcast(x, group_src=9, group=member),
+        "split_sizes must be": lambda: thinwire.all_to_all_single(x, x, [1], group=member),
+        "one tensor per rank in": lambda: thinwire.all_to_all([x], [x], group=member),
+    }
+
+
+def refuse(group: Group, said: str, first: bool) -> tuple[str, str, float, str]:
+    """What rank 1 is told of a wrong call, and the others, who wait for it; and what all are told next."""
+    member = dist.new_group()
+    if not first:
+        thinwire.all_reduce(torch.ones(500), group=member, **HOW)
+    dist.barrier()
+    start = time.monotonic()
+    with patch.object(boards, "LOOK_S", 0.1):
+        if group.rank() == 1:
+            error = failure(wrong_calls(member)[said])
+        else:
+            error = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+    seconds = time.monotonic() - start
+    dist.barrier()
+    again = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
+    return str(member.group_name), f"{type(error).__name__}: {error}", seconds, str(again)
+
+
+@by_turns("said, first, world", list(wrong_calls(None)), [False, True], [2, 3])  # type: ignore[arg-type]
+def test_an_error_of_one_rank_alone_is_told_to_those_who_wait_for_it(
+    ranks: RankPool, said: str, first: bool, world: int
+) -> None:
+    told = ranks(world).run(refuse, said, first)
+    assert said in told[1][1]
+    assert all(again != "None" for *_, again in told)
+    for name, text, seconds, _ in (told[0], *told[2:]):
+        where = f"(operation {2 - first} of group '{name}')"
+        assert text.startswith(f"PeerError: rank 1 could not make its call {where}: CollectiveError: "), text
+        assert said in text
+        assert seconds < 5
+
+
+def retry(group: Group) -> list[float]:
+    """Rank 1 makes a wrong call, and then the right one, for which the others wait longer than they look."""
+    member = dist.new_group()
+    found = []
+    for said in ("op must be ReduceOp.SUM", "step must be 0 .. 2**64 - 1"):
+        dist.barrier()
+        x = torch.full((3,), 127.0)
+        if group.rank() == 1:
+            assert said in str(failure(wrong_calls(member)[said]))
+            thinwire.all_reduce(x, group=member, **HOW)
+        else:
+            time.sleep(0.3)
+            with patch.object(boards, "LOOK_S", 0.1):
+                thinwire.all_reduce(x, group=member, **HOW)
+        dist.barrier()
+        if group.rank() == 1:
+            time.sleep(1)
+        with patch.object(boards, "LOOK_S", 0.1):
+            thinwire.all_reduce(x, group=member, **HOW)
+        found += x[:1].tolist()
+    return found
+
+
+def test_a_rank_that_corrects_its_call_is_waited_for(ranks: RankPool) -> None:
+    assert ranks(2).run(retry) == [[508.0, 508.0]] * 2
+
+
 # --- a store that hangs or is gone ------------------------------------------------------------------------------------
 
 
@@ -166,9 +283,11 @@ class Hung:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def compare_set(self, *args: object) -> bytes:
+    def check(self, *args: object) -> bool:
         self.over.wait()
         raise ConnectionError("gone")
+
+    set = compare_set = check
 
 
 def late(group: Group, hung: bool) -> tuple[str | None, str, float]:
@@ -205,7 +324,7 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 # --- a bit that flips on the way --------------------------------------------------------------------------------------
 
 
-def damage(group: Group) -> list[str]:
+def damage(group: Group, variable: str) -> list[str]:
     """What a sum says when all is well, and when what rank 0 sends changes after its checksum was taken."""
     summed = checksums.sums_of
     to_damage = [False]
@@ -217,8 +336,10 @@ def damage(group: Group) -> list[str]:
         return sums
 
     found: list[str] = []
-    with patch.dict(os.environ, {"THINWIRE_CHECKSUM": "1"}), patch.object(checksums, "sums_of", damaged):
+    with patch.dict(os.environ, {variable: "1"}), patch.object(checksums, "sums_of", damaged):
         member = dist.new_group()
+        if not variable.startswith("THINWIRE"):
+            thinwire.use_checksums(member)
         for _ in range(2):
             x = torch.full((100_000,), 127.0)
             error = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
@@ -228,12 +349,29 @@ def damage(group: Group) -> list[str]:
     return found
 
 
-def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool) -> None:
-    (before, here), (other, there) = ranks(2).run(damage)
+@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG", "NOTHING"])
+def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, variable: str) -> None:
+    (before, here), (other, there) = ranks(2).run(damage, variable)
     assert before == other == "[254.0]"
     for text in (here, there):
         assert "a message of " in text
         assert "bytes from rank 0 was damaged on the way: bytes 0 to " in text
+
+
+def checked(group: Group) -> list[str]:
+    """What is said when one rank alone asks for checksums, and when they come too late."""
+    member = dist.new_group()
+    if group.rank():
+        thinwire.use_checksums(member)
+    alone = failure(lambda: thinwire.all_reduce(torch.ones(5), group=member, **HOW))
+    return [str(alone), str(failure(lambda: thinwire.use_checksums(member)))]
+
+
+def test_checksums_are_for_all_ranks_and_from_the_start(ranks: RankPool) -> None:
+    for alone, late in ranks(2).run(checked):
+        assert "checksums=0; rank 1 runs thinwire" in alone
+        assert "checksums=1" in alone
+        assert "use_checksums: expected a group without collectives" in late
 
 
 # --- what a failure leaves --------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from thinwire.collectives.plan import lanes_scratch
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.two_phase import TwoPhase
 from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Piece, deal, new_memory
-from thinwire.wire import PLANES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 each_dtype = over("dtype", DTYPES)
@@ -222,47 +221,6 @@ def test_all_finite_sees_the_sums_that_are_not(codec: Codec) -> None:
         broken = [xs[0], xs[1].clone(), xs[2]]
         broken[1][i] = math.inf
         assert not codec.all_finite(cases.recoded(codec, cases.wires_of(codec, broken), n, 1 / 3)[None], n)
-
-
-def codes_of(codec: Lloyd, wire: Tensor, n: int) -> list[int]:
-    """Every code of a wire, one at a time, by docs/reference/wire-format.md."""
-    layout = codec.encoding(torch.float32).format.layout(n)
-    raw = wire.tolist()
-    found = []
-    for lo in range(0, n, codec.block):
-        length = codec.block if n - lo >= codec.block else layout.tail
-        for e in range(length):
-            code = shift = 0
-            for (width, at), _ in zip(layout.planes, PLANES[codec.bits], strict=True):
-                per = length * width // 8
-                code |= (raw[at + lo * width // 8 + e % per] >> width * (e // per) & (1 << width) - 1) << shift
-                shift += width
-            found.append(code)
-    return found
-
-
-@over("codec", [c for c in cases.LLOYDS if c.bits > 1])
-@over("n", [0, 1, 9, 64, 65, 1100])
-def test_outermost_is_a_plain_count(codec: Lloyd, n: int) -> None:
-    for kind in ("gaussian", "spike", "zeros"):
-        wire = cases.wire_of(codec, cases.content(kind, n, seed=n))
-        codes = codes_of(codec, wire, n)
-        want = sum(code in (0, (1 << codec.bits) - 1) for code in codes)
-        assert int(codec.outermost(wire, n)[0]) == want  # type: ignore[index]
-
-
-def test_outermost_of_gaussians_is_what_the_levels_say() -> None:
-    """Beyond the last threshold of the Lloyd-Max quantiser lie 2 * (1 - cdf) of a Gaussian."""
-    n = 1 << 17
-    for bits, edge in ((2, 0.9816), (3, 1.7479), (4, 2.4008)):
-        share = math.erfc(edge / math.sqrt(2))
-        got = int(Lloyd(bits).outermost(cases.wire_of(Lloyd(bits), normal(n, bits)), n)[0]) / n  # type: ignore[index]
-        assert abs(got - share) < 5 * math.sqrt(share / n) + 0.01 * share
-
-
-@over("codec", [Identity(), *cases.CASTS, BlockInt(2), BlockInt(8), Lloyd(1)])
-def test_where_the_ends_bound_nothing_none_is_counted(codec: Codec) -> None:
-    assert codec.outermost(cases.wire_of(codec, normal(100)), 100) is None
 
 
 # --- ledgers ----------------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ def sides(group: Group, member: Group) -> dict[tuple[str, str], Callable[[], Any
 
     return {
         ("codec=int4", "codec=int8"): lambda: reduce(x, codec="int4" if odd else "int8"),
+        ("codec=int99", "codec=int8,"): lambda: reduce(x, codec="int99" if odd else "int8"),
+        ("int32", "float32"): lambda: reduce(x.int() if odd else x),
         ("numel=90", "numel=96"): lambda: reduce(x[: 90 if odd else 96]),
         ("bfloat16", "float32"): lambda: reduce(x.bfloat16() if odd else x),
         ("op=avg", "op=sum"): lambda: reduce(x, dist.ReduceOp.AVG if odd else dist.ReduceOp.SUM),

@@ -14,14 +14,14 @@ from torch import Tensor
 import cases
 from cases import CUDA, ON_CUDA, Place
 from test_kernels import assert_as_reference, encodings, sum_and_recoding, with_residual
-from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, kernels, use_backend
+from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis, kernels, use_backend
 from thinwire.kernels import hashing, reference
 from thinwire.wire import Layout
 
 pytestmark = list(cases.needs_cuda)
 Tensors = dict[str, Tensor]
 one_of_each = pytest.mark.parametrize("codec", cases.ONE_OF_EACH, ids=str)
-CAPTURED = [BlockInt(8), Lloyd(4), Identity(), BlockInt(3, 40, "affine", "stochastic"), Cast("e4m3", 64)]
+CAPTURED = [BlockInt(8), Lloyd(4), Trellis(2), Identity(), BlockInt(3, 40, "affine", "stochastic"), Cast("e4m3", 64)]
 
 
 # --- every operation at once ------------------------------------------------------------------------------------------

@@ -302,6 +302,7 @@ CODECS = {
     "floats": ("none", "bf16", "fp16", "e4m3", "e5m2"),
     "integers": ("int8", "int4:block=32", "int2", "int3:block=40,mode=affine", "int8:rounding=stochastic"),
     "lloyds": ("lloyd4", "lloyd2", "lloyd1:block=64", "lloyd1:scale=unbiased", "lloyd3:block=32,rotate=false"),
+    "trellises": ("trellis2", "trellis3:block=64"),
 }
 IN_HALVES = ("none", "bf16", "int8", "int4:mode=affine,rounding=stochastic", "lloyd4")
 SHORT: tuple[tuple[int, float | str], ...] = ((0, "sum"), (1, "avg"), (7, "sum"), (1003, -3.0))

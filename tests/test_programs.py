@@ -89,7 +89,7 @@ def check_both(ranks: RankPool, world: int, turns: int, run: Callable[..., Outpu
 SHORT: tuple[tuple[int, float | str], ...] = ((1, "avg"), (1003, "sum"), (7, -3.0))
 KINDS = [
     *(Kind(codec, n, factor=f) for codec, few in (("int8", 3), ("lloyd4", 2)) for n, f in SHORT[:few]),
-    *(Kind(codec, 1003) for codec in ("none", "bf16", "lloyd1:scale=unbiased", "e4m3:block=64")),
+    *(Kind(codec, 1003) for codec in ("none", "bf16", "lloyd1:scale=unbiased", "trellis2", "e4m3:block=64")),
     *(Kind(codec, 511, BF16, "avg") for codec in ("none", "int3:block=40,mode=affine,rounding=stochastic")),
     Kind("none", 5003, torch.float16, -0.25),
     Kind("int4:block=32", 5003, factor="avg"),

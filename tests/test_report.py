@@ -291,6 +291,22 @@ def test_charts_show_the_numbers_of_the_record() -> None:
     assert drawn_levels == pytest.approx(sorted(known, reverse=True), rel=1e-3)
 
 
+def test_losses_are_drawn_against_bytes_and_by_the_size_of_the_network() -> None:
+    rows = [train_row("none"), train_row("int8", bytes_per_step=2e6, loss_log_ratio=math.log(1.1), params=1000)]
+    chart = next(chart for chart in charts.of(made("train", rows)) if chart.name == "loss_bytes")
+    assert isinstance(chart, Lines)
+    assert [(curve.name, list(curve.points)) for curve in chart.curves] == [("int8", [(2.0, pytest.approx(10))])]
+    small = [{**row, "task": "bytes-1k"} for row in rows]
+    large = [{**row, "task": "bytes-9k", "params": 9000, "loss_log_ratio": 0.0} for row in rows]
+    (chart,) = charts.banner([made("train", large), made("train", small)])
+    assert isinstance(chart, Lines)
+    assert [(curve.name, list(curve.points)) for curve in chart.curves] == [
+        ("int8", [(1000, pytest.approx(10)), (9000, 0)])
+    ]
+    other = [{**row, "task": "gpt"} for row in small]
+    assert "by_size" not in [chart.name for chart in charts.banner([made("train", large), made("train", other)])]
+
+
 def test_losses_are_drawn_as_differences_to_fp32() -> None:
     rows = [train_row("none", curve=[[0, 4.0], [10, 2.0]], noise_floor=0.1),
             train_row("int8", curve=[[0, 4.0], [10, 2.2], [20, 1.5]])]  # fmt: skip
@@ -310,8 +326,7 @@ def test_losses_are_drawn_as_differences_to_fp32() -> None:
 def test_a_codec_has_one_colour_everywhere_and_fp32_is_grey(name: str) -> None:
     assert look.color_of("fp32") == look.GREY
     assert len({look.color_of(one) for one in ("fp32", "bf16", "int8", "lloyd4", "lloyd2", "lloyd1")}) == 6
-    for chart in charts.of(committed(name)):
-        assert isinstance(chart, Bars)
+    for chart in (chart for chart in charts.of(committed(name)) if isinstance(chart, Bars)):
         assert draw._by_label(chart)
         for number, values in enumerate(chart.series):
             expected = [LIGHT.series[look.color_of(label) or 0] for label in chart.labels]

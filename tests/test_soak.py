@@ -63,14 +63,22 @@ def test_a_leak_is_what_grows_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def calls(group: Group, count: int) -> Readings:
-    """Sums of random lengths, which are all of other kinds."""
+    """Sums of random lengths, sixteen in flight; many are new, so that all kinds are forgotten again and again."""
     rng = random.Random(1)
     found = []
+    works = []
     for i in range(count):
-        x = torch.ones(rng.randrange(1, 100_000) if i % 10 == 0 else rng.randrange(1, 3000))
-        thinwire.all_reduce(x, codec=rng.choice(("int8", "lloyd4")), algorithm="two_phase")
+        x = torch.ones(int(10 ** rng.uniform(0, 3.5)))
+        codec = rng.choice(("int8", "lloyd4"))
+        algorithm = "one_shot" if i % 10 else "two_phase"
+        works.append(thinwire.all_reduce(x, async_op=True, codec=codec, algorithm=algorithm))
+        if len(works) == 16:
+            while works:
+                works.pop().wait()
         if i % (count // READINGS) == 0:
             found.append(counted())
+    while works:
+        works.pop().wait()
     return found
 
 

@@ -1,4 +1,7 @@
-"""trellis1 to trellis3: the search, wires read from their description, bytes of all backends, what is lost, sums."""
+"""trellis1 to trellis3: the search, wires read from their description, what is lost, sums.
+
+That all backends give the same bytes is in tests/test_kernels.py.
+"""
 
 import itertools
 import math
@@ -7,22 +10,16 @@ import struct
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import cases
 import thinwire
 from ranks import RankPool
 from replicas import Group
-from thinwire import CodecError, Lloyd, Trellis, codec as make, use_backend
-from thinwire.kernels import cpu, trellis
+from thinwire import CodecError, Lloyd, Trellis, codec as make
+from thinwire.kernels import trellis
 from thinwire.kernels.schema import CELLS, TRELLIS
 from thinwire.tools.bench import data
 from thinwire.tools.bench.codec import lost_by
-
-CODECS = [
-    *(Trellis(2), Trellis(1, 256, scale="unbiased"), Trellis(3, 1024), Trellis(2, 32), Trellis(3, 64, rotate=False)),
-    *cases.thorough(Trellis(1), Trellis(2, 128), Trellis(3, 32, scale="unbiased"), Trellis(2, 1024, rotate=False)),
-]
 
 
 def index_of(bits_before: tuple[int, int], path: int, place: int) -> int:
@@ -66,7 +63,7 @@ def test_the_search_finds_the_best_path(bits: int) -> None:
     y = torch.randint(-CELLS // 2, CELLS // 2, (6, 8), generator=cases.seeded(bits))
     codes, found = trellis.choose(bits, y.int())
     table = TRELLIS[bits]
-    cost = trellis._costs(table, y.device)
+    cost = trellis.costs(table)
     for row, chosen, level in zip(y.tolist(), codes.tolist(), found.tolist(), strict=True):
 
         def total(path: tuple[int, ...], row: list[int] = row) -> int:
@@ -77,42 +74,6 @@ def test_the_search_finds_the_best_path(bits: int) -> None:
         least = min(total(path) for path in itertools.product((0, 1), repeat=8))
         assert total(tuple(code & 1 for code in chosen)) == least
         assert level == [table.signed_levels[i] for i in trellis.indices(torch.tensor([chosen]))[0].tolist()]
-
-
-def results(codec: Trellis, n: int, dtype: torch.dtype) -> list[Tensor]:
-    """Wires, residual, sums and a recoded sum."""
-    xs = [cases.mixed(n, codec.block, dtype, rank, seed=n) for rank in range(3)]
-    residual = cases.mixed(n, codec.block, torch.float32, 4, seed=n)
-    wires_WN = cases.wires_of(codec, xs, step=3)
-    kept = cases.wire_of(codec, xs[1], residual=residual, step=3)
-    many_WN = wires_WN.repeat(3, 1)  # nine: more than are added at once
-    sums = [cases.summed(codec, some_WN, n, dtype, 1 / 3) for some_WN in (wires_WN[:1], wires_WN, many_WN)]
-    return [wires_WN, kept, residual, *sums, cases.recoded(codec, wires_WN, n, 1 / 3)]
-
-
-def assert_as_reference(codec: Trellis) -> None:
-    for n, dtype in ((0, torch.float32), (1, torch.bfloat16), (codec.block + 33, torch.float16), (3003, torch.float32)):
-        with use_backend("reference"):
-            want = results(codec, n, dtype)
-        with use_backend("cpu"):
-            got = results(codec, n, dtype)
-        for i, pair in enumerate(zip(got, want, strict=True)):
-            cases.assert_same(*pair, f"{codec} {n} {dtype} result {i}")
-
-
-needs_cpu = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
-
-
-@needs_cpu
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_same_bytes_from_every_backend(codec: Trellis) -> None:
-    assert_as_reference(codec)
-
-
-@needs_cpu
-def test_same_bytes_from_older_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_ISA", "baseline")
-    assert_as_reference(Trellis(2))
 
 
 @pytest.mark.parametrize(("bits", "nmse"), [(1, 0.3215), (2, 0.0902), (3, 0.0256)])

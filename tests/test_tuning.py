@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from thinwire import BlockInt, Identity, Lloyd
+from thinwire import BlockInt, Identity, Lloyd, Trellis
 from thinwire.kernels import Encoding
 from thinwire.kernels.triton import tuning
 from thinwire.kernels.triton.launch import Config
@@ -22,7 +22,7 @@ INT8 = BlockInt(8).encoding(torch.float32)
 NAME = "encode block_int8.0/128 float32"
 BEST = Config(8, 2)
 OPS = ("encode", "encode_residual", "decode_sum", "recode")
-CODECS = (BlockInt(8), BlockInt(4), BlockInt(2), Lloyd(4), Lloyd(1))
+CODECS = (BlockInt(8), BlockInt(4), BlockInt(2), Lloyd(4), Lloyd(1), Trellis(2))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
         measure,
         reduce_scatter_single,
         reduce_scatter_tensor,
+        use_checksums,
     )
     from thinwire.errors import (
         BackendError,
@@ -105,13 +106,14 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "use_backend",
+    "use_checksums",
 ]
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
+    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor use_checksums",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError OptimizerError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",

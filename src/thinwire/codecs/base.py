@@ -17,10 +17,9 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.errors import CodecError, WireError
-from thinwire.kernels import hashing, reference
+from thinwire.kernels import hashing
 from thinwire.kernels.schema import Encoding
 from thinwire.ranges import ranged
-from thinwire.wire import Kind
 
 _MOST_RECIPES = 4096  # lengths a codec remembers
 
@@ -132,16 +131,6 @@ class Codec(ABC):
         layout = _recipe(self, numel, dtype).layout
         wire.check_wires(layout, wires_WN, wires_WN.device)
         return wire.all_finite(layout, wires_WN)
-
-    def outermost(self, wire: Tensor, numel: int) -> tuple[Tensor, int] | None:
-        """How many codes of a wire, of how many, are at the ends of their range; None where the ends bound nothing.
-
-        Levels that fit the block's power leave numbers beyond them; scales that fit its peak leave none.
-        """
-        layout = _recipe(self, numel, torch.float32).layout
-        if layout.format.kind != Kind.LLOYD or layout.format.bits == 1:
-            return None
-        return reference.outermost(layout.format, wire, numel), layout.num_codes
 
     @cached_property
     def _recipes(self) -> "dict[tuple[int, torch.dtype], _Recipe]":

@@ -14,8 +14,7 @@ from thinwire.wire import Format, Kind, LloydVariant
 class Trellis(Lloyd):
     """Lloyd's rotation and scale, and codes of 64 numbers that are chosen together.
 
-    Its wire is as long as that of `Lloyd` with the same bits and block. Encoding takes longer. On a GPU it runs in
-    plain torch, which is slow.
+    Its wire is as long as that of `Lloyd` with the same bits and block. Encoding takes longer.
     """
 
     bits: int = 2  # fewer => smaller wire, larger error

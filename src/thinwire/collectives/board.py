@@ -26,6 +26,8 @@ LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then
 _TELL_S = 0.5  # how long a rank that fails waits for the store
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
 Found = TypeVar("Found")
+Asked = TypeVar("Asked")
+_FIRST = "thinwire/first"  # of refusals, before ranks have found a key that no group had before
 _DISAGREED = "disagreed"  # what a sentence in the store begins with, or with the other
 _FAILED = "failed"
 
@@ -76,6 +78,7 @@ class Board:
         self._stores: list[Any] = [link.group.get_group_store() for link in links]
         self._seen = [b""] * len(links)  # what stood in each store at the last look
         self.own_key = secrets.randbits(62)
+        self.refused = False  # the last call of this rank raised before it sent anything, and the others were told
         self._prefix = ""  # of what stands in the stores; nothing does before ranks have found a common one
         self._waits: dict[int, _Wait] = {}
         self._turn = -1  # of the line, at the last scan
@@ -86,6 +89,19 @@ class Board:
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
         self._prefix = self._prefix or f"thinwire/{key:x}"
+
+    def refuse(self, number: int, error: BaseException | None) -> None:
+        """Tell those who wait in a call that this rank raised before it sent anything; None takes that back."""
+        self.refused = error is not None
+        where = f"(operation {number} of group {self.names!r})"
+        what = f"rank {self.rank} could not make its call {where}: {type(error).__name__}: {error}"
+        told = "" if error is None else f"{number}\n{_FAILED}: {what}. Make a new group to go on"
+
+        def tell() -> None:
+            for store in self._stores:
+                store.set(f"{self._prefix or _FIRST}/refused", told)
+
+        lookout.ask(tell)
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
@@ -109,7 +125,10 @@ class Board:
         """A call failed half-way: tell the other ranks, and give what this one raises."""
         with self._lock:
             if self.over is None:
-                told = f"{_FAILED}: {self._sentence(error, place)}"
+                others = lookout.ask(lambda: self._missing(place.number)) if _is_late(error) else None
+                told = f"{_FAILED}: {self._sentence(error, place, others or 'another rank')}"
+                if isinstance(error, LostRankError):
+                    told = lookout.ask(lambda: self._refusal(place.number)) or told
                 posted = lookout.ask(lambda: self._post(told))
                 if posted is None:  # others find out who is lost, before this rank seems to be
                     time.sleep(_PAUSE_S)
@@ -131,16 +150,26 @@ class Board:
             self._waits.pop(-1, None)
         self._turn = -1 if line is None else line.turn
         for wait in list(self._waits.values()):
-            if now >= wait.look_at and self.over is None and self._prefix:
+            if now >= wait.look_at and self.over is None:
                 wait.pause *= 2
                 wait.look_at = now + wait.pause
                 with contextlib.suppress(Exception):  # of a store that is gone: the wait goes on without it
                     self._look(wait.place)
 
     def _look(self, place: Place) -> None:
-        """Write where this rank waits, unless another has; end the group if that one waits in a different call."""
+        """Write where this rank waits, unless another has; end the group if that one waits in a different call.
+
+        So does a rank that could not make this call.
+        """
+        refusal = self._refusal(place.number)
+        if refusal:
+            self.over = self._post(refusal) or refusal
+            self._close()
+        if refusal or not self._prefix:
+            return
         mine = _packed(self.rank, place)
         for at, store in enumerate(self._stores):
+            store.set(f"{self._prefix}/at/{self.rank}", str(place.number))
             found = store.compare_set(f"{self._prefix}/at", self._seen[at], mine)
             if found != mine and _unpacked(found)[1].number < place.number:
                 found = store.compare_set(f"{self._prefix}/at", found, mine)
@@ -172,20 +201,43 @@ class Board:
                 told = str(store.compare_set(f"{self._prefix}/over", "", told), "utf-8")
         return told
 
-    def _sentence(self, error: BaseException, place: Place) -> str:
+    def _refusal(self, number: int) -> str | None:
+        """What a rank told that could not make this call; see `refuse`."""
+        for store in self._stores:
+            key = f"{self._prefix or _FIRST}/refused"
+            at, _, told = str(store.get(key), "utf-8").partition("\n") if store.check([key]) else ("", "", "")
+            if at == str(number):
+                return told
+        return None
+
+    def _missing(self, number: int) -> str | None:
+        """The ranks that do not wait in this call, as far as the store knows; for what does not tell, such as NCCL."""
+        if len(self._links) > 1 or not self._prefix:
+            return None
+        (store,) = self._stores
+        told = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world) if rank != self.rank}
+        found = [str(rank) for rank, key in told.items() if not store.check([key]) or int(store.get(key)) < number]
+        return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else None
+
+    def _sentence(self, error: BaseException, place: Place, others: str) -> str:
         where = f"{place} (operation {place.number} of group {self.names!r})"
         if not isinstance(error, LostRankError):
-            what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
-        elif error.late:
-            other = "another rank" if error.rank is None else f"rank {error.rank}"
+            return f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}. Make a new group to go on"
+        if error.rank is not None:
+            others = f"rank {error.rank}"
+        if error.late:
             what = (
-                f"rank {self.rank} waited for {other} in {where} for the group's timeout of {self.timeout_s:g} s: see "
+                f"rank {self.rank} waited for {others} in {where} for the group's timeout of {self.timeout_s:g} s: see "
                 "whether that rank still runs, and makes the same calls"
             )
         else:
-            other = "another rank" if error.rank is None else f"rank {error.rank}"
-            what = f"rank {self.rank} lost {other} in {where}: {error}"
+            what = f"rank {self.rank} lost {others} in {where}: {error}"
         return f"{what}. Make a new group to go on"
+
+
+def _is_late(error: BaseException) -> bool:
+    """A wait that ran out of time, for nobody knows whom."""
+    return isinstance(error, LostRankError) and error.late and error.rank is None
 
 
 def _packed(rank: int, place: Place) -> bytes:
@@ -217,11 +269,11 @@ class Lookout:
         self._boards.add(board)
         self._start()
 
-    def ask(self, question: Callable[[], str | None]) -> str | None:
+    def ask(self, question: Callable[[], Asked | None]) -> Asked | None:
         """What `question` gives in the lookout's thread; None if it raises, or does not within _TELL_S."""
         if self.leaving:
             return None
-        answers: SimpleQueue[str | None] = SimpleQueue()
+        answers: SimpleQueue[Asked | None] = SimpleQueue()
 
         def answer() -> None:
             try:

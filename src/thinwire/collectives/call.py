@@ -27,8 +27,7 @@ class Call:
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
-            channel.calls += 1
-            self.place = Place(channel.calls, text, known=text in channel.kinds and not anew)
+            self.place = Place(channel.next_call(), text, known=text in channel.kinds and not anew)
         self.answers: list[str] = []  # the ranks' details, where they were compared
         self.free_next_time = not channel.handshake.every_call
         if not (self.place.known and self.free_next_time):
@@ -61,10 +60,9 @@ class Call:
         number = self.channel.next_step() if step is None else check_step(step)
         first = not self.place.known
         rows = [tensor.detach() for tensor in tensors]
-        if all(row.is_contiguous() for row in rows):
-            return self.channel.start(program, rows, outputs, number, async_op=async_op, first=first)
-        copying = Copying(program, written)
-        return self.channel.start(copying, rows, outputs, number, async_op=async_op, first=first)
+        run = program if all(row.is_contiguous() for row in rows) else Copying(program, written)
+        text = self.place.text
+        return self.channel.start(run, rows, outputs, number, text=text, async_op=async_op, first=first)
 
     def decided(self, decide: Callable[[], CallPlan]) -> CallPlan:
         """A new plan, for which ranks may measure together: one that fails tells the others."""

@@ -1,6 +1,7 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
+import contextlib
 import math
 import os
 import threading
@@ -24,9 +25,9 @@ from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refu
 from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
 from thinwire.collectives.rooms import Room, Rooms
-from thinwire.collectives.transport import Group, Tags, Transport
+from thinwire.collectives.transport import Group, LostRankError, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
-from thinwire.errors import CollectiveError
+from thinwire.errors import CollectiveError, ThinwireError
 
 _GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
 _END_S = 5.0  # and once their connections are closed: kernels end by themselves
@@ -45,7 +46,7 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], str | Program] = {}  # see [Note: Quick calls] in quick.py
+        self.quick: dict[tuple[object, ...], tuple[str, Program | None]] = {}  # see [Note: Quick calls] in quick.py
         self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
         self.board = Board(links)
@@ -65,6 +66,14 @@ class Channel:
     @property
     def failure(self) -> str | None:
         return self._failed or self._line.failure or self.board.over
+
+    def next_call(self) -> int:
+        """The number of a call: all ranks make them in the same order."""
+        with self.lock:
+            self.calls += 1
+            if self.board.refused:
+                self.board.refuse(self.calls, None)
+            return self.calls
 
     def next_step(self) -> int:
         """The step of a call that names none: such calls are counted, alike on all ranks."""
@@ -120,10 +129,11 @@ class Channel:
         outputs: Sequence[Tensor],
         step: int,
         *,
+        text: str,
         async_op: bool,
         first: bool = False,
     ) -> Work | None:
-        """Run a program on contiguous tensors: on the caller's stream, or asynchronously on one of the group's.
+        """Run the program of a call on contiguous tensors: on the caller's stream, or asynchronously on the group's.
 
         When it runs for the `first` time its kernels are compiled before, all at once.
         """
@@ -131,17 +141,23 @@ class Channel:
         if first and self.stream is not None:
             self.compile(lambda room: program.run(room, tensors, step))
         room = self.rooms.next() if async_op else None
+        lost = None
         with self.lock:
             try:
                 if room is None:
                     program.run(self.rooms.here, tensors, step)
+                    self.settle(text)
                 else:
                     with room.entered((*tensors, *outputs)) as stream:
                         program.run(room, tensors, step)
                         work = StreamWork(list(outputs), stream)
+                        self.settle(text)
             except BaseException as error:
-                self.fail(error)
-                raise
+                lost = self.fail(error)
+                if lost is None:
+                    raise
+        if lost is not None:
+            raise self.ended(lost, text)
         mark_written(outputs)
         if room is not None:
             return work
@@ -154,9 +170,22 @@ class Channel:
             run(room)
         room.release()
 
-    def fail(self, error: BaseException) -> None:
-        """A program that failed half-way has sent what others wait to go on with: no other call may follow it."""
+    def settle(self, text: str) -> None:
+        """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
+        if self.transport.blocking:
+            self.board.attend(Place(self.calls, text, known=True), self.transport.settle)
+
+    def fail(self, error: BaseException) -> LostRankError | None:
+        """A program that failed half-way has sent what others wait to go on with: no other call may follow it.
+
+        Where it failed because a rank was lost, that is returned: `ended` makes of it what is raised.
+        """
         self._failed = f"{type(error).__name__}: {error}"
+        return transports.lost_in(error)
+
+    def ended(self, lost: LostRankError, text: str) -> BaseException:
+        """Not while the other error is handled, which holds tensors and groups."""
+        return self.board.ended(lost.with_traceback(None), Place(self.calls, text, known=True))
 
     def close(self) -> None:
         """End the thread once it has nothing more to do."""
@@ -168,6 +197,8 @@ class Channel:
             self._line.enter(entry)
             while not self._line.idle:
                 self._line.advance()
+            if not self.failure:
+                self.settle(entry.place.text)
         _record(entry.operation, stream)
 
     def _start_thread(self) -> None:
@@ -202,6 +233,7 @@ def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
 
 @dataclass
 class _GroupState:
+    checked: bool = False  # checksums follow its messages
     tags: Tags = field(default_factory=Tags)
     transports: dict[torch.device, Transport] = field(default_factory=dict)
     channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group
@@ -276,14 +308,52 @@ def _new_channel(
 def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     state = _groups.setdefault(group, _GroupState())
     if device not in state.transports:
-        state.transports[device] = transports.transport(group, device, state.tags)
+        state.transports[device] = transports.transport(group, device, state.tags, checked=state.checked)
     return state.transports[device]
+
+
+def use_checksums(group: Group = None) -> None:
+    """Let checksums follow every message of a group on gloo: a bit that flips on the way raises WireError.
+
+    All ranks of the group call it, before its first collective. `THINWIRE_CHECKSUM=1` does the same for all groups.
+    """
+    members = transports.resolve(group)
+    state = _groups.setdefault(members, _GroupState())
+    if state.transports:
+        raise CollectiveError(
+            "use_checksums: expected a group without collectives so far, got one in use: call it earlier"
+        )
+    state.checked = True
 
 
 def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
     """The channel of a group that was used before."""
     state = _groups.get(group)
     return None if state is None else state.channels.get((device, None))
+
+
+class Refusable:
+    """Around the checks of a call: what they raise is told to the ranks that wait for this one, where that is possible.
+
+    It is not on NCCL before a group's first call, nor on a mesh.
+    """
+
+    def __init__(self, group: Group, tensors: Sequence[Any]) -> None:
+        self._group = group
+        self._tensors = tensors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ThinwireError):
+            found = [x.device for x in self._tensors if isinstance(x, Tensor)]
+            device = found[0] if found else torch.device("cpu")
+            with contextlib.suppress(CollectiveError):  # of what is no group
+                members = transports.resolve(self._group)
+                if known_channel(members, device) is not None or transports.backend(members, device) == "gloo":
+                    channel = channel_of(members, device)
+                    channel.board.refuse(channel.calls + 1, error)
 
 
 class Traffic(NamedTuple):

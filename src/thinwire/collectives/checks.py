@@ -90,11 +90,13 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
     return tuple(found)
 
 
-def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0) -> list[Tensor]:
+def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int | None = None) -> list[Tensor]:
     """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals.
 
-    The first `outputs` of them have to take numbers element by element.
+    The first `outputs` of them have to take numbers element by element. A `step` has to be one.
     """
+    if step is not None:
+        check_step(step)
     listed = list(tensors)
     if not listed:
         raise CollectiveError(f"{what}: expected at least one tensor, got none")

@@ -1,7 +1,7 @@
-"""Checksums of messages: with THINWIRE_CHECKSUM=1 a bit that flips on the way is an error that names the sender.
+"""Checksums of messages: a bit that flips on the way is an error that names the sender.
 
-On gloo every message of wires is followed by one with a CRC-32 of each of its pieces. THINWIRE_DEBUG=1 asks for them
-as well.
+On gloo every message of wires is followed by one with a CRC-32 of each of its pieces, where use_checksums,
+THINWIRE_CHECKSUM=1 or THINWIRE_DEBUG=1 asks for it.
 """
 
 import os

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.channel import Channel, Refusable, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
 from thinwire.collectives.quick import UNKNOWN, quick, remember
@@ -39,16 +39,17 @@ def all_to_all_single(
         done: Work | None = quick("all_to_all", (output, input), group, codec, algorithm, step=step, async_op=async_op)
         if done is not UNKNOWN:
             return done
-    target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1)
-    channel = channel_of(transport.resolve(group), target.device)
-    splits = [
-        _splits(sizes, tensor, channel.transport.world, name)
-        for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
-    ]
+    with Refusable(group, (output, input)):
+        target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
+        channel = channel_of(transport.resolve(group), target.device)
+        splits = [
+            _splits(sizes, tensor, channel.transport.world, name)
+            for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
+        ]
+        codecs = checks.codecs_for(codec)
     whole = target.detach().contiguous()
     parts_out = whole.split(splits[0])
     parts_in = source.detach().contiguous().split(splits[1])
-    codecs = checks.codecs_for(codec)
     key = PlanKey("all_to_all_single", (), source.dtype, codecs, algorithm, row=tuple(source.shape[1:]))
     call, plan = _planned(channel, key, parts_out, parts_in)
     even = even and target.numel() == source.numel()
@@ -88,16 +89,18 @@ def all_to_all(
     from the sizes of that call, and keeps the decision: no rank knows the later sizes of the others.
     """
     world = len(output_tensor_list)
-    tensors = checks.check_tensors((*output_tensor_list, *input_tensor_list), "all_to_all", outputs=world)
-    outputs = tensors[:world]
-    inputs = tensors[world:]
-    channel = channel_of(transport.resolve(group), tensors[0].device)
-    if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
-        raise CollectiveError(
-            f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
-            f"got {len(outputs)} outputs and {len(inputs)} inputs"
-        )
-    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
+    given = (*output_tensor_list, *input_tensor_list)
+    with Refusable(group, given):
+        tensors = checks.check_tensors(given, "all_to_all", outputs=world, step=step)
+        outputs = tensors[:world]
+        inputs = tensors[world:]
+        channel = channel_of(transport.resolve(group), tensors[0].device)
+        if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
+            raise CollectiveError(
+                f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
+                f"got {len(outputs)} outputs and {len(inputs)} inputs"
+            )
+        key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
     call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
         lengths = _lengths(outputs, inputs)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 from thinwire import wire
-from thinwire.collectives import checksums
 from thinwire.collectives.board import Board, Place
 from thinwire.collectives.transport import Transport
 from thinwire.errors import DisagreementError
@@ -32,7 +31,7 @@ class Handshake:
     def check(self, place: Place, details: str = "") -> list[str]:
         """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
         version = sys.modules["thinwire"].__version__  # of the package, which is above this room
-        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(checksums.wanted())}"
+        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
         settings = f"thinwire {version}, wire format {wire.VERSION}, {debug}"
         own = _PART.join((place.text, settings, details))
         mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())

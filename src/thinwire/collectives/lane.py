@@ -24,8 +24,8 @@ from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
-# Is told (span, message, decoded, codec, wire, x) where feedback made the message of x, else None.
-Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor, Tensor | None], None]
+# Is told (span, message, decoded, codec, x) where feedback made the message of x, else None.
+Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor | None], None]
 
 
 class Key(NamedTuple):
@@ -184,7 +184,7 @@ class LaneChunk:
             return
         read = decoded(codec, wire, x.numel(), step, x.dtype)
         if watch is not None:
-            watch(self.span(part), x, read, codec, wire, given)
+            watch(self.span(part), x, read, codec, given)
         if carry is not None:
             carry.sent(x, read)
 

@@ -49,7 +49,7 @@ class Message:
         nodes: Nodes | None = None,
     ) -> None:
         self.specs = tuple(specs)
-        self._dtype = like.dtype
+        self.dtype = like.dtype
         self._nodes = nodes
         self._reducer: Reducer
         self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
@@ -73,7 +73,7 @@ class Message:
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         where = "" if nodes is None else f" in {nodes.inside}"
-        self._text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
+        self.text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
 
     def _first_codec(self, spec: LaneSpec) -> Codec:
         """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
@@ -106,7 +106,7 @@ class Message:
         """On a stream of a GPU: what averages lanes whose feedback, if any, is a tensor; None where `run` has to."""
         found = []
         for spec, codec in zip(self.specs, self._codecs, strict=True):
-            lane = StreamLane(spec.numel, self._dtype, codec, spec.first, spec.feedback)
+            lane = StreamLane(spec.numel, self.dtype, codec, spec.first, spec.feedback)
             if self._nodes is None:
                 found.append(lane._replace(exact_own=not isinstance(codec, Identity)))
             else:
@@ -116,11 +116,10 @@ class Message:
     def meet(self) -> None:
         """Compare the message with the other ranks' before its program runs for the first time."""
         channel = self.channel
-        if self._text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
-            with channel.lock:
-                channel.calls += 1
+        if self.text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
+            channel.next_call()
         else:
-            Call(channel, self._text)
+            Call(channel, self.text)
 
     def run(
         self,
@@ -132,11 +131,11 @@ class Message:
         meter: operations.Meter | None = None,
     ) -> Work:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
-        call = Call(self.channel, self._text)
+        call = Call(self.channel, self.text)
         scattered = tuple(lane.flat.scattered for lane in lanes)
         plan = self._plans.get(scattered)
         if plan is None:
-            plan = CallPlan(self._text, lanes[0].codec, lanes[0].cut, *lanes_scratch(lanes, self._reducer))
+            plan = CallPlan(self.text, lanes[0].codec, lanes[0].cut, *lanes_scratch(lanes, self._reducer))
             self._plans[scattered] = plan
         scale = 1.0 / self.channel.world
         operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
@@ -161,4 +160,4 @@ class Message:
         return sum(codec.wire_bytes(spec.numel, self._encoded(spec, codec)) for spec, codec in pairs)
 
     def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
-        return encoded_dtype(codec, self._dtype, fed_back=bool(spec.feedback))
+        return encoded_dtype(codec, self.dtype, fed_back=bool(spec.feedback))

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Trellis
+from thinwire.codecs import Codec
 from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
@@ -69,8 +69,6 @@ def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 
 def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
     """Whether tensors of `dtype` can be encoded in rows of this codec: one that has not to choose by their lengths."""
     if dtype not in _DTYPES or dtype not in codec.inputs or codec.pick(shape=(1,)) != codec or not codec.recodes:
-        return False
-    if isinstance(codec, Trellis):  # on a GPU in plain torch, which has no rows
         return False
     return not feedback or codec.encoding(torch.float32).format.block > 0
 
@@ -360,6 +358,7 @@ class Sum:
                 made[lengths] = SumChunk(links[0], parts, scale, two_phase=algorithm == "two_phase")
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
+        self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""

@@ -52,7 +52,7 @@ def remember(
         return
     if program is not None or len(channel.transports) == 1:
         key = (verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors])
-        bounded(channel.quick)[key] = program or call.place.text
+        bounded(channel.quick)[key] = call.place.text, program
 
 
 def quick(
@@ -75,7 +75,7 @@ def quick(
         if channel is None:
             return UNKNOWN
         dtype = tensors[0].dtype
-        found = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
+        text, program = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
     for tensor in tensors:
@@ -83,13 +83,11 @@ def quick(
             return UNKNOWN
         if tensor.dtype != dtype or tensor.device != channel.device or tensor.requires_grad:
             return UNKNOWN
-    if channel.failure or (async_op and type(found) is str):
+    if channel.failure or (async_op and program is None):
         return UNKNOWN
-    with channel.lock:
-        channel.calls += 1
-        number = channel.calls
-    if isinstance(found, str):
-        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, found, known=True))
+    number = channel.next_call()
+    if program is None:
+        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
         return None
     at = channel.next_step() if step is None else check_step(step)
-    return channel.start(found, tensors, tensors[:1], at, async_op=async_op)
+    return channel.start(program, tensors, tensors[:1], at, text=text, async_op=async_op)

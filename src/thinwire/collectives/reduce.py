@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
 from thinwire.collectives.call import Call, planned, planned_verb
-from thinwire.collectives.channel import Channel, channel_of, known_channel
+from thinwire.collectives.channel import Channel, Refusable, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
@@ -71,11 +71,12 @@ def _all_reduce(
     algorithm: str,
     step: int | None,
 ) -> Work | None:
-    parts = checks.check_tensors(tensors, verb, outputs=len(tensors))
-    flat = Flat(parts)
-    codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
+    with Refusable(group, tensors):
+        parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
+        flat = Flat(parts)
+        codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
+        reduction = checks.reduction(op)
     channel = channel_of(group, flat.device)
-    reduction = checks.reduction(op)
     key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     is_plain = plan.reducer is None or plan.codec is None
@@ -131,16 +132,17 @@ def reduce_scatter_tensor(
     )
     if done is not UNKNOWN:
         return done
-    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
-    channel = channel_of(transport.resolve(group), target.device)
-    reduction = checks.reduction(op)
-    world = channel.world
-    if source.numel() != world * target.numel():
-        raise CollectiveError(
-            f"reduce_scatter_tensor: input must have {world} times the elements of output, "
-            f"got {source.numel()} and {target.numel()}"
-        )
-    codecs = checks.codecs_for(codec, source.shape)
+    with Refusable(group, (output, input)):
+        target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
+        channel = channel_of(transport.resolve(group), target.device)
+        reduction = checks.reduction(op)
+        world = channel.world
+        if source.numel() != world * target.numel():
+            raise CollectiveError(
+                f"reduce_scatter_tensor: input must have {world} times the elements of output, "
+                f"got {source.numel()} and {target.numel()}"
+            )
+        codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
     call, plan = planned_verb(
         channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)

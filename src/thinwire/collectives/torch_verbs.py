@@ -113,6 +113,7 @@ def wait(work: Any, channel: Channel, place: Place) -> None:
     """Wait for a work of torch's."""
     if channel.transport.on_stream:
         work.wait()
+        channel.settle(place.text)
     else:
         wait_looking(work, channel.board, place)
 

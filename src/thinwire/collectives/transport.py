@@ -9,10 +9,11 @@ grouped messages, issued inline.
 """
 
 import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -36,6 +37,7 @@ _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # what an operation's tags tell of it
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
 _MOMENT = timedelta(milliseconds=1)
+_SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 _SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
@@ -63,10 +65,11 @@ class LostRankError(RuntimeError):
 
 
 def lost_in(error: BaseException) -> LostRankError | None:
-    """What torch's own verbs raise on gloo when a rank is lost, as such; None for other errors."""
-    if isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
-        return LostRankError(None, error)
-    return None
+    """What torch's own verbs raise when a rank is lost, as such; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+        return None
+    by_torch = isinstance(error, dist.DistBackendError) or "gloo" in str(error) or "pair closure" in str(error)
+    return LostRankError(None, error) if by_torch else None
 
 
 class Moving(list[Waitable]):
@@ -114,6 +117,8 @@ class Transport:
 
     on_stream: ClassVar[bool] = False  # messages are ordered by a stream of the GPU; the host never waits for them
     has_all_ops: ClassVar[bool] = False  # the backend itself averages, and multiplies before it sums
+    checked: bool = False  # checksums follow messages
+    blocking: bool = False  # on a stream, but the host was asked to wait: see `settle`
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         self._group = weakref.ref(group)  # a group ends when its user lets go of it
@@ -149,7 +154,11 @@ class Transport:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the connections of the group, where that is possible: whoever waits for a message gets an error."""
+        """End the connections of the group: whoever waits for a message gets an error."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Make the host wait for the messages that the current stream has. Raises LostRankError."""
 
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
@@ -162,9 +171,9 @@ class Transport:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags, *, checked: bool = False) -> None:
         super().__init__(group, tags)
-        self.checked = checksums.wanted()
+        self.checked = checked or checksums.wanted()
         self._beside = _beside.get(group, ())  # groups whose connections carry a part of every long message
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
@@ -301,6 +310,8 @@ class StreamTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
         super().__init__(group, tags)
         self.device = device
+        self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
+        self._closed = False
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
@@ -363,26 +374,43 @@ class StreamTransport(Transport):
 
     def agree(self, values: Sequence[int]) -> list[int]:
         most = torch.tensor(values, device=self.device)
-        self._await(dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        work: Any = dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._await(work.is_completed)
+        work.wait()
         found: list[int] = most.tolist()
         return found
 
     def share(self, row: bytes) -> list[bytes]:
         own = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
         whole = own.new_empty(self.world * len(row))
-        self._await(all_gather_single(whole, own, group=self.group, async_op=True))
+        work = all_gather_single(whole, own, group=self.group, async_op=True)
+        self._await(work.is_completed)
+        work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
 
-    def _await(self, work: Any) -> None:
-        """Wait for a collective that other ranks may never come to, for the group's timeout at most."""
-        deadline = time.monotonic() + timeout_s(self.group)
+    def settle(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device))
+            self._await(done.query)
+
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        """Wait for messages that other ranks may never send, for nearly the group's timeout at most."""
+        deadline = time.monotonic() + _SOONER * timeout_s(self.group)
         pause = 1e-5
-        while not work.is_completed():
+        while not self._closed and not is_done():
             if time.monotonic() > deadline:
                 raise LostRankError(None, TimeoutError("Timed out waiting"))
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
-        work.wait()
+        if self._closed:
+            raise LostRankError(None, RuntimeError("the group was closed"))
+
+    def close(self) -> None:
+        """A kernel that waits for a lost rank ends, which lets the streams go on."""
+        self._closed = True
+        with contextlib.suppress(RuntimeError, CollectiveError):
+            self.group._get_backend(self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
@@ -447,14 +475,17 @@ def resolve(group: object) -> dist.ProcessGroup:
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
-def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
+def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, checked: bool = False) -> Transport:
     name = backend(group, device)
+    if checked and name != "gloo":
+        raise CollectiveError(f"use_checksums: checksums go with messages on gloo, this group runs on {name!r}")
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamTransport(group, tags, device)
     if name == "gloo":
-        return PairTransport(group, tags) if device.type == "cpu" else StagedTransport(group, tags)
+        made = PairTransport if device.type == "cpu" else StagedTransport
+        return made(group, tags, checked=checked)
     raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")
 
 

@@ -250,7 +250,6 @@ class Averager:
             bytes_plain=tally.bytes_plain,
             bits_per_element=self.bits_per_element,
             relative_error=self.errors.relative,
-            clipped=self.errors.clipped,
             nonfinite=tally.all_nonfinite,
             encode_s=tally.encode_s if tally.timed else None,
             decode_s=tally.decode_s if tally.timed else None,

@@ -71,7 +71,7 @@ class Decisions:
         """Whether any feedback depends on an optimiser that is not known."""
         return self._feedback == "auto" and self.family is None and self._few_bits
 
-    @property
+    @functools.cached_property
     def _few_bits(self) -> bool:
         """Whether anything travels in fewer than 4 bits."""
         choices = [*self.schedule.choices, *self.rules.codecs]

@@ -24,7 +24,6 @@ class Stats:
     bytes_plain: int  # what a ring of the uncompressed gradients would have sent
     bits_per_element: float | None  # of the last message of every bucket, headers and scales included
     relative_error: float | None  # RMS of what one rounding loses, over RMS of what is sent, at the last measured step
-    clipped: float | None  # share of codes at a Lloyd codec's outermost levels (2 bits and more), at that step
     nonfinite: int  # chunks of buckets in which some rank had NaN or Inf
     encode_s: float | None  # work before messages; None on a GPU
     decode_s: float | None  # work after the last message
@@ -52,7 +51,6 @@ class Stats:
 
     def __str__(self) -> str:
         seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
-        clipped = _shown(", {:.1%} of codes clipped", self.clipped)
         bad = f", {self.nonfinite} chunks not finite" if self.nonfinite else ""
         bad += f", {self.skipped} steps skipped" if self.skipped else ""
         replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
@@ -62,7 +60,7 @@ class Stats:
             "steps": f"{self.steps}" + bad,
             "bytes": f"{self.bytes_sent:,} sent, {self.bytes_plain:,} uncompressed: {self.ratio:.2f} times fewer",
             "bits": _shown("{:.3f} per element", self.bits_per_element),
-            "error": _shown("{:.2e} relative", self.relative_error) + clipped,
+            "error": _shown("{:.2e} relative", self.relative_error),
             "seconds": ", ".join(f"{name} {took:.3f}" for name, took in seconds.items() if took is not None),
             "memory": f"{self.residual_bytes:,} bytes of residuals, {self.scratch_bytes:,} of scratch" + replicas,
         }
@@ -141,8 +139,6 @@ class ErrorWatch:
         self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
         self.sent_P = torch.zeros_like(self.lost_P)
         self.given_P = torch.zeros_like(self.lost_P)
-        self.outermost = torch.zeros((), dtype=torch.int64, device=device)
-        self.codes = 0
         self.looked = False  # whether anything was seen
 
     def lost(
@@ -151,10 +147,9 @@ class ErrorWatch:
         message: Tensor,
         decoded: Tensor,
         codec: Codec,
-        wire: Tensor,
         given: Tensor | None = None,
     ) -> None:
-        """`message`, which feedback made of `given` if there is any, was encoded as `wire`, which says `decoded`."""
+        """`message`, which feedback made of `given` if there is any, was encoded as what says `decoded`."""
         begin, end = span
         self.looked = True
         self.codec = codec
@@ -166,10 +161,6 @@ class ErrorWatch:
                 self.lost_P[i] += (sent - decoded[part]).square().sum()
                 if given is not None:
                     self.given_P[i] += given[part].double().square().sum()
-        found = codec.outermost(wire, message.numel())
-        if found is not None:
-            self.outermost += found[0]
-            self.codes += found[1]
 
 
 class StepErrors:
@@ -177,7 +168,6 @@ class StepErrors:
 
     def __init__(self) -> None:
         self.relative: float | None = None
-        self.clipped: float | None = None
         self._watches: list[ErrorWatch] = []
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
@@ -207,9 +197,7 @@ class StepErrors:
         sent = sum(float(watch.sent_P.sum()) for watch in watches)
         if not math.isfinite(lost + sent) or not any(watch.looked for watch in watches):
             return None
-        codes = sum(watch.codes for watch in watches)
         self.relative = (lost / sent) ** 0.5 if sent > 0 else 0.0
-        self.clipped = sum(int(watch.outermost) for watch in watches) / codes if codes else None
         return self.relative
 
     def load(self, errors: Mapping[str, float]) -> None:

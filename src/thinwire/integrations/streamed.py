@@ -7,7 +7,7 @@ in their place, and forgets what a lane that bridges them remembers there; one p
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
-from thinwire.collectives.rooms import Room
+from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.work import new_future
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
@@ -41,6 +41,8 @@ class StreamedBucket:
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
+        self._lengths = [lane.spec.numel for lane in lanes if lane.aside]
+        self._aside = Scratch(sum(self._lengths) * message.dtype.itemsize, self._cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
@@ -64,18 +66,20 @@ class StreamedBucket:
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
                 self._launch(room or channel.rooms.here, buffer, step, bad)
+                channel.settle(message.text)
                 future.set_result(output)
+            return future
         except BaseException as error:
-            channel.fail(error)
-            raise
-        return future
+            lost = channel.fail(error)
+            if lost is None:
+                raise
+        raise channel.ended(lost, message.text)
 
     def _launch(self, room: Room, buffer: Tensor, step: int, bad: Bad) -> None:
-        aside = None
-        if self._index is not None:
-            aside = torch.empty(self._index.numel(), dtype=buffer.dtype, device=buffer.device)
+        aside = self._aside.views(room) if self._index is not None else None
+        if aside is not None:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
-            self._kernels.set_aside(buffer, self._index, aside, kept, self._gaps)
+            self._kernels.set_aside(buffer, self._index, aside.whole, kept, self._gaps)
         xs = self._numbers(buffer, aside)
         self._program.run_lanes(room, xs, step, self._memories(xs), bad)
         for lane, x in zip(self._lanes, xs, strict=True):
@@ -83,26 +87,37 @@ class StreamedBucket:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
         if aside is not None:
-            self._kernels.put_back(buffer, self._index, aside)
+            self._kernels.put_back(buffer, self._index, aside.whole)
 
-    def _numbers(self, buffer: Tensor, aside: Tensor | None) -> list[Tensor]:
+    def _cut(self, scratch: Tensor) -> "_Aside":
+        whole = scratch.view(self._message.dtype)
+        return _Aside(whole, whole.split(self._lengths))
+
+    def _numbers(self, buffer: Tensor, aside: "_Aside | None") -> list[Tensor]:
         """The numbers of every lane, each in one piece."""
         found = []
-        at = 0
+        apart = iter(() if aside is None else aside.parts)
         for lane in self._lanes:
             if lane.aside:
-                assert aside is not None
-                found.append(aside[at : at + lane.spec.numel])
-                at += lane.spec.numel
+                found.append(next(apart))
+            elif len(lane.stretches) == 1:
+                ((begin, end),) = lane.stretches
+                found.append(buffer[begin:end])
             else:
-                parts = [buffer[begin:end] for begin, end in lane.stretches]
-                found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+                found.append(torch.cat([buffer[begin:end] for begin, end in lane.stretches]))
         return found
 
     def _memories(self, xs: Sequence[Tensor]) -> list[Memory | None] | None:
         if not any(self._carries):
             return None
         return [None if carry is None else _memory(carry, x) for carry, x in zip(self._carries, xs, strict=True)]
+
+
+class _Aside(NamedTuple):
+    """The numbers of small lanes, out of the bucket."""
+
+    whole: Tensor
+    parts: Sequence[Tensor]  # of each such lane
 
 
 def _memory(carry: Any, x: Tensor) -> Memory:

@@ -27,7 +27,7 @@ def select(device: torch.device, format: Format | None = None) -> Backend:
 
     Wires of a format that the reference alone knows are served by it everywhere.
     """
-    if format is not None and (format.kind == Kind.TOPK or (format.kind == Kind.TRELLIS and device.type != "cpu")):
+    if format is not None and format.kind == Kind.TOPK:
         return reference
     if _requested != "auto":
         return _named(_requested, device)

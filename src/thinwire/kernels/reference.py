@@ -134,18 +134,6 @@ def recode(
     _write(layout, parts, wire, rotation)
 
 
-def outermost(format: Format, wire: Tensor, numel: int) -> Tensor:
-    """How many codes of a wire stand for the lowest or the highest level, blocks that are not finite left out."""
-    layout = format.layout(numel)
-    top = (1 << format.bits) - 1
-    total = torch.zeros((), dtype=torch.int64, device=wire.device)
-    for span in _spans(layout):
-        codes_KB = _unpack(layout, wire, span)
-        scale_K1 = _read_scales(layout, wire[None], span, layout.scales_at)[0]
-        total += (((codes_KB == 0) | (codes_KB == top)) & scale_K1.isfinite()).sum()
-    return total
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ def choose(bits: int, y_KB: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of cells of the table's grid, and the levels they stand for."""
     table = TRELLIS[bits]
     y_KLS = _in_strands(y_KB)
-    costs_4KLS = _costs(table, y_KB.device)[:, (y_KLS.clamp(-CELLS // 2, CELLS // 2 - 1) + CELLS // 2).long()]
+    costs_4KLS = costs(table).to(y_KB.device)[:, (y_KLS.clamp(-CELLS // 2, CELLS // 2 - 1) + CELLS // 2).long()]
     state_KS, back_L4KS = _search(costs_4KLS)
     path_KLS = torch.empty_like(y_KLS)
     subset_KLS = torch.empty_like(y_KLS)
@@ -63,10 +63,10 @@ def _in_strands(x_KB: Tensor) -> Tensor:
     return x_KB.view(x_KB.shape[0], -1, strands)
 
 
-def _costs(table: TrellisTable, device: torch.device) -> Tensor:
+def costs(table: TrellisTable) -> Tensor:
     """(4, CELLS): what it costs to round a cell to a subset of levels, below 128."""
-    cell = torch.arange(-CELLS // 2, CELLS // 2, device=device)
-    levels = torch.tensor(table.signed_levels, device=device).view(-1, 4, 1)
+    cell = torch.arange(-CELLS // 2, CELLS // 2)
+    levels = torch.tensor(table.signed_levels).view(-1, 4, 1)
     cost = (4 * cell - levels).square().amin(0)
     return (cost + (1 << table.shift - 1) >> table.shift).clamp(max=MOST // 2).int()
 

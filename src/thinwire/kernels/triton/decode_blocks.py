@@ -91,7 +91,7 @@ def _decode(
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """The blocks from `first` on, before `end`."""
-    if T.loose and not T.lloyd:
+    if T.loose and not T.gaussian:
         span = wide(span)
         for start in range(0, span, T.columns):
             _decode_tile(
@@ -106,19 +106,27 @@ def _decode_tile(
     sink, wires, keys, norm, at,
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    begun, odd = begin_sum(wires, at, T, WORLD)
-    trouble = anywhere(odd)
-    if not CALM:
-        trouble = trouble | 1
-    if trouble == 0:
-        z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
-        _put(sink, z, at, T, MODE, False)
+    if T.trellis:  # a second way to the same sum would double what is to be compiled
+        _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
     else:
-        z, post = sum_any(wires, at, T)
-        if COUNT:
-            note(sink.bad, sink.call, worst_scale(wires, at, T))
-        z = leave(finish(z, keys, norm, at, T), post, T)
-        _put(sink, z, at, T, MODE, True)
+        begun, odd = begin_sum(wires, at, T, WORLD)
+        trouble = anywhere(odd)
+        if not CALM:
+            trouble = trouble | 1
+        if trouble == 0:
+            z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+            _put(sink, z, at, T, MODE, False)
+        else:
+            _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
+
+
+@triton.jit
+def _decode_any(sink, wires, keys, norm, at, T: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr):
+    z, post = sum_any(wires, at, T)
+    if COUNT:
+        note(sink.bad, sink.call, worst_scale(wires, at, T))
+    z = leave(finish(z, keys, norm, at, T), post, T)
+    _put(sink, z, at, T, MODE, True)
 
 
 @triton.jit
@@ -189,7 +197,7 @@ def _fitted(z, out, T: tl.constexpr, ANY: tl.constexpr):
 @triton.jit
 def _saturated(x, MOST: tl.constexpr, T: tl.constexpr):
     """MOST in place of what the codes' error took past it. Further out is an overflow, and stays."""
-    REACH: tl.constexpr = LLOYD_REACH if T.lloyd else OTHER_REACH
+    REACH: tl.constexpr = LLOYD_REACH if T.gaussian else OTHER_REACH
     size = tl.abs(x)
     cut = float_of(bits_of(tl.full(x.shape, MOST, tl.float32)) | (bits_of(x) & SIGN_BIT))
     return tl.where((size > MOST) & (size <= beyond(MOST, REACH)), cut, x)

@@ -106,7 +106,7 @@ def _encode_tile(source, target, cells, keys, root, at, T: tl.constexpr, MODE: t
 @triton.jit
 def put_tile(tile, target, cells, keys, root, at, T: tl.constexpr, READ: tl.constexpr):
     """Write the scales and codes of a tile; what a decoder will make of them, if READ."""
-    if T.lloyd:
+    if T.gaussian:
         scale, values = _put_lloyd(tile, target, cells, keys[0], root, at, T, READ)
         minimum = scale
     else:

@@ -63,7 +63,7 @@ def furthest(reach, world):
 @triton.jit
 def exact_sum(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
     """The sum of wires whose scales are these integers."""
-    if T.lloyd and T.bits == 4:
+    if T.gaussian and T.bits == 4:
         return _sum_levels(words, scales, levels, T, WORLD)
     else:
         return _sum_codes(words, scales, T, WORLD)
@@ -177,7 +177,7 @@ def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
     SHIFT: tl.constexpr = PLACE * T.bits // 4 * 4
     LEFT: tl.constexpr = PLACE * T.bits - SHIFT
     codes = (four >> SHIFT) & in_bytes(((1 << T.bits) - 1) << LEFT)
-    if T.lloyd and T.bits == 2:
+    if T.gaussian and T.bits == 2:
         INNER: tl.constexpr = T.levels[0]
         OUTER: tl.constexpr = T.levels[1]
         return codes * (OUTER - INNER) + (codes & in_bytes(2 << LEFT)) * ((3 * INNER - OUTER) // 2)

@@ -4,14 +4,15 @@ fake_launch.py, this room touches tensors."""
 import struct
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.kernels import reference
-from thinwire.kernels.schema import LLOYD, Encoding, decoding
+from thinwire.kernels import reference, trellis
+from thinwire.kernels.schema import CELLS, LLOYD, TRELLIS, Encoding, TrellisTable, decoding
 from thinwire.kernels.triton import INTERPRETED, aside, plain
 from thinwire.kernels.triton.decode_blocks import decode_kernel
 from thinwire.kernels.triton.encode_blocks import encode_kernel
@@ -70,7 +71,7 @@ def decode_sum(
         launch = plain_wires("decode_plain", layout, out.device, 4 * layout.numel, GROUPED=grouped, CHECK=check)
         launch(**wires, out=out, scale=float(scale))
         return
-    constants = {"WORLD": unrolled(world), "CHECK": check, "CALM": abs(scale) * world < SMALL_NORM}
+    constants = {"WORLD": unrolled(world, format), "CHECK": check, "CALM": abs(scale) * world < SMALL_NORM}
     launch = blocks("decode", decoding(format), layout, config, out.device, *at, _grouped(out), **constants)
     norm = reference.f32(scale)
     norms = {"norm": norm, "tail_norm": norm}
@@ -101,7 +102,8 @@ def recode(
         launch = plain_wires("recode_plain", layout, wire.device, 4 * numel, GROUPED=at == (0, 0), CHECK=check)
         launch(**wires, out=wire, scale=float(scale))
         return
-    launch = blocks("recode", how, layout, config, wire.device, *at, WORLD=unrolled(world), CHECK=check)
+    constants = {"WORLD": unrolled(world, how.format), "CHECK": check}
+    launch = blocks("recode", how, layout, config, wire.device, *at, **constants)
     keys = {**halves("key", rotation or 0), **halves("dither", dither)}
     launch(**wires, out=wire, **keys, scale=float(scale))
 
@@ -132,9 +134,9 @@ def _putting_back(count: int, device: torch.device, dtype: torch.dtype) -> Repea
     return Repeated(lambda _: made, ("x", "index", "values"))
 
 
-def unrolled(world: int) -> int:
-    """The wires a kernel is compiled for; 0 for any number."""
-    return world if world <= MOST_UNROLLED else 0
+def unrolled(world: int, format: Format) -> int:
+    """The wires a kernel is compiled for; 0 for any number, as always of trellis codes."""
+    return world if world <= MOST_UNROLLED and format.kind != Kind.TRELLIS else 0
 
 
 def _encode_plain(layout: Layout, x: Tensor, wire: Tensor, residual: Tensor | None) -> None:
@@ -174,7 +176,6 @@ def blocks(
     full = layout.numel // layout.format.block
     ragged = full < layout.num_blocks
     root, tail_root = roots(layout)
-    table = layout.format.bits if layout.format.kind == Kind.LLOYD else 0
     known = {
         **frame(layout),
         "full": full,
@@ -182,8 +183,8 @@ def blocks(
         "span": layout.tail // T.ragged.lanes,
         "root": root,
         "tail_root": tail_root,
-        "levels": levels(table, device),
-        "cells": cells(table, device),
+        "levels": levels(layout.format.kind, layout.format.bits, device),
+        "cells": cells(layout.format.kind, layout.format.bits, device),
         **dict(more),
     }
     constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
@@ -240,7 +241,7 @@ def frame(layout: Layout) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def roots(layout: Layout) -> tuple[float, float]:
     """1 / sqrt(codes) of a full block and of the short last one; 1 where codes are not levels."""
-    if layout.format.kind != Kind.LLOYD:
+    if not layout.format.gaussian:
         return 1.0, 1.0
     return reference.root(layout.format.block), reference.root(layout.tail) if layout.tail else 1.0
 
@@ -287,13 +288,13 @@ def split(key: int) -> tuple[int, int]:
 
 
 @cache  # never dropped: a CUDA graph may hold their addresses
-def levels(bits: int, device: torch.device) -> Tensor:
-    """The signed levels of a Lloyd table, as the bits of floats; something where there is none.
+def levels(kind: Kind, bits: int, device: torch.device) -> Tensor:
+    """The signed levels of a table, as the bits of floats; something where there is none.
 
     After them follow the bytes that exact_sums.py permutes: ptxas would keep such constants outside the registers, and
     move one in for every use.
     """
-    table = LLOYD[bits] if bits in LLOYD else LLOYD[1]
+    table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits] if kind == Kind.LLOYD else LLOYD[1]
     count = len(table.levels)
     floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
     shorts = bytes((*table.levels, *(128 + level for level in table.signed_levels[:count])))
@@ -303,13 +304,30 @@ def levels(bits: int, device: torch.device) -> Tensor:
 
 
 @cache
-def cells(bits: int, device: torch.device) -> Tensor:
+def cells(kind: Kind, bits: int, device: torch.device) -> Tensor:
     """Of every cell up to the last edge, the code of its size in the top bits, and its level."""
     entries = [0]
-    if bits in LLOYD:
+    if kind == Kind.TRELLIS:
+        entries = _trellis_cells(TRELLIS[bits])
+    if kind == Kind.LLOYD:
         table = LLOYD[bits]
         half = 1 << bits - 1
         ranks = [sum(cell >= edge for edge in table.edges) for cell in range(128)]
         entries = [(half + rank << 32 - bits | table.levels[rank]) - (1 << 32) for rank in ranks]
     with torch.inference_mode(False):
         return torch.tensor(entries, dtype=torch.int32).to(device)
+
+
+def _trellis_cells(table: TrellisTable) -> list[int]:
+    """Of every cell with costs of its own four bytes, by subset: the costs, and the lowest index bits above them.
+
+    After those of all cells four bytes of each again, the levels.
+    """
+    costs = []
+    levels = []
+    for cell, cost in zip(range(-CELLS // 2, CELLS // 2), trellis.costs(table).T.tolist(), strict=True):
+        subsets = [table.signed_levels[subset::4] for subset in range(4)]
+        places = [sum(8 * cell > low + high for low, high in pairwise(subset)) for subset in subsets]
+        costs.append(bytes(c | (q & 1) << 7 for c, q in zip(cost, places, strict=True)))
+        levels.append(bytes(subset[q] & 255 for subset, q in zip(subsets, places, strict=True)))
+    return list(struct.unpack(f"<{2 * CELLS}i", b"".join((*costs, *levels))))

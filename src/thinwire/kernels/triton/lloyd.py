@@ -29,6 +29,7 @@ from thinwire.kernels.triton.tiles import (
     store_codes,
     store_scale,
 )
+from thinwire.kernels.triton.trellis import best_codes
 
 # Sums of squares between these prove that the block's peak is in the middle domain: peak**2 <= sum <= 1024 * peak**2.
 SURELY_NOT_TINY = tl.constexpr(2.0**-68)
@@ -77,7 +78,7 @@ def put_levels(tile, power, up, post, bad, scale, target, table, at, T: tl.const
 
     (stored scale, values of the codes); the latter only if VALUES.
     """
-    words, values, fit = _words(tile, power, table, at, T, VALUES)
+    words, values, fit = _fitted(tile, power, table, at, T, VALUES)
     zero = power == 0
     stored = stored_scale(tl.where(zero, 0.0, fit * scale * up), post, bad)
     store_scale(target.scales, stored, at, T)
@@ -92,16 +93,32 @@ def codes_per_block(at, T: tl.constexpr):
 
 
 @triton.jit
-def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+def _fitted(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
     """(words, values, fit): the packed codes of rows with this mean square, and the scale that fits them.
 
-    values, only if VALUES: the signed levels as floats. A bank's codes are packed as soon as they are made, so that few
-    registers hold them.
+    values, only if VALUES: the signed levels as floats.
     """
     GRID: tl.constexpr = 1.0 * T.grid
     some = power > 0
     rms = tl.sqrt_rn(power)
     gain = tl.where(some, tl.div_rn(GRID, tl.where(some, rms, 1.0)), 0.0)
+    if T.trellis:
+        words, values, along, square = best_codes(tile, gain, table, at, T, VALUES)
+    else:
+        words, values, along, square = _nearest_codes(tile, gain, table, at, T, VALUES)
+    if T.unbiased:
+        fit = tl.div_rn(codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)
+    else:
+        fit = tl.div_rn(along, square) * (rms * (1 / GRID))
+    return words, values, fit
+
+
+@triton.jit
+def _nearest_codes(tile, gain, table, at, T: tl.constexpr, VALUES: tl.constexpr):
+    """(words, values, along, square): codes, packed; levels, if VALUES; every row's <cell, level> and <level, level>.
+
+    A bank's codes are packed as soon as they are made, so that few registers hold them.
+    """
     nothing = tl.zeros((T.rows, T.columns), tl.int32)
     sums = (nothing, nothing, nothing)
     if T.bits == 2:
@@ -124,11 +141,7 @@ def _words(tile, power, table, at, T: tl.constexpr, VALUES: tl.constexpr):
     if VALUES:
         values = [_signed_level(x, gain, table, T) for x in tile]
     along, square = _sums(sums, at, T)
-    if T.unbiased:
-        fit = tl.div_rn(codes_per_block(at, T), tl.where(along > 0, along, 1.0)) * (rms * GRID)
-    else:
-        fit = tl.div_rn(along, square) * (rms * (1 / GRID))
-    return words, values, fit
+    return words, values, along, square
 
 
 @triton.jit

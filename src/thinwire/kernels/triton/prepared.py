@@ -9,7 +9,7 @@ that are 1 or multiples of 16.
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -95,13 +95,24 @@ class Prepared:
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
 
 
+class _Start(NamedTuple):
+    """A compiled kernel, and how it is started by addresses."""
+
+    launch: Any
+    before: tuple[Any, ...]  # its arguments before the stream
+    after: tuple[Any, ...]  # those after it, before the kernel's own
+    args: list[Any]  # the kernel's own, as far as they are known
+    places: list[int]  # of the others in them
+    device: int
+
+
 class Repeated:
     """A kernel that is started again and again, by the addresses of tensors and by numbers of 32 bits.
 
-    [Note: By address] The way from tensors to a launch is most of what a small call costs. Where all tensors begin on
-    multiples of 16 bytes, which they nearly always do, there is one compiled kernel, and it is started by their
-    addresses at once. Otherwise `make` is asked for a kernel for tensors of which four neighbours can be read at once,
-    or not. The order of the arguments is that of the names.
+    [Note: By address] The way from tensors to a launch is most of what a small call costs. Which compiled kernel serves
+    them depends on where they begin within 16 bytes alone, so it is kept by that, and started by their addresses at
+    once. The first time `make` is asked for a kernel, for tensors of which four neighbours can be read at once or not.
+    The order of the arguments is that of the names.
     """
 
     def __init__(
@@ -115,12 +126,7 @@ class Repeated:
         self._names = (*tensors, *numbers)
         self._floats = ("x", "out", "left", "memory", "mean")
         self._even = even  # whether rows too begin where four neighbours do
-        self._places: list[int] = []
-        self._args: list[Any] = []
-        self._start: Any = None  # of the compiled kernel; [Note: By address]
-        self._grid: tuple[int, ...] = ()  # its arguments before the stream
-        self._rest: tuple[Any, ...] = ()  # and after it, before the kernel's own
-        self._device = -1
+        self._starts: dict[tuple[int, ...], _Start] = {}  # by the addresses modulo 16; () if all are 0
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Start it on the current stream."""
@@ -128,34 +134,38 @@ class Repeated:
         odd = 0
         for address in values:
             odd |= address
-        if odd & 15 or self._device != _device() or noted.get() is not None:
-            self._by_name(tensors, numbers, aligned=odd & 15 == 0)
+        where = tuple([address & 15 for address in values]) if odd & 15 else ()
+        start = self._starts.get(where)
+        if start is None or start.device != _device() or noted.get() is not None:
+            self._by_name(tensors, numbers, where)
             return
         values += numbers
-        args = self._args.copy()
-        for place, value in zip(self._places, values, strict=True):
+        args = start.args.copy()
+        for place, value in zip(start.places, values, strict=True):
             args[place] = value
-        self._start(*self._grid, _stream(self._device), *self._rest, *args)
+        start.launch(*start.before, _stream(start.device), *start.after, *args)
 
-    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], *, aligned: bool) -> None:
+    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], where: tuple[int, ...]) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
         floats = [given[name] for name in self._floats if name in given and given[name].dtype != torch.uint8]
         prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
         found = prepared(**given)
-        if found is None or not aligned or not _DIRECT:
+        if found is None or not _DIRECT:
             return
         run = found.run
         if run.global_scratch_size or run.profile_scratch_size:
             return
-        self._args = prepared.known()
-        self._places = [prepared.place(name) for name in self._names]
-        self._start = run.launch
-        self._grid = prepared.grid
         how = (found.function, run.launch_cooperative_grid, run.launch_pdl)
         no_scratch = (None, None)
         no_hooks = (None, None, None)
-        self._rest = (*how, *no_scratch, found.packed_metadata, *no_hooks)
-        self._device = prepared.device.index
+        self._starts[where] = _Start(
+            launch=run.launch,
+            before=prepared.grid,
+            after=(*how, *no_scratch, found.packed_metadata, *no_hooks),
+            args=prepared.known(),
+            places=[prepared.place(name) for name in self._names],
+            device=prepared.device.index,
+        )
 
 
 _DIRECT = triton.__version__.startswith("3.6.")  # whose compiled kernels are started as above; others by name

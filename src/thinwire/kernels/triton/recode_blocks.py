@@ -48,7 +48,7 @@ def recode_kernel(
         first = wide(full)
         wires = wires_from(wire, all_wires, first, T)
         target = sections(out, offsets, first, T)
-        if T.lloyd:
+        if T.gaussian:
             at = position(first, full + 1, length, span, T.ragged)
             _recode_tile(wires, target, cells, dither, scale, at, T.ragged, WORLD)
         else:
@@ -57,19 +57,23 @@ def recode_kernel(
 
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
-    begun, odd = begin_sum(wires, at, T, WORLD)
-    if anywhere(odd) == 0:
-        one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-        _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
-    else:
+    if T.trellis:
         z, post = sum_any(wires, at, T)
         _put_sum(z, post, scale, target, cells, dither, at, T, True)
+    else:
+        begun, odd = begin_sum(wires, at, T, WORLD)
+        if anywhere(odd) == 0:
+            one = tl.full((T.rows, T.columns), 1.0, tl.float32)
+            _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
+        else:
+            z, post = sum_any(wires, at, T)
+            _put_sum(z, post, scale, target, cells, dither, at, T, True)
 
 
 @triton.jit
 def _put_sum(z, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
     """Encode a sum that `post` takes back to its own size, times `scale`."""
-    if T.lloyd:
+    if T.gaussian:
         tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, ANY, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit

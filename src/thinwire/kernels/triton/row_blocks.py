@@ -224,15 +224,7 @@ def _recode_own(
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     start = at.first * T.block
-    begun, odd = begin_sum(wires, at, T, WORLD)
-    trouble = anywhere(odd)
-    if not CALM:
-        trouble = trouble | 1
-    if trouble == 0:
-        others = finish(usual_sum(begun, wires.levels, T, WORLD), keys[0], norm, at, T)
-    else:
-        others, post = sum_any(wires, at, T)
-        others = leave(finish(others, keys[0], norm, at, T), post, T)
+    others = _sum_of_others(wires, keys[0], norm, at, T, WORLD, CALM)
     own = load(source.x + start, at, T)
     if MODE != ALONE:
         own = carried(own, load(source.memory + start, at, T), source.factor, MODE)
@@ -246,6 +238,24 @@ def _recode_own(
             left = left + (total[i] - read[i],)
     if MODE != ALONE:
         store(source.left + start, left, at, T)
+
+
+@triton.jit
+def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
+    if T.trellis:
+        others, post = sum_any(wires, at, T)
+        others = leave(finish(others, keys, norm, at, T), post, T)
+    else:
+        begun, odd = begin_sum(wires, at, T, WORLD)
+        trouble = anywhere(odd)
+        if not CALM:
+            trouble = trouble | 1
+        if trouble == 0:
+            others = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+        else:
+            others, post = sum_any(wires, at, T)
+            others = leave(finish(others, keys, norm, at, T), post, T)
+    return others
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
         summing = launch.plain_wires("recode_plain", layout, job.device, work, known, GROUPED=True, CHECK=False)
         plain = Repeated(lambda _: summing, ("wire", "out"))
         return lambda wires, wire, mixed, x, memory: plain((wires, wire))
-    constants = {"WORLD": launch.unrolled(world), "CHECK": False}
+    constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
     made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
     blocks = Repeated(lambda _: made, ("wire", "out"), key_names)
     return lambda wires, wire, mixed, x, memory: blocks((wires, wire), keys(mixed))
@@ -105,9 +105,10 @@ def decoder(
     known |= {"own": own, "world": world, "factor": share, "scale": float(scale)}
     mode = _MODES[feedback.mode if feedback else ""]
     even = job.rows.each % 4 == 0
-    constants = {"WORLD": launch.unrolled(world), "CALM": abs(scale) * world < launch.SMALL_NORM, "MODE": mode}
     norm = reference.f32(scale)
     how = decoding(job.how.format)
+    calm = abs(scale) * world < launch.SMALL_NORM
+    constants = {"WORLD": launch.unrolled(world, how.format), "CALM": calm, "MODE": mode}
     config = tuning.choose("decode_sum", how, job.dtype, job.device, job.rows.numel, world)
 
     def make(grouped: bool, counted: bool) -> Prepared:
@@ -210,7 +211,7 @@ def _own(
     constants = {
         "T": T if INTERPRETED else launch.Known(T),
         "TAIL": bool(numbers["length"]),
-        "WORLD": launch.unrolled(world - 1),
+        "WORLD": launch.unrolled(world - 1, layout.format),
         "CALM": abs(scale) * world < launch.SMALL_NORM,
         "MODE": _MODES[feedback.mode if feedback else ""],
     }
@@ -234,9 +235,9 @@ def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **con
 def _shared(layout: Layout, device: torch.device) -> dict[str, Any]:
     """What both layouts have alike."""
     frame = launch.frame(layout)
-    table = layout.format.bits if layout.format.kind == Kind.LLOYD else 0
+    table = (layout.format.kind, layout.format.bits, device)
     heads = {name: frame[name] for name in ("head0", "head1", "head2", "plane0")}
-    tables = {"levels": launch.levels(table, device), "cells": launch.cells(table, device)}
+    tables = {"levels": launch.levels(*table), "cells": launch.cells(*table)}
     return {**heads, **tables, "root": launch.roots(layout)[0]}
 
 

@@ -28,6 +28,7 @@ from thinwire.kernels.triton.numbers import (
 )
 from thinwire.kernels.triton.scaled import cast_value
 from thinwire.kernels.triton.tiles import code_of, load_codes, load_scale
+from thinwire.kernels.triton.trellis import indices
 
 
 class Wires(NamedTuple):
@@ -38,7 +39,7 @@ class Wires(NamedTuple):
     planes: Any
     stride: Any
     world: Any
-    levels: Any  # of Lloyd wires: the table of signed levels
+    levels: Any  # of Lloyd and trellis wires: the table of signed levels
     own: Any  # the wire that is left out, in whose place the one after all others is added; -1 is none
 
 
@@ -141,8 +142,12 @@ def _sum_wires(wires, at, T: tl.constexpr):
 
 @triton.jit
 def _codes_of(wires, w, at, T: tl.constexpr):
-    """The words of wire w."""
-    return load_codes([plane + _row(wires, w) for plane in wires.planes], at, T)
+    """The words of wire w; of trellis codes the places of their levels."""
+    words = load_codes([plane + _row(wires, w) for plane in wires.planes], at, T)
+    if T.trellis:
+        return indices(words, at, T)
+    else:
+        return words
 
 
 @triton.jit
@@ -232,7 +237,7 @@ def _add_codes(z, words, table, scale, T: tl.constexpr, USUAL: tl.constexpr):
             else:
                 value = cast_value(code_of(words, i, T), T)
             added = added + (z[i] + value * scale,)  # subnormal products round: twice, as the reference does
-    elif T.lloyd:
+    elif T.gaussian:
         added = _add_levels(z, words, table, scale, T)
     elif T.bits == 8:
         for i in tl.static_range(T.size):
@@ -313,7 +318,10 @@ def _add_one(z, halves, scales, lane: tl.constexpr, v: tl.constexpr, T: tl.const
 @triton.jit
 def _add_levels(z, words, table, scale, T: tl.constexpr):
     added = ()
-    if T.bits == 4 and T.vector == 4 and not INTERPRETED:
+    if T.trellis:
+        for i in tl.static_range(T.size):
+            added = added + (tl.fma(float_of(look_up(table, words[i], 0)), scale, z[i]),)
+    elif T.bits == 4 and T.vector == 4 and not INTERPRETED:
         quads = ()
         for bank in tl.static_range(T.banks[0]):
             quads = quads + (_four_levels(words[bank], T), _four_levels(words[bank] >> 16, T))

@@ -11,7 +11,7 @@ those between columns are arithmetic between tensors of the tuple: no thread nee
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 
-from thinwire.kernels.schema import LLOYD, Encoding
+from thinwire.kernels.schema import LLOYD, STRAND, TRELLIS, Encoding, LloydTable, TrellisTable
 from thinwire.wire import PLANES, CastVariant, Format, IntVariant, Kind, LloydVariant
 
 MOST_CODES = 8192  # in a tile; a longer block is read twice, piece by piece
@@ -73,7 +73,7 @@ class Tile:
     @cached_property
     def count(self) -> int:
         """Words of a tile, of all planes."""
-        return self.size if self.bits == 16 else sum(self.banks)
+        return self.size if self.bits == 16 or self.trellis else sum(self.banks)
 
     @cached_property
     def affine(self) -> bool:
@@ -81,9 +81,14 @@ class Tile:
         return self.kind == Kind.BLOCK_INT and self.variant == IntVariant.AFFINE
 
     @cached_property
-    def lloyd(self) -> bool:
-        """Whether codes are Lloyd-Max levels."""
-        return self.kind == Kind.LLOYD
+    def gaussian(self) -> bool:
+        """Whether codes stand for levels of a Gaussian: Lloyd's, and those of trellis codes."""
+        return self.kind in (Kind.LLOYD, Kind.TRELLIS)
+
+    @cached_property
+    def trellis(self) -> bool:
+        """Whether the codes of a strand were chosen together."""
+        return self.kind == Kind.TRELLIS
 
     @cached_property
     def cast(self) -> bool:
@@ -93,7 +98,7 @@ class Tile:
     @cached_property
     def rotated(self) -> bool:
         """Whether blocks are rotated."""
-        return self.kind == Kind.LLOYD and self.variant == LloydVariant.ROTATED
+        return self.gaussian and self.variant == LloydVariant.ROTATED
 
     @cached_property
     def e4m3(self) -> bool:
@@ -111,19 +116,24 @@ class Tile:
         return 1 << self.bits - 1
 
     @cached_property
+    def blank(self) -> int:
+        """The code of all elements of a block of zeros: of levels the smallest positive one, of trellis codes 0."""
+        return 0 if self.trellis else self.half
+
+    @cached_property
     def zero(self) -> int:
         """What an integer code stands for, less this, is its number."""
         return 0 if self.affine else self.half
 
     @cached_property
     def grid(self) -> int:
-        """Cells per standard deviation of a Lloyd table."""
-        return LLOYD[self.bits].grid
+        """Cells per standard deviation of the table."""
+        return self._table.grid
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
-        """Positive levels of a Lloyd table."""
-        return LLOYD[self.bits].levels
+        """Positive levels of the table."""
+        return self._table.levels
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
@@ -133,7 +143,7 @@ class Tile:
     @cached_property
     def reach(self) -> int:
         """The largest value of a code, without its sign, in units of its scale."""
-        return self.levels[-1] if self.lloyd else self.half
+        return self.levels[-1] if self.gaussian else self.half
 
     @cached_property
     def narrow(self) -> bool:
@@ -151,7 +161,7 @@ class Tile:
         if self.pieces:
             return self
         columns = _power_of_two(self.block // _ragged_lanes(self.kind))
-        return self.loosened(columns if self.lloyd else min(columns, MOST_RAGGED))
+        return self.loosened(columns if self.gaussian else min(columns, MOST_RAGGED))
 
     def loosened(self, columns: int) -> "Tile":
         """The same for blocks of any length up to `block`: one row, columns of one element, bytes instead of words."""
@@ -163,10 +173,14 @@ class Tile:
     def __hash__(self) -> int:
         return hash(self._text)
 
+    @property
+    def _table(self) -> LloydTable | TrellisTable:
+        return TRELLIS[self.bits] if self.trellis else LLOYD[self.bits]
+
     @cached_property
     def _text(self) -> str:
         """Everything that a kernel sees, derived numbers too: Triton keeps compiled kernels on disk under this."""
-        table = LLOYD[self.bits] if self.lloyd else None
+        table = self._table if self.gaussian else None
         ragged = None if self.pieces else (self.ragged.lanes, self.ragged.columns)
         return f"Tile{(*astuple(self), self.planes, table, ragged)}"
 
@@ -180,7 +194,7 @@ def tile(how: Encoding, *, lanes: int, threads: int, words: tuple[bool, ...], gr
     format = how.format
     lanes = _lanes(format, lanes)
     span = format.block // lanes
-    vector = next(v for v in (4, 2, 1) if span % v == 0)
+    vector = 1 if format.kind == Kind.TRELLIS else next(v for v in (4, 2, 1) if span % v == 0)
     columns = _power_of_two(span // vector)
     rows = max(1, threads // columns)
     shape = (int(format.kind), format.bits, int(format.variant), format.block, lanes, vector, columns, rows)
@@ -195,7 +209,9 @@ def _ragged_lanes(kind: int) -> int:
 
 
 def _lanes(format: Format, wanted: int) -> int:
-    """`wanted`, or the nearest number that cuts a block into whole groups of neighbours."""
+    """`wanted`, or the nearest number that cuts a block into whole groups of neighbours; positions of a strand."""
+    if format.kind == Kind.TRELLIS:
+        return min(STRAND, format.block)
     lanes = max(1, 8 // min(PLANES.get(format.bits, (8,))))  # codes that share a byte of the narrowest plane
     while lanes < wanted and format.block % (8 * lanes) == 0:
         lanes *= 2

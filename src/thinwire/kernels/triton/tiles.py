@@ -124,12 +124,12 @@ def store_bytes(pointer, at, word, inside, WHOLE: tl.constexpr, COUNT: tl.conste
 
 @triton.jit
 def store_codes(planes, words, bad, zero, at, T: tl.constexpr):
-    """Write the packed codes of a tile. Bad rows get zeros, Lloyd rows of zeros the smallest positive level's code."""
+    """Write the packed codes of a tile. Bad rows get zeros, `zero` rows of levels the code `blank`."""
     for p in tl.static_range(len(T.planes)):
         for bank in tl.static_range(T.banks[p]):
             word = words[T.starts[p] + bank]
-            if T.lloyd:
-                word = tl.where(zero, everywhere(T.half >> T.shifts[p], T.planes[p], T.vector), word)
+            if T.gaussian:
+                word = tl.where(zero, everywhere(T.blank >> T.shifts[p], T.planes[p], T.vector), word)
             place = bank * (at.span // T.vector)
             start = _start_in_plane(planes, p, at, T)
             store_bytes(start, place, tl.where(bad, 0, word), at.inside, T.words[p], T.vector)
@@ -305,7 +305,7 @@ def largest(tile, T: tl.constexpr):
     most = tile[0]
     for i in tl.static_range(1, T.size):
         most = tl.maximum(most, tile[i])
-    if T.columns > 32 and not T.lloyd:  # more than a warp
+    if T.columns > 32 and not T.gaussian:  # more than a warp
         return tl.broadcast_to(tl.max(most, axis=1, keep_dims=True), (T.rows, T.columns))
     else:
         for stage in tl.static_range(log2(T.columns)):

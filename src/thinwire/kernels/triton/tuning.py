@@ -62,6 +62,8 @@ def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, num
 
 def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
     """What is worth measuring, the best on an H200 first."""
+    if format.kind == Kind.TRELLIS:  # whose strands fix the lanes
+        return [SHORT, STARVED, Config(4, 4)]
     if format.kind != Kind.LLOYD:
         if (op == "recode" and format.bits < 8) or (op.startswith("encode") and dtype.itemsize == 2):
             return [Config(8, 2), STARVED, Config(8, 4)]

@@ -13,7 +13,7 @@ from importlib import resources
 from statistics import median
 from typing import Any
 
-from thinwire.codecs import BlockInt, Cast, Codec, Lloyd
+from thinwire.codecs import BlockInt, Cast, Codec, Lloyd, Trellis
 from thinwire.errors import AdviceError, RecordError
 from thinwire.tools.bench.record import Record, Row
 
@@ -156,7 +156,7 @@ def _is_sum_on_one_host(row: Row) -> bool:
 
 def _most_like(codec: Codec, known: Sequence[str]) -> str | None:
     """The measured codec of the same kind with the nearest number of bits, the wider one of two."""
-    stem = {BlockInt: "int", Lloyd: "lloyd"}.get(type(codec))
+    stem = {BlockInt: "int", Lloyd: "lloyd", Trellis: "trellis"}.get(type(codec))
     if stem is None or not isinstance(codec, BlockInt | Lloyd):
         return "bf16" if isinstance(codec, Cast) and "bf16" in known else None
     widths = {int(name.removeprefix(stem)): name for name in known if name.removeprefix(stem).isdigit()}

@@ -18,6 +18,7 @@ from thinwire.tools.bench.record import Progress, Record, Row, collect
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "e5m2", "int8", "int6", "int5", "int4", "int4:block=32", "int3", "int2"),
     *("lloyd4", "lloyd4:block=256", "lloyd3", "lloyd2", "lloyd1", "lloyd1:block=1024"),
+    *("trellis3", "trellis2", "trellis1"),
 )
 NUMEL = 1 << 22
 QUICK_NUMEL = 1 << 18

@@ -19,6 +19,7 @@ from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from thinwire.codecs import codec
+from thinwire.collectives import checksums
 from thinwire.kernels import Backend, Encoding, hashing, reference
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Row
@@ -136,6 +137,7 @@ class OpCase(KernelCase):
             "decode": wire + plain,
             "decode_sum": self.world * wire + plain,
             "recode": self.world * wire + wire,
+            "checksum": wire,
         }[self.op]
 
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
@@ -152,6 +154,8 @@ def prepare(case: OpCase, backend: Backend, x: Tensor, filler: Backend | None = 
     (filler or backend).encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
     if case.op == "encode":
         return lambda: backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
+    if case.op == "checksum":
+        return lambda: checksums.sums_of(wires_WN[0])
     if case.op == "encode_residual":
         residual = torch.zeros_like(x, dtype=torch.float32)
         return lambda: backend.encode(how, x, wires_WN[0], residual, rotation=_KEY, dither=0)

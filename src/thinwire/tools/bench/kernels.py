@@ -27,11 +27,12 @@ from thinwire.tools.bench.record import BenchError, Progress, Record, Row, colle
 from thinwire.tools.bench.timing import Effort
 
 OPS = ("encode", "encode_residual", "decode", "decode_sum", "recode")
+ASKED = (*OPS, "checksum")  # the last of a wire, where it is asked for
 SUMS = ("decode_sum", "recode")  # the ops that take the wires of several ranks
 PARTS = ("codecs", "sizes", "replay", "rivals")  # what compiles for long comes last
 CODECS = (
     *("none", "bf16", "fp16", "e4m3", "int8", "int8:mode=affine", "int4", "int2"),
-    *("lloyd4", "lloyd4:block=256", "lloyd2", "lloyd1"),
+    *("lloyd4", "lloyd4:block=256", "lloyd2", "lloyd1", "trellis2"),
 )
 HEADLINES = ("int8", "int4", "int2", "lloyd4", "lloyd2", "lloyd1")
 COMPILED = ("int8", "int4", "lloyd4")  # the codecs compared with torch.compile where nothing is asked for
@@ -122,6 +123,7 @@ class KernelPlan:
     def _op(self, part: str, name: str, op: str, numel: int, beside: tuple[str, ...]) -> OpCase:
         world = self.usual.ranks if op in SUMS else 1
         threads = self._threads[-1]
+        beside = beside if op in OPS else ()
         return OpCase(
             part=part, op=op, name=name, numel=numel, world=world, threads=threads, device=self.device, rivals=beside
         )

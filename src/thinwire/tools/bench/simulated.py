@@ -25,7 +25,7 @@ from thinwire.integrations.lanes import BucketLane, lanes_of
 from thinwire.integrations.names import ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import StepErrors
-from thinwire.kernels import hashing
+from thinwire.kernels import compiling, hashing
 from thinwire.kernels.rows import Bad, Memory
 
 _LINE = 1024  # elements
@@ -84,6 +84,7 @@ class Averager:
         self._errors = StepErrors()
         self._lanes: list[Lane] = []
         self._note = torch.zeros(2, dtype=torch.int32, device=self.device)  # of steps that were not finite
+        self._new = False  # whether the lanes have not been sent yet
         self._setting: object = None  # the decisions that the lanes were made with
 
     def new_rows(self) -> Tensor:
@@ -109,6 +110,7 @@ class Averager:
         if self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self._lanes = self._new_lanes()
+            self._new = True
         onebit = self.decisions.onebit
         if onebit is not None and onebit.frozen:
             for row in rows_WN:
@@ -122,6 +124,12 @@ class Averager:
         for row in rows_WN if weighed else ():
             views = self.views(row)
             torch._foreach_div_([views[i] for i in weighed], roots)
+        if self._new and self.device.type == "cuda":
+            with compiling():  # which leaves the numbers alone
+                self._send(rows_WN.clone(), step)
+        self._new = False
+        if self.decisions.measuring:
+            self._measure([lane.numbers(rows_WN) for lane in self._lanes], step)
         self._send(rows_WN, step)
         if weighed:
             views = self.views(rows_WN[0])
@@ -130,8 +138,6 @@ class Averager:
     def _send(self, rows_WN: Tensor, step: int) -> None:
         world = self.world
         xs_L = [lane.numbers(rows_WN) for lane in self._lanes]
-        if self.decisions.measuring:
-            self._measure(xs_L, step)
         mixed = hashing.mix64(step)
         stride = self._stride
         sent_WWS = torch.empty(world, world, stride, dtype=torch.uint8, device=self.device)
@@ -175,7 +181,7 @@ class Averager:
                     carry.message((0, x.numel()), x, message)
                 wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=self.device)
                 codec.encode(message, wire, step=step)
-                watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step), codec, wire)
+                watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step), codec)
 
     def _new_lanes(self) -> list[Lane]:
         specs = [self.decisions.spec(name, size) for name, size in self.sizes.items()]

@@ -95,7 +95,7 @@ def kernels_command(
     numel: Annotated[
         Words, _text("Elements; default 25 million, GPU 2**27; quick, or the reference, 2**20.", "N,M")
     ] = None,
-    ops: Annotated[Words, _text(f"Among {', '.join(kernels_bench.OPS)}; default all.")] = None,
+    ops: Annotated[Words, _text(f"Among {', '.join(kernels_bench.ASKED)}; default all but the last.")] = None,
     dtypes: Annotated[Words, _text(f"Among {', '.join(kernels_bench.DTYPES)}; default the first two.")] = None,
     threads: Annotated[Words, _text("CPU threads, each measured; default 1 and all.", "N,M")] = None,
     parts: Annotated[Words, _text(f"Among {', '.join(kernels_bench.PARTS)}; default codecs, on a GPU all.")] = None,
@@ -130,7 +130,7 @@ def kernels_command(
         device.value,
         codecs=flags.codecs(codecs, ()),
         numels=flags.counts(numel, "--numel") or (),
-        ops=flags.words(ops, kernels_bench.OPS, "--ops") or (),
+        ops=flags.words(ops, kernels_bench.ASKED, "--ops") or (),
         dtypes=flags.words(dtypes, kernels_bench.DTYPES, "--dtypes") or (),
         threads=flags.counts(threads, "--threads") or (),
         parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),

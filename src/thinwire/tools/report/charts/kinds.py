@@ -25,7 +25,7 @@ SPARE = 1.2  # room beyond the largest value
 MOST_LOG = 50.0  # of a ratio of losses
 CODEC = shapes.named("codec")
 OP = shapes.named("op")
-_FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation"}
+_FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation", "trellis": "trellis codes after rotation"}
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
 
 
@@ -178,6 +178,7 @@ def _train(record: Record) -> list[Chart]:
         if raced
         else _losses(rows, f"Loss against fp32, while training: {where}"),
         _changes(rows, f"Loss against fp32, at the end: {where}"),
+        _exchange(rows, f"Loss against bytes, at the end: {where}"),
         Bars("bytes", f"Bytes: {where}", axis, labels, [Values("sent", sent)]),
         Bars("step_time", f"Time per step, median and p20 to p80: {where}", Axis("time, ms"), labels, [times], alone),
     ]
@@ -232,6 +233,18 @@ def _changes(rows: list[Row], title: str) -> Bars:
     return Bars("loss_ratio", title, axis, list(map(scheme_of, kept)), series, _marks(rows), points=True)
 
 
+def _exchange(rows: list[Row], title: str) -> Lines:
+    """A point for every scheme: the bytes that it sends, and what they cost in loss."""
+    kept = [row for row in rows if not _is_plain(row)]
+    axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in kept], log=True)
+    curves = [
+        Curve(scheme_of(row), [(count, change)], [_percent_of(row.get("loss_log_ratio_error"))], joined=False)
+        for row, count in zip(kept, sent, strict=True)
+        if count and (change := _percent_of(row["loss_log_ratio"])) is not None
+    ]
+    return Lines("loss_bytes", title, axis, replace(CHANGE, most=_room(kept)), curves, _marks(rows))
+
+
 def _room(rows: list[Row]) -> Number:
     """What the axis needs for all but the controls, which ought to fail; None where that is as much as all need."""
     ends = {True: [0.0], False: [_percent_of(row["noise_floor"]) or 0.0 for row in rows]}
@@ -241,12 +254,38 @@ def _room(rows: list[Row]) -> Number:
     return most if 0 < most < max(ends[True]) else None
 
 
+def _by_network(trained: Sequence[list[Row]]) -> list[Chart]:
+    """What schemes cost in loss, by the number of weights, where records are of one task in several sizes."""
+    tasks = [text(rows[0]["task"]) for rows in trained]
+    if len(set(tasks)) < 2 or len({task.split("-")[0] for task in tasks}) > 1:
+        return []
+    found: dict[str, list[tuple[float, float, Number]]] = {}
+    for row in (row for rows in trained for row in rows if not _is_plain(row) and not row.get("control")):
+        change = _percent_of(row["loss_log_ratio"])
+        size = number(row["params"])
+        if size and change is not None:
+            error = _percent_of(row.get("loss_log_ratio_error"))
+            found.setdefault(scheme_of(row), []).append((size, change, error))
+    curves = [
+        Curve(name, [place[:2] for place in sorted(places)], [place[2] for place in sorted(places)])
+        for name, places in found.items()
+        if len(places) > 1
+    ]
+    title = "Loss against fp32 after training, by the size of the network (mean ± standard error of seeds)"
+    return [Lines("by_size", title, Axis("weights", log=True), CHANGE, curves, [Mark("fp32", 0.0)])]
+
+
 def banner(records: Sequence[Record]) -> list[Chart]:
-    """The gain over fp32 by link, and the loss against fp32, of the training records that hold either."""
+    """The gain over fp32 by link, and the loss against fp32, of the training records that hold either.
+
+    Of records of one task in networks of several sizes, the loss by size.
+    """
     trained = [record.rows for record in records if record.kind == "train" and record.rows]
     linked = [rows for rows in trained if rows[0]["link"] not in ("loopback", "none")]
     judged = [rows for rows in trained if (number(rows[0]["seeds"]) or 0) >= LEAST_SEEDS]
-    found: list[Chart] = []
+    found: list[Chart] = _by_network(trained)
+    if found:
+        return found
     if linked:
         where = [f"{text(rows[0]['link'])}, {text(rows[0]['world'])} ranks" for rows in linked]
         gains = [_gains(rows) for rows in linked]

@@ -1,0 +1,105 @@
+"""A rank dies or stops on NCCL: in first calls, and in all with TORCH_NCCL_BLOCKING_WAIT=1, the other names it in time.
+
+What ranks need is in tests/test_nccl.py. Without MPS: a client of MPS that is killed takes the others with it.
+"""
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from cases import thorough
+from ranks import RankPool
+from test_faults import failure, threads, until
+from test_nccl import Group, on_nccl, on_worlds
+
+LATE_S = 4.0  # the timeout of groups in which a rank is lost
+LIMIT_S = 150.0  # of a call; kernels are compiled when they are first used
+HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
+
+
+def calls_of(verb: str, group: Group, device: torch.device) -> Callable[[int], Any]:
+    """A call of some kind on so many elements, whose end the host waits for."""
+    if verb == "ddp":
+        model = DistributedDataParallel(nn.Linear(40, 40).to(device), process_group=group)
+        thinwire.compress_ddp(model, "int8")
+        return lambda numel: model(torch.ones(2, 40, device=device)).sum().backward()
+    return lambda numel: thinwire.all_reduce(torch.ones(numel, device=device), group=group, **HOW)
+
+
+def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[str, Any]:
+    """Rank 1 ends in the middle of calls, of which the next is the first of its kind or not; what rank 0 finds."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0" if first else "1"
+    warm = on_nccl(group)  # its timeout is long: kernels are compiled
+    call = calls_of(verb, warm.group, warm.device)
+    for numel in (5000, 6000):
+        call(numel)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    member = dist.new_group(backend="nccl", timeout=timedelta(seconds=LATE_S))
+    call = calls_of(verb, member, warm.device)
+    for _ in range(3):
+        call(5000)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), how)
+    time.sleep(0.2)
+    start = time.monotonic()
+    error = failure(functools.partial(call, 6000 if first else 5000))
+    seconds = time.monotonic() - start
+    x = torch.ones(5, device=warm.device)
+    refused = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
+    torch.cuda.synchronize()  # nothing on the GPU waits for the other rank any more
+    name = member.group_name
+    on_nccl.cache_clear()
+    del call, member, warm
+    dist.destroy_process_group()
+    ended = until(lambda: not threads())
+    store = dist.FileStore(f"{folder}/again", 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(seconds=10))
+    again = torch.full((3,), 127.0, device="cuda")
+    thinwire.all_reduce(again, **HOW)
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "refused": str(refused),
+        "group": name,
+        "seconds": seconds,
+        "again": again.tolist(),
+        "ended": ended or threads(),
+    }
+
+
+LOST = [
+    ("all_reduce", False, signal.SIGKILL),
+    ("ddp", False, signal.SIGSTOP),
+    ("all_reduce", True, signal.SIGSTOP),
+    *thorough(("all_reduce", False, signal.SIGSTOP), ("ddp", False, signal.SIGKILL)),
+]
+
+
+@on_worlds(2)
+@pytest.mark.parametrize(("verb", "first", "how"), LOST)
+def test_a_lost_rank_is_named_and_the_other_goes_on(
+    ranks: RankPool, tmp_path: Path, world: int, verb: str, first: bool, how: signal.Signals
+) -> None:
+    (told,) = ranks.fresh(world).run(lose, verb, first, how, str(tmp_path), timeout=LIMIT_S, lost=1)
+    text = told["error"]
+    assert "rank 0 waited for rank 1 in " in text, text
+    assert ("gradients(" if verb == "ddp" else "all_reduce(") in text, text
+    assert f"of group '{told['group']}')" in text, text
+    assert 0.5 * LATE_S < told["seconds"] < LATE_S + 2, told
+    assert "make a new group to go on" in told["refused"], told
+    assert told["again"] == [127.0] * 3
+    assert told["ended"] is True, told
