@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,16 @@ def main() -> None:
     port = _free_port()
     sites = {name: _start(name, port) for name in "ab"}
     try:
-        _wait_for("killed-b")
+        _wait_for(Path("killed-b").exists, "b was not killed")
         sites["c"] = _start("c", port)
         left = sites["c"].wait(timeout=180)
+        _wait_for(_went_on_without_c, "a and b did not go on without c")
         sites["c"] = _start("c", port)
         status = {name: site.wait(timeout=180) for name, site in sites.items()}
     finally:
         for site in sites.values():
             site.kill()
-    lines = {name: [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()] for name in "abc"}
+    lines = {name: _lines(name) for name in "abc"}
     Path("found.json").write_text(json.dumps({"status": status, "left": left, "lines": lines}))
     starts = sum(line["what"] == "start" for name in "abc" for line in lines[name])
     ends = [lines[name][-1] for name in "abc"]
@@ -52,12 +54,24 @@ def main() -> None:
     print(f"final parameters equal on all: {all(end == ends[0] for end in ends)}")
 
 
-def _wait_for(file: str) -> None:
+def _wait_for(condition: Callable[[], bool], otherwise: str) -> None:
     for _ in range(9000):
-        if Path(file).exists():
+        if condition():
             return
         time.sleep(0.02)
-    raise TimeoutError(f"{file} did not come: see the logs of the sites")
+    raise TimeoutError(f"{otherwise}: see the logs of the sites")
+
+
+def _went_on_without_c() -> bool:
+    rounds = (line for line in _lines("b") if line["what"] == "round")
+    return any(line["rounds"] > LEAVES_AT and line["world"] == 2 for line in rounds)
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    """What a site has written so far; a line that is not whole yet is left out."""
+    return [
+        json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines(keepends=True) if line[-1] == "\n"
+    ]
 
 
 def _free_port() -> int:

@@ -307,17 +307,31 @@ def test_bytes_across_are_those_of_messages_that_leave_a_node(world: int, nodes:
 def test_a_link_with_a_delay() -> None:
     link = links.parse("20mbit+50ms")
     assert (link.rate, link.delay, str(link), MBIT.delay) == (2e7, 0.05, "20mbit+50ms", 0)
-    for text in ("1gbit+50ms", "20mbit+", "20mbit+50", "+50ms"):
+    lossy = links.parse("20mbit+50ms+1.5%")
+    assert (lossy.rate, lossy.delay, lossy.lost, link.lost) == (2e7, 0.05, 0.015, 0)
+    for text in ("10gbit+50ms", "1gbit+50ms+1%", "20mbit+1%", "20mbit+5ms+100%", "20mbit+", "20mbit+50", "+50ms"):
         with pytest.raises(record.BenchError, match="expected a rate"):
             links.parse(text)
     if not shapes_links():
         pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
-    with links.hosts(2, link) as names, ThreadPoolExecutor(2) as threads:
-        listening = threading.Event()
-        answered = threads.submit(answer, names[1], listening)
-        took, payload = threads.submit(ask, names[0], listening).result(timeout=20), answered.result(timeout=20)
-    assert payload == 100_000
-    assert 0.2 <= took < 2  # there and back to connect, there with the last byte, back with the answer
+    for shaped, most in ((link, 2), (links.parse("20mbit+50ms+5%"), 20)):
+        with links.hosts(2, shaped) as names, ThreadPoolExecutor(2) as threads:
+            listening = threading.Event()
+            answered = threads.submit(answer, names[1], listening)
+            took, payload = threads.submit(ask, names[0], listening).result(timeout=20), answered.result(timeout=20)
+            resent = threads.submit(retransmitted, names[0]).result(timeout=20)
+        assert payload == 100_000
+        assert 0.2 <= took < most  # there and back to connect, there with the last byte, back with the answer
+        assert (resent > 0) == (shaped.lost > 0)
+
+
+def retransmitted(host: str) -> int:
+    """Segments that TCP has sent again from a host."""
+    links.enter(host)
+    heads, values = (
+        line.split() for line in Path("/proc/thread-self/net/snmp").read_text().splitlines() if "Tcp" in line
+    )
+    return int(values[heads.index("RetransSegs")])
 
 
 def answer(host: str, listening: threading.Event) -> int:

@@ -38,6 +38,8 @@ _MARKS = 1 << 16  # what an operation's tags tell of it
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
 _MOMENT = timedelta(milliseconds=1)
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
+_SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
+_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 class Waitable(Protocol):
@@ -172,6 +174,7 @@ class PairTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags, *, checked: bool = False) -> None:
         super().__init__(group, tags)
         self.checked = checked or checksums.wanted()
+        self._beside = _beside.get(group, ())  # groups whose connections carry a part of every long message
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         """Receives come first in what is returned."""
@@ -179,19 +182,24 @@ class PairTransport(Transport):
         return self._exchange_checked(sends, receives, tag) if self.checked else self._exchange(sends, receives, tag)
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+        works = [self._start("recv", rank, part, tag) for rank, part in receives]
+        works += [self._start("send", rank, part, tag) for rank, part in sends]
+        return Moving(works, [rank for rank, _ in (*receives, *sends)])
+
+    def _start(self, verb: str, rank: int, part: Tensor, tag: int) -> Waitable:
+        """Send or receive a message; a long one in equal pieces, one per connection."""
         group = self.group
-        works = Moving([_start(group.recv, message, tag) for message in receives], [rank for rank, _ in receives])
-        works += [_start(group.send, message, tag) for message in sends]
-        works.peers = [rank for rank, _ in (*receives, *sends)]
-        return works
+        if not self._beside or part.numel() < _SPREAD_FROM:
+            return _start(getattr(group, verb), rank, part, tag)
+        pieces = zip((group, *self._beside), part.chunk(1 + len(self._beside)), strict=False)
+        return _Pieces([_start(getattr(one, verb), rank, piece, tag) for one, piece in pieces])
 
     def _exchange_checked(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
         """Every message is followed by its checksums."""
-        group = self.group
         sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
         sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
-        came = [_start(group.recv, message, tag) for message in (*receives, *sums_in)]
-        sent = [_start(group.send, message, tag) for message in (*sends, *sums_out)]
+        came = [self._start("recv", rank, part, tag) for rank, part in (*receives, *sums_in)]
+        sent = [self._start("send", rank, part, tag) for rank, part in (*sends, *sums_out)]
         pairs = zip(came[: len(receives)], came[len(receives) :], receives, sums_in, strict=True)
         works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
         peers = [rank for rank, _ in (*receives, *sends, *sends)]
@@ -220,13 +228,24 @@ class PairTransport(Transport):
         """A message that is given up on closes all connections of gloo's, at both ends; some may be closed already."""
         for rank in range(self.world):
             if rank != self.rank:
-                with contextlib.suppress(RuntimeError, CollectiveError):
-                    self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
+                for group in (self.group, *self._beside):
+                    with contextlib.suppress(RuntimeError, CollectiveError):
+                        group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
-def _start(verb: Callable[..., Any], message: Message, tag: int) -> Any:
+class _Pieces:
+    """One message under way in pieces."""
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> Waitable:
     """Start a message; over a connection that is known to be closed that raises at once."""
-    rank, part = message
     try:
         return verb([part], rank, tag)
     except RuntimeError as error:
@@ -476,6 +495,19 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, che
         made = PairTransport if device.type == "cpu" else StagedTransport
         return made(group, tags, checked=checked)
     raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")
+
+
+def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
+    """A new group of the same ranks, whose long messages travel in pieces over so many connections per pair of ranks.
+
+    All ranks of the group call it. torch's own verbs on it have one connection, as ever.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=timeout_s(group))
+    how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": True}
+    made, *beside = (dist.new_group(ranks, **how) for _ in range(connections))
+    _beside[made] = beside
+    return made
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:

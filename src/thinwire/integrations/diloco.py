@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import transport
 from thinwire.collectives.call import Call
@@ -43,7 +44,7 @@ OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
 _LR = 0.7
 _MOMENTUM = 0.9
-
+_MOST_CONNECTIONS = 64
 
 _open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
 
@@ -73,6 +74,8 @@ class DiLoCo(Handle):
         any of them has in its file, those without one too; `steps` says where that is. One rank per site.
     deadline: seconds that a rank waits for an average when it is due. If it is late on any rank, all train on, and
         apply it when the next round begins. None waits as long as it takes.
+    connections: TCP connections between two ranks, over which averages travel in pieces; for gloo. More than one help
+        where a link is long and fast, or loses packets, and one connection does not fill it.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class DiLoCo(Handle):
         residual_dtype: torch.dtype = torch.float32,
         snapshot: str | Path | None = None,
         deadline: float | None = None,
+        connections: int = 1,
     ) -> None:
         super().__init__()
         self._inner = _stepping(inner_optimizer)
@@ -108,6 +112,7 @@ class DiLoCo(Handle):
         self.skipped = 0  # averages that were not finite
         self.late = 0  # averages that were not there in time
         self._group = transport.resolve(group)
+        _check_connections(connections, self._group, named[0][1].device)
         _check_sharded(self._inner, self._group)
         self._fragments = [Fragment(part) for part in cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
@@ -120,7 +125,7 @@ class DiLoCo(Handle):
             residual_dtype=residual_dtype,
             measure_every=len(self._fragments) * 10 + 1,  # another fragment each time
         )
-        _check_codec(options, fragments)
+        _check_codec(options, fragments, connections)
         self._names = ParameterNames()
         self._names.from_model = True
         for name, parameter in named:
@@ -130,8 +135,10 @@ class DiLoCo(Handle):
         self._averager = Averager(options, Decisions(options, self._names, outer=True))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[Round] = []
+        self._check_alike(connections)
+        if connections > 1:
+            self._group = transport.spread(self._group, connections)
         self._deadline = None if deadline is None else Deadline(self._group, deadline)
-        self._check_alike()
         self._share()
         self._buffers = list(model.buffers())
         self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
@@ -176,13 +183,14 @@ class DiLoCo(Handle):
             if "param_names" in settings:
                 settings["param_names"] = [settings["param_names"][at] for at in kept]
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, connections: int) -> None:
         """Raise on all ranks unless they are to average the same parameters at the same steps."""
         pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
         shapes = [(name, *shape) for name, shape in pairs]
         numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
+        timing += f", connections={connections}" if connections > 1 else ""
         if self._group.size() > 1:
             device = self._fragments[0].outer[0].device
             Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", anew=True)
@@ -490,8 +498,22 @@ def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
         )
 
 
-def _check_codec(options: DDPOptions, fragments: int) -> None:
+def _check_connections(connections: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    if not is_int(connections) or not 1 <= connections <= _MOST_CONNECTIONS:
+        raise CollectiveError(f"connections must be from 1 to {_MOST_CONNECTIONS}, got {connections!r}")
+    if connections > 1 and transport.backend(group, device) != "gloo":
+        raise CollectiveError(
+            "connections: NCCL opens its own, got a group on NCCL: leave it at 1, and see NCCL_NSOCKS_PERTHREAD"
+        )
+
+
+def _check_codec(options: DDPOptions, fragments: int, connections: int) -> None:
     choices = options.schedule.choices
+    if connections > 1 and all(isinstance(choice, Identity) for choice in choices):
+        raise CodecError(
+            f"codec={options.codec!r}: torch's own sum has one connection, got connections={connections}: leave it at "
+            "1, or take a codec"
+        )
     if any(isinstance(choice, policies.Trial) for choice in choices):
         raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
     if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in choices):

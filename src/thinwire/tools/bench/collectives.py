@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -67,10 +67,11 @@ class Entry:
     codec: Codec  # of a hierarchy: of what goes across nodes
     algorithm: str
     inside: Codec | None = None  # of a hierarchy
+    connections: int = 1  # between two ranks, of gloo
 
     @property
     def key(self) -> str:
-        return f"{self.name} {self.algorithm}"
+        return f"{self.name} {self.algorithm} {self.connections}"
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,23 @@ def run(
     quick: bool = False,
     nodes: int | None = None,
     progress: Progress = iter,
+    *,
+    connections: Sequence[int] = (1,),
 ) -> Record:
-    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows."""
+    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows.
+
+    Codecs are measured on each number of connections between two ranks; plain has one.
+    """
     if link is not None:
         links.check()
+    if nodes is not None and max(connections) > 1:
+        raise BenchError("a mesh of nodes has one connection between two ranks: leave out nodes, or connections")
     for world in worlds:
         check_nodes(nodes, world, link, codecs, verbs)
     cases = [
-        CollectiveCase(verb, world, link, divisible(verb, world, numel), entries(codecs, verb, world), nodes)
+        CollectiveCase(
+            verb, world, link, divisible(verb, world, numel), spread(codecs, verb, world, connections), nodes
+        )
         for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
     ]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
@@ -215,6 +225,13 @@ def entries(names: Sequence[str], verb: str, world: int, every: bool = False) ->
     return tuple(dict.fromkeys(found))
 
 
+def spread(names: Sequence[str], verb: str, world: int, connections: Sequence[int]) -> tuple[Entry, ...]:
+    """The entries of codecs on each number of connections, plain on one."""
+    found = ((entry, count) for entry in entries(names, verb, world) for count in connections)
+    each = (replace(entry, connections=1 if entry.name == PLAIN else count) for entry, count in found)
+    return tuple(dict.fromkeys(each))
+
+
 def _entry(name: str, algorithm: str) -> Entry:
     if name == AUTO:
         return Entry(name, codec("int8"), "auto")
@@ -273,6 +290,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "verb": case.verb,
             "codec": entry.name,
             "algorithm": samples[0].algorithm,
+            "connections": entry.connections,
             "world": case.world,
             "nodes": case.nodes,
             "link": case.told_link,
@@ -363,13 +381,17 @@ class _RankBench:
         self.exact = exact(rank, case, device)
         # Nodes, and the ranks inside them.
         self.mesh = init_device_mesh(device.type, (case.nodes, case.world // case.nodes)) if case.nodes else None
+        whole = transport.resolve(None)
+        counts = sorted({entry.connections for entry in case.entries} - {1})
+        self.groups = {1: whole, **{count: transport.spread(whole, count) for count in counts}}
         self.torch = average if case.averages else TORCH[case.verb]
         self.calls: dict[str, Call] = {FP32: lambda: self.torch(self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
             self._call(entry.key)  # auto decides at its first call
-            self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out))
+            group = self.groups[entry.connections]
+            self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out, group))
 
     def _in_bf16(self) -> Call:
         """torch's verb on bfloat16 copies, the casts included. Buffers are made once, which favours it."""
@@ -387,7 +409,8 @@ class _RankBench:
     def _compressed(self, entry: Entry) -> Call:
         verb = getattr(collectives, self.case.verb)
         given = {"all_reduce": (self.out,), "broadcast": (self.out, 0)}.get(self.case.verb, (self.out, self.source))
-        how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm}
+        group = self.groups[entry.connections]
+        how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm, "group": group}
         if self.case.averages:
             how["op"] = dist.ReduceOp.AVG
         if entry.inside is not None:
@@ -406,7 +429,7 @@ class _RankBench:
 
     def sent(self) -> int:
         """Bytes that thinwire sent: in the group of all, inside the node and across."""
-        groups = [None] if self.mesh is None else [None, *self.mesh.get_all_groups()]
+        groups = [*self.groups.values(), *([] if self.mesh is None else self.mesh.get_all_groups())]
         return sum(collectives.traffic(group).sent for group in groups)
 
     def restore(self) -> None:
@@ -459,11 +482,11 @@ def exact(rank: int, case: CollectiveCase, device: torch.device = CPU) -> Tensor
     return total[part].clone() if case.verb == "reduce_scatter_tensor" else total
 
 
-def _algorithm(case: CollectiveCase, entry: Entry, out: Tensor) -> str:
+def _algorithm(case: CollectiveCase, entry: Entry, out: Tensor, group: dist.ProcessGroup) -> str:
     """The algorithm that a call runs: what was asked for, or what auto has taken."""
     if entry.algorithm != "auto":
         return entry.algorithm
-    channel = channel_of(None, out.device)
+    channel = channel_of(group, out.device)
     verb = case.verb.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
     key = cost.CurveKey(verb, out.dtype, (entry.codec.pick(shape=out.shape),))
     return cost.choice(channel.measured, key, case.numel, channel.world).algorithm

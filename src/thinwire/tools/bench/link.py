@@ -28,7 +28,8 @@ from thinwire.tools.bench.record import BenchError
 
 INTERFACE = "eth0"  # of every host
 MOST_HOSTS = 254  # in 10.77.0.0/24
-_MOST_DELAYED = 1e8  # bits per second through delay.py
+_MOST_DELAYED = 1e9  # bits per second through delay.py
+_MOST_LOSSY = 1e8  # the same in frames of 1500 bytes, each of which may be lost
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _RUNTIME = Path("/run/netns")  # where `ip netns` keeps the names
 _NEWNET = 0x40000000  # CLONE_NEWNET of sched.h
@@ -51,22 +52,28 @@ class ShapedLink:
     text: str  # as it was written
     rate: float  # bits per second
     delay: float = 0.0  # seconds, one way
+    lost: float = 0.0  # share of the frames
 
     def __str__(self) -> str:
         return self.text
 
 
 def parse(text: str) -> ShapedLink:
-    """ "1gbit", "100mbit", "2.5gbit": a number and the unit tc knows it by; "20mbit+50ms" with a delay."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:\+(\d+)ms)?", text.strip().lower())
-    if found is None or float(found[1]) == 0:
-        raise BenchError(f"expected a rate such as 100mbit or 1gbit, got {text!r}; with a delay, 20mbit+50ms")
-    rate = float(found[1]) * _UNITS[found[2]]
-    if found[3] and rate > _MOST_DELAYED:
+    """ "1gbit", "2.5gbit": a number and the unit tc knows it by; "20mbit+50ms" with a delay, "20mbit+50ms+1%" lossy."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:\+(\d+)ms(?:\+(\d+(?:\.\d+)?)%)?)?", text.strip().lower())
+    if found is None or float(found[1]) == 0 or float(found[4] or 0) >= 100:
         raise BenchError(
-            f"expected a rate of 100mbit or less beside a delay, got {text!r}: a process holds frames back"
+            f"expected a rate such as 100mbit or 1gbit, got {text!r}; with a delay, 20mbit+50ms; with frames that are "
+            "lost, too, 20mbit+50ms+1%"
         )
-    return ShapedLink(found[0], rate, float(found[3] or 0) / 1e3)
+    rate = float(found[1]) * _UNITS[found[2]]
+    for part, beside, most in ((found[3], "a delay", _MOST_DELAYED), (found[4], "a loss", _MOST_LOSSY)):
+        if part and rate > most:
+            raise BenchError(
+                f"expected a rate of {most / 1e6:.0f}mbit or less beside {beside}, got {text!r}: a process hands "
+                "frames on"
+            )
+    return ShapedLink(found[0], rate, float(found[3] or 0) / 1e3, float(found[4] or 0) / 100)
 
 
 def check() -> None:
@@ -109,7 +116,7 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
             _run("ip", "-n", switch, "link", "set", "bridge", "mtu", "1500", "up")
             for number, name in enumerate(names):
                 _plug(name, number, switch, link)
-            with _delayed(names, switch, link.delay):
+            with _delayed(names, switch, link):
                 yield names
         finally:
             with blocked(signal.SIGINT, signal.SIGTERM):
@@ -177,17 +184,17 @@ def _shape(namespace: str, device: str, link: ShapedLink) -> None:
 
 
 @contextlib.contextmanager
-def _delayed(names: Sequence[str], switch: str, delay: float) -> Iterator[None]:
+def _delayed(names: Sequence[str], switch: str, link: ShapedLink) -> Iterator[None]:
     """While the block runs, frames between these hosts are held back; without a delay the bridge is enough."""
-    if not delay:
+    if not link.delay:
         yield
         return
-    for name in names:
+    for name in names if link.lost else ():
         entering = threading.Thread(target=_whole_frames, args=(name,))  # a thread stays in the network it enters
         entering.start()
         entering.join()
     ports = [f"port{number}" for number in range(len(names))]
-    command = ["ip", "netns", "exec", switch, sys.executable, delays.__file__, str(delay), *ports]
+    command = ["ip", "netns", "exec", switch, sys.executable, delays.__file__, str(link.delay), str(link.lost), *ports]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
         try:
             yield

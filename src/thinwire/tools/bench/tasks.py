@@ -107,9 +107,13 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Digits(Task):
-    """scikit-learn's digits, sorted by label: each rank sees its own few of the ten, so that gradients differ."""
+    """scikit-learn's digits, sorted by label: each rank sees its own few of the ten, so that gradients differ.
+
+    Or not: then a rank has some of each.
+    """
 
     sizes: tuple[int, ...]
+    sorted: bool = True
 
     def network(self) -> nn.Module:
         layers = [layer for pair in pairwise(self.sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
@@ -119,12 +123,12 @@ class Digits(Task):
         return [layer for layer in network.children() if isinstance(layer, nn.Linear)]
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
-        images, labels = shard(rank, world)
+        images, labels = shard(rank, world, self.sorted)
         chosen = torch.randint(len(images), (self.rows,), generator=_generator(seed, step, rank))
         return images[chosen], labels[chosen]
 
     def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        images, labels = shard(rank, world)
+        images, labels = shard(rank, world, self.sorted)
         return Total(self.loss(network, (images, labels), "sum").item(), len(labels))
 
 
@@ -246,11 +250,15 @@ _GPT = Gpt("gpt", 600, 3, (("adam", 3e-3), ("sgd", 0.3)), width=96, heads=4, dep
 # 25 million weights: what is on the wire decides the time of a step.
 _MLP = Digits("mlp", 40, 1, (("sgd", 0.1), ("adam", 1e-4)), sizes=(64, 3520, 3520, 3520, 10))
 
-TASKS: dict[str, Task] = {task.name: task for task in (_DIGITS, _GPT, _MLP)}
+# A million weights, little to compute, shards alike: sites that a slow link joins.
+_WIDE = Digits("wide", 150, 3, (("adam", 1e-3), ("sgd", 0.05)), sizes=(64, 1024, 1024, 10), sorted=False)
+
+TASKS: dict[str, Task] = {task.name: task for task in (_DIGITS, _GPT, _MLP, _WIDE)}
 QUICK_TASKS: dict[str, Task] = {
     "digits": replace(_DIGITS, steps=12, seeds=2),
     "gpt": replace(_GPT, steps=6, seeds=2, width=32, depth=1, judged=1 << 12),
     "mlp": replace(_MLP, steps=4, sizes=(64, 256, 256, 256, 10)),
+    "wide": replace(_WIDE, steps=4, seeds=2, sizes=(64, 256, 10)),
 }
 # What `thinwire demo` trains: in a minute and a half on two cores, and in seconds. Short batches, so that a step of so
 # small a network sends enough for a link to matter.
@@ -269,10 +277,11 @@ def find(name: str, *, quick: bool = False) -> Task:
 
 
 @lru_cache(maxsize=2)
-def shard(rank: int, world: int) -> Batch:
-    """A rank's digits: images and labels, in order of the labels."""
+def shard(rank: int, world: int, by_label: bool = True) -> Batch:
+    """A rank's digits: images and labels, in order of the labels, or as they come."""
     images, labels = data.digits()
-    order = _part(torch.sort(labels, stable=True).indices, rank, world)
+    whole = torch.sort(labels, stable=True).indices if by_label else torch.arange(len(labels))
+    order = _part(whole, rank, world)
     return images[order], labels[order]
 
 

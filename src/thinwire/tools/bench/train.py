@@ -9,12 +9,14 @@ gather them: rounded, where they travel so.
 
 With DiLoCo every scheme has a network of its own too, and is compared with outer gradients in fp32 that have as many
 steps between rounds; torch's DDP takes as many steps beside it. A round is timed after one step, and its time and bytes
-are dealt out over the steps that lie between two.
+are dealt out over the steps that lie between two. Training itself is timed too: after every round, and now and then in
+DDP, the loss is taken while the clock stands still.
 """
 
 import gc
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +32,7 @@ from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
 from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.record import Progress, Record, Row, collect
+from thinwire.tools.bench.record import CURVE, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import (
     ADAMS,
     BF16,
@@ -53,17 +55,20 @@ CODECS = {
     "digits": ("int8", "lloyd4", "lloyd2", "lloyd2@none", ONEBIT, *schemes.CONTROLS),
     "gpt": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
     "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *RANKS),
+    "wide": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
 }
 _SHARDED_LOSSES = ("int8", "lloyd4", "int8/int8", "lloyd4/lloyd4@replica", "int8/lloyd4")
 SHARDED_CODECS = {
     "digits": _SHARDED_LOSSES,
     "gpt": _SHARDED_LOSSES,
     "mlp": ("int8/int8", "lloyd4/int8", "lloyd4/lloyd4@replica", BF16),
+    "wide": _SHARDED_LOSSES,
 }
 OUTER_CODECS = ("lloyd4", "lloyd2", "lloyd2@classic", "lloyd1", "lloyd1@classic", "topk")
 EVERY = (10, 30)  # steps between two rounds of DiLoCo
 COMPUTE = "a step alone"  # timed beside the schemes
 STEP_TIMES = "step times"  # the case before all runs
+_POINTS = 100  # of DDP's loss beside DiLoCo's, over time
 FULL = Effort(rounds=7, most=100, seconds=2.0)
 QUICK = Effort(rounds=3, most=10, seconds=0.1)
 
@@ -113,6 +118,7 @@ class Trained:
     digest: str
     feedback: str
     params: int
+    course: tuple[tuple[float, Total], ...] = ()  # of DiLoCo and of DDP beside it: seconds of training, loss by then
 
 
 Times = Sequence[dict[str, StepSample]]  # by rank, then by scheme
@@ -220,15 +226,39 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
 
 
 def _outer_columns(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
-    """Of DiLoCo and of DDP beside it: steps between two messages, and ln(loss / DDP's)."""
+    """Of DiLoCo and of DDP beside it: steps between two messages, ln(loss / DDP's), and who is sooner at a loss."""
     if plan.parallel != DILOCO:
         return {}
     ratios = log_ratios(losses(results[scheme]), losses(results[SYNCHRONOUS]))
+    mine, ddp = ([course(ranks) for ranks in results[one]] for one in (scheme, SYNCHRONOUS))
+    reached = [both_reached(*pair) for pair in zip(mine, ddp, strict=True)]
+    loss, seconds, ddp_seconds = (timing.mean(values) for values in zip(*reached, strict=True))
     return {
         "every": scheme.every or 1,
         "ddp_log_ratio": timing.mean(ratios),
         "ddp_log_ratio_error": timing.standard_error(ratios),
+        "reached_loss": loss,
+        "reached_s": seconds,
+        "ddp_reached_s": ddp_seconds,
+        "sooner_than_ddp": ddp_seconds / seconds if seconds and ddp_seconds else None,
+        CURVE: [[timing.mean(values) for values in zip(*points, strict=True)] for points in zip(*mine, strict=True)],
     }
+
+
+def course(ranks: Sequence[Trained]) -> list[tuple[float, float]]:
+    """Seconds of training by the slowest rank, and the loss by then."""
+    points = (list(zip(*point, strict=True)) for point in zip(*(trained.course for trained in ranks), strict=True))
+    return [(max(seconds), tasks.mean(totals)) for seconds, totals in points]
+
+
+def both_reached(
+    mine: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """The lowest loss that two runs came to, and the seconds that each took; NaN where one never had a loss."""
+    lowest = [min((loss for _, loss in run if math.isfinite(loss)), default=math.nan) for run in (mine, other)]
+    target = math.nan if any(map(math.isnan, lowest)) else max(lowest)
+    first, second = (next((at for at, loss in run if loss <= target), math.nan) for run in (mine, other))
+    return target, first, second
 
 
 def losses(results: Results) -> list[float]:
@@ -319,9 +349,17 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
 def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     """Train this rank's replica; all ranks run it together."""
     trainer = Trainer(plan, run)
-    for _ in range(plan.task.steps):
+    found: list[tuple[float, Total]] = []
+    seconds = 0.0
+    pause = run.scheme.every or max(1, plan.task.steps // _POINTS)
+    for step in range(1, plan.task.steps + 1):
+        begun = time.perf_counter()
         trainer.step()
-    return trainer.finish()
+        seconds += time.perf_counter() - begun
+        if plan.parallel == DILOCO and step % pause == 0:
+            found.append((seconds, trainer.judge()))
+            dist.barrier()
+    return replace(trainer.finish(), course=tuple(found))
 
 
 class Trainer:
@@ -343,6 +381,11 @@ class Trainer:
         rate = plan.task.rate(plan.optimizer, self._steps, plan.task.steps)
         self._steps += 1
         return self.replica.step(plan.task, batch, rate)
+
+    def judge(self) -> Total:
+        """The loss of the network as this rank has it now, over this rank's part."""
+        with torch.no_grad():
+            return self._plan.task.train_loss(self.replica.model, dist.get_rank(), self._plan.world)
 
     def finish(self) -> Trained:
         """Judge the network and let go of the replica; nothing can follow."""

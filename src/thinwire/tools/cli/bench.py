@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 MOST = 1 << 60  # elements; torch cannot count more of them
 
-TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "bytes"])
+TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "wide", "bytes"])
 Size = StrEnum("Size", ["250k", "3m", "30m", "124m"])
 TrainOptimizer = StrEnum("TrainOptimizer", ["adam", "sgd", "adamw", "muon"])
 Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco", "simulated"])
@@ -55,7 +55,7 @@ def _count(text: str, least: int = 1, most: int | None = None) -> Any:
 
 Codecs = Annotated[Words, _text("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
 LinkRate = Annotated[
-    str | None, _text("A shaped link for every rank, such as 1gbit or 20mbit+50ms; needs root.", "RATE")
+    str | None, _text("A shaped link for every rank, such as 1gbit, 20mbit+50ms or 20mbit+50ms+1%; needs root.", "RATE")
 ]
 Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
 Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
@@ -159,6 +159,7 @@ def collectives_command(
             f"nccl {','.join(collectives_bench.NCCL_CODECS)}."
         ),
     ] = None,
+    connections: Annotated[Words, _text("Of gloo: TCP connections between two ranks; default 1.", "N,M")] = None,
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
     csv: Csv = None,
@@ -174,7 +175,8 @@ def collectives_command(
 
     With --link every rank has a network namespace of its own, and its bytes are counted at the interface. With --nodes
     the ranks of a node share one, as on machines of several GPUs; bytes are then what a node sends to others. Codecs
-    may then be pairs, inside a node and across: int8/lloyd4.
+    may then be pairs, inside a node and across: int8/lloyd4. With --connections long messages travel in pieces over
+    several TCP connections, as with DiLoCo(connections=); torch's own calls, and plain, have one.
 
     With --backend nccl sums are averages, every codec is run in both algorithms, and host ms is the time until a
     call returns (steady ms: of calls in a row). GPU ms, of kernels and copies, and launches are counted by torch's
@@ -196,7 +198,8 @@ def collectives_command(
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
     sizes = flags.counts(numel, "--numel")
     if backend is Backend.nccl:
-        _refuse({"--link": link, "--nodes": nodes}, "is for gloo's ranks: with --backend nccl take --hosts")
+        ours = {"--link": link, "--nodes": nodes, "--connections": connections}
+        _refuse(ours, "is for gloo's ranks: with --backend nccl take --hosts")
         spread = flags.counts(hosts, "--hosts") or [1]
         some = flags.words(verbs, (*collectives_bench.VERBS, *collectives_bench.STEPS), "--verbs")
         names = _names(codecs or list(collectives_bench.NCCL_CODECS))
@@ -207,13 +210,17 @@ def collectives_command(
         some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
         names = _names(codecs or list(collectives_bench.CODECS))
         shaped = flags.shaped(link)
-        run = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick, nodes=nodes)
+        each = flags.counts(connections, "--connections") or [1]
+        gloo = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick, nodes)
+        run = partial(gloo, connections=each)
     _deliver(run, json, csv)
 
 
 @app.command("train")
 def train_command(
-    task: Annotated[TaskName, typer.Option(help="digits, gpt and bytes for losses, mlp for times.")] = TaskName.digits,
+    task: Annotated[
+        TaskName, typer.Option(help="digits, gpt, wide and bytes for losses, mlp for times.")
+    ] = TaskName.digits,
     parallel: Annotated[
         Parallel | None,
         typer.Option(
@@ -225,7 +232,9 @@ def train_command(
     optimizer: Annotated[
         TrainOptimizer | None, typer.Option(help="Default adam, for mlp sgd, for bytes adamw, which has muon besides.")
     ] = None,
-    seeds: Annotated[int | None, _count("Runs of each codec; default 5, gpt 3, bytes and quick 2, mlp 1.")] = None,
+    seeds: Annotated[
+        int | None, _count("Runs of each codec; default 5, gpt and wide 3, bytes and quick 2, mlp 1.")
+    ] = None,
     link: LinkRate = None,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
     batch: Annotated[int | None, _count("Rows of a rank's batch; default by task.")] = None,
@@ -271,6 +280,7 @@ def train_command(
       digits   a small network on scikit-learn's digits, every rank with labels of its own
       gpt      a small transformer on the characters of Python's help pages
       mlp      25 million weights: what a step takes, and how far that is from compute plus bytes over the link's rate
+      wide     a million weights on digits of all labels: what sites reach over a slow link
       bytes    a transformer of 250k to 124m weights on the sources of Python and torch; simulated
 
     Times are medians of steps taken by turns, by gloo ranks of one thread each on this machine.
@@ -281,6 +291,7 @@ def train_command(
       sudo thinwire bench train --task mlp --link 1gbit --codecs int8,lloyd4,auto,powersgd1
       sudo thinwire bench train --parallel fsdp2 --task mlp --link 1gbit --batch 2 --codecs lloyd4/int8,mixed
       thinwire bench train --parallel diloco --task gpt --optimizer muon --every 30 --codecs lloyd4,lloyd2
+      sudo thinwire bench train --parallel diloco --task wide --every 30 --codecs int4 --link 20mbit+50ms
       thinwire bench train --task bytes --size 30m --device cuda --resume runs.jsonl --minutes 8 --json bytes.json
     """
     named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None

@@ -39,7 +39,9 @@ def _collectives_grids(record: Record) -> list[TextGrid]:
     on_gpu = cells.filled(_ON_GPU, record.rows)
     if on_gpu:
         title += "; host ms: until a call returns; GPU ms: of its kernels and copies, NCCL's waiting included"
-    return [cells.grid(title, record.rows, [*_COLLECTIVES[:_TIMED], *on_gpu, *_COLLECTIVES[_TIMED:]], 5)]
+    spread = [Column.of("connections", "connections", text)] if len(distinct(record.rows, "connections")) > 1 else []
+    columns = [*_COLLECTIVES[:_NAMED], *spread, *_COLLECTIVES[_NAMED:_TIMED], *on_gpu, *_COLLECTIVES[_TIMED:]]
+    return [cells.grid(title, record.rows, columns, 5)]
 
 
 def _algorithm(row: Row) -> str:
@@ -64,6 +66,8 @@ def _train_title(rows: Sequence[Row]) -> str:
     floors += [f"{fixed(rows[0]['val_noise_floor'], 3)} nats"] if rows[0].get("val_noise_floor") is not None else []
     parts = ["log ratio: ln(loss / fp32's), ± its standard error"]
     parts += ["every: steps between two messages, of which fp32 has as many; /DDP's: ln(loss / DDP's)"] if outer else []
+    if any(row.get("reached_s") is not None for row in rows):
+        parts += ["both reach: the lowest loss that this scheme and DDP came to, and the seconds that each trained"]
     parts += [f"two fp32 seeds differ by {' and '.join(floors)}"] if floors else []
     parts += ["over fp32, bf16, PowerSGD: torch's time per step over this one's"]
     shaped = any(row.get("over_limit") is not None for row in rows)
@@ -104,7 +108,8 @@ _COLLECTIVES = (
     Column.of("rel. error", "rel_error", cells.scientific),
     _IDENTICAL,
 )
-_TIMED = 7  # columns up to the time
+_NAMED = 3  # columns up to the algorithm
+_TIMED = 7  # and up to the time
 _ON_GPU = (
     Column.of("host ms", "host_ms", significant),
     Column.of("steady ms", "host_steady_ms", significant),
@@ -117,6 +122,10 @@ _TRAIN = (
     Column("log ratio", _log_ratio),
     Column.of("± (loss)", "loss_log_ratio_error", lambda value: fixed(value, 3)),
     Column.of("/DDP's", "ddp_log_ratio", cells.signed),
+    Column.of("both reach", "reached_loss", significant),
+    Column.of("after s", "reached_s", significant),
+    Column.of("DDP after s", "ddp_reached_s", significant),
+    Column.of("sooner ×", "sooner_than_ddp", significant),
     Column.of("val. gap", "val_gap_nats", lambda value: cells.signed(value, 4)),
     Column.of("± (val.)", "val_gap_error", lambda value: fixed(value, 4)),
     Column.of("ms", "step_ms", significant),

@@ -172,8 +172,11 @@ def _train(record: Record) -> list[Chart]:
     times = replace(shapes.column(rows, "step", "step_ms"), spans=spans)
     marks = [("compute alone", rows[0]["compute_ms"])]
     alone = [Mark(name, found) for name, value in marks if (found := number(value)) is not None]
+    raced = any(row.get("reached_s") is not None for row in rows)  # curves are over seconds
     return [
-        _losses(rows, f"Loss against fp32, while training: {where}"),
+        _over_time(rows, f"Loss by time: {where}")
+        if raced
+        else _losses(rows, f"Loss against fp32, while training: {where}"),
         _changes(rows, f"Loss against fp32, at the end: {where}"),
         _exchange(rows, f"Loss against bytes, at the end: {where}"),
         Bars("bytes", f"Bytes: {where}", axis, labels, [Values("sent", sent)]),
@@ -194,6 +197,12 @@ def _losses(rows: list[Row], title: str) -> Lines:
         if points and not _is_plain(row):
             curves.append(Curve(scheme_of(row), points, dots=False))
     return Lines("loss", title, Axis("step"), CHANGE, curves, _marks(rows))
+
+
+def _over_time(rows: list[Row], title: str) -> Lines:
+    """Of every scheme the loss after so many seconds of training."""
+    curves = [Curve(scheme_of(row), _points(row), dots=False) for row in rows]
+    return Lines("loss", title, Axis("seconds of training", log=True), Axis("loss", log=True), curves)
 
 
 def _points(row: Row) -> list[tuple[float, float]]:
