@@ -717,7 +717,7 @@ def over_connections(group: Group, connections: int) -> tuple[Tensor, int, str]:
         model = network()
         optimizer = inner(model)
         with DiLoCo(model, optimizer, every=3, codec="lloyd4", connections=connections, deadline=60):
-            train(model, optimizer, group.rank(), range(6))
+            learn(model, optimizer, group.rank(), range(6))
     finally:
         transport._Pieces.__init__ = made  # type: ignore[method-assign]
         transport._SPREAD_FROM = 1 << 16

@@ -505,9 +505,9 @@ def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=timeout_s(group))
     how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": True}
-    made, *beside = (dist.new_group(ranks, **how) for _ in range(connections))
-    _beside[made] = beside
-    return made
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **how) for _ in range(connections)]
+    _beside[groups[0]] = groups[1:]
+    return groups[0]
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
