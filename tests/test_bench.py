@@ -353,7 +353,7 @@ def test_a_ring_has_buffers_of_its_own_for_every_set() -> None:
 def test_what_a_run_on_a_gpu_measures() -> None:
     jobs = planned()
     parts = {part: [job for job in jobs if job.part == part] for part in kernels_bench.PARTS}
-    assert [len(found) for found in parts.values()] == [12 * 9, 6 * 9 * 4, 3 * 3, 2 * 2 + 3 * 2]
+    assert [len(found) for found in parts.values()] == [13 * 9, 6 * 9 * 4, 3 * 3, 2 * 2 + 3 * 2]
     assert {job.numel for job in parts["codecs"]} == {1 << 27}
     assert {job.name for job in parts["codecs"]} == {str(codec(spec)) for spec in kernels_bench.CODECS}
     assert {job.dtype for job in parts["codecs"]} == {torch.float32, torch.bfloat16}
@@ -395,7 +395,7 @@ def test_what_a_run_on_the_cpu_measures() -> None:
     assert {job.world for job in jobs} == {1, 4}
     assert {job.name for job in jobs if job.dtype == torch.bfloat16} == {"int8", "lloyd4"}
     assert {job.threads for job in jobs} == {1, every}
-    assert len(jobs) == len({1, every}) * (12 * 5 + 2 * 4)
+    assert len(jobs) == len({1, every}) * (13 * 5 + 2 * 4)
 
 
 def test_quick_and_the_reference_get_few_elements() -> None:

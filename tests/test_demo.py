@@ -32,7 +32,7 @@ from thinwire.tools.cli import advice, demo as cli, findings
 from thinwire.tools.cli.app import app
 from thinwire.tools.report.charts import Bars, draw
 
-PLOTS = {"gain.png", "loss.png", "loss_ratio.png", "bytes.png", "step_time.png"}
+PLOTS = {"gain.png", "loss.png", "loss_ratio.png", "loss_bytes.png", "bytes.png", "step_time.png"}
 FILES = {"index.html", "demo.json", *PLOTS}
 OWN = machines.recorded("cpu", "aarch64")
 

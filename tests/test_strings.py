@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import cases
-from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, codec
+from thinwire import BlockInt, ByName, BySize, Cast, Codec, CodecError, Identity, Lloyd, Trellis, codec  # noqa: F401 (eval)
 from thinwire.codecs import names
 
 COMPOSITES: list[Codec] = [

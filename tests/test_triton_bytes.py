@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 from thinwire.kernels.triton import exact_sums, four_bytes, launch, lloyd, rotation
+from thinwire.wire import Kind
 
 WORDS = [0, 1, 0x80, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, *(random.Random(7).getrandbits(32) for _ in range(200))]
 
@@ -109,7 +110,7 @@ def test_levels_come_in_two_bytes() -> None:
 
 def words_in_memory() -> list[int]:
     """What kernels of 4-bit levels find in memory."""
-    return [word & 0xFFFFFFFF for word in launch.levels(4, torch.device("cpu")).tolist()]
+    return [word & 0xFFFFFFFF for word in launch.levels(Kind.LLOYD, 4, torch.device("cpu")).tolist()]
 
 
 @pytest.mark.parametrize("upper", [False, True])

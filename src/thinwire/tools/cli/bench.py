@@ -211,8 +211,8 @@ def collectives_command(
         names = _names(codecs or list(collectives_bench.CODECS))
         shaped = flags.shaped(link)
         each = flags.counts(connections, "--connections") or [1]
-        gloo = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick, nodes)
-        run = partial(gloo, connections=each)
+        gloo = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick)
+        run = partial(gloo, nodes=nodes, connections=each)
     _deliver(run, json, csv)
 
 

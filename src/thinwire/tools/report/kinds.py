@@ -39,7 +39,8 @@ def _collectives_grids(record: Record) -> list[TextGrid]:
     on_gpu = cells.filled(_ON_GPU, record.rows)
     if on_gpu:
         title += "; host ms: until a call returns; GPU ms: of its kernels and copies, NCCL's waiting included"
-    spread = [Column.of("connections", "connections", text)] if len(distinct(record.rows, "connections")) > 1 else []
+    several = len({row.get("connections") or 1 for row in record.rows}) > 1  # others, and older records, have one
+    spread = [Column.of("connections", "connections", text)] if several else []
     columns = [*_COLLECTIVES[:_NAMED], *spread, *_COLLECTIVES[_NAMED:_TIMED], *on_gpu, *_COLLECTIVES[_TIMED:]]
     return [cells.grid(title, record.rows, columns, 5)]
 
