@@ -344,7 +344,9 @@ def test_an_earlier_report_is_replaced_and_other_files_are_left(
     monkeypatch.setattr(bench, "run", lambda *arguments: a_record(a_row("none")))
     result = call()
     assert result.exit_code == 0, result.output
-    left = FILES - {"gain.png", "loss.png", "loss_ratio.png"} | {"notes.txt"}  # fp32 alone has nothing to compare
+    left = FILES - {"gain.png", "loss.png", "loss_ratio.png", "loss_bytes.png"} | {
+        "notes.txt"
+    }  # fp32 alone has nothing to compare
     assert {path.name for path in folder.iterdir()} == left
     assert len(record.read(str(folder / "demo.json")).rows) == 1
 
