@@ -6,24 +6,15 @@ INSTALL := $(PIP) install --no-compile -c constraints.txt  # bytecode is written
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-rest thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
+.PHONY: help test thorough soak sanitize sanitize-gpu matrix demo docs check lint types format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test | thorough | soak | sanitize | sanitize-gpu | matrix | demo | docs | check (what CI runs) | format | clean"
 
-# Two halves at once: on two cores the tests that share ranks leave half of one idle, and the others need one.
 test: .venv/.installed
 	@echo "== tests"
-	@$(MAKE) --no-print-directory -j2 test-ranks test-rest
-
-test-ranks: .venv/.installed
-	@$(BIN)/python -m pytest --half ranks
-
-test-rest: .venv/.installed
-	@mkdir -p build
-	@status=0; $(BIN)/python -m pytest --half rest >build/test-rest.log 2>&1 || status=$$?; \
-	  echo; echo "== tests without ranks"; cat build/test-rest.log; exit $$status
+	@$(BIN)/python -m pytest
 
 thorough: .venv/.installed
 	@echo "== tests, every combination"

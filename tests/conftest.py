@@ -2,7 +2,6 @@
 
 import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,8 @@ RANKS = pytest.StashKey[RankPool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--thorough, for every combination of what the tests try by turns (cases.by_turns); --half, for `make test`."""
+    """--thorough, for every combination of what the tests try by turns (cases.by_turns)."""
     parser.addoption("--thorough", action="store_true", help="run every combination, not each value once")
-    parser.addoption("--half", choices=("ranks", "rest"), help="only tests that use shared ranks, or only the others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,28 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on a GPU, or of a program, may take longer, where pytest-timeout watches them; programs' come last."""
-    config.hook.pytest_deselected(items=[item for item in items if not _is_wanted(item)])
-    items[:] = [item for item in items if _is_wanted(item)]
+    if not config.option.thorough:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: item.get_closest_marker("program") is not None)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             for name, seconds in (("cuda", GPU_TEST_S), ("program", PROGRAM_TEST_S)):
                 if item.get_closest_marker(name):
                     item.add_marker(pytest.mark.timeout(seconds))
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Nothing is imported for one half in which it has no test."""
-    if config.option.half != "ranks" or collection_path.suffix != ".py":
-        return None
-    return "RankPool" not in collection_path.read_text() or None
-
-
-def _is_wanted(item: pytest.Item) -> bool:
-    if item.get_closest_marker("thorough") and not item.config.option.thorough:
-        return False
-    half = item.config.option.half
-    return half is None or (half == "ranks") == ("ranks" in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
