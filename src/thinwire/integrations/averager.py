@@ -21,7 +21,7 @@ from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.drift import Drift
-from thinwire.integrations.names import PADDING, Names, ParameterSize
+from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
@@ -79,34 +79,31 @@ class Memories:
         self.means.load(means)
         self.kinds = dict(kinds)
 
-    def carry(self, lane: lanes.BucketLane, world: int, device: torch.device) -> Any:
-        """The feedback of a lane, with the memories of its parameters; None where it has none."""
+    def carry(
+        self, lane: lanes.BucketLane, world: float, device: torch.device, rows: Sequence[feedback.Piece] = ()
+    ) -> Any:
+        """The feedback of a lane, with the memories of its parameters; None where it has none.
+
+        `rows`: where a lane has a row per rank, the pieces of all rows, named by parameter and row.
+        """
         kind = lane.spec.feedback
         if not kind:
             return None
         names = [piece.name for piece in lane.pieces if piece.name is not None]
-        stale = self.stale(kind, names)
-        self.residuals.drop(stale)
+        stale = {name for name in names if self.kinds.get(name, kind) != kind}  # another kind remembered something
+        self.kinds.update(dict.fromkeys(names, kind))
         self.means.drop(stale)
-        residual = self.residuals.lane(lane.pieces, device)
-        gaps = feedback.Gaps(lane.pieces)
+        self.residuals.drop([p.name for p in rows if p.name and p.name.rpartition(ROW)[0] in stale] if rows else stale)
+        residual = self.residuals.lane(rows or lane.pieces, device)
+        gaps = feedback.Gaps(rows or lane.pieces)
         if kind == "classic":
             return feedback.Classic(residual, world, gaps)
-        return feedback.EF21(residual, self.means_of(lane.pieces, device), world, gaps)
-
-    def stale(self, kind: str, names: Sequence[str]) -> list[str]:
-        """Those of parameters that get a feedback of this kind for which another kind remembered something."""
-        found = [name for name in names if self.kinds.get(name, kind) != kind]
-        self.kinds.update(dict.fromkeys(names, kind))
-        return found
-
-    def means_of(self, pieces: Sequence[feedback.Piece], device: torch.device) -> feedback.Memory:
         if self.residuals.dtype != torch.float32:
             raise CodecError(
                 "this optimiser asks for feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
                 f"float32, got {self.residuals.dtype}; or name another feedback"
             )
-        return self.means.lane(pieces, device)
+        return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from thinwire.errors import CollectiveError
 Names = tuple[str, ...]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
 PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
+ROW = "#"  # after the name of a parameter, before the number of a row: its part there
 
 
 def plain_name(name: str) -> str:

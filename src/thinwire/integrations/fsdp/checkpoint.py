@@ -22,9 +22,8 @@ from thinwire import feedback
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.columns import row_name
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
-from thinwire.integrations.fsdp.rows import Gatherer
+from thinwire.integrations.fsdp.rows import Gatherer, row_name
 
 _VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
