@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
+from thinwire.log import announce
 
 Future = torch.futures.Future
 ByName = Mapping[str, Tensor]
@@ -119,6 +121,8 @@ class _Bucket:
 
 
 class Averager:
+    _timed = True  # whether the work of chunks on the CPU is timed
+
     def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
         self.decisions = decisions
         self.memories = Memories(options.residual_dtype)
@@ -132,19 +136,22 @@ class Averager:
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
+        self._began = 0.0  # when it did
         self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
         self._messages: dict[object, Any] = {}
         self._setting: object = None  # the decisions that `_buckets` were made with
 
-    def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
-        """Decide for `step`; all collectives of the last one are done. Gives what is to be told, if anything."""
+    def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
+        """Decide for `step`; all collectives of the last one are done. The group's first rank tells what is new."""
+        before = self._began
+        self._began = perf_counter()
         if group is not self.group:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
             Call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
         self._step = step
-        self.tally.timed = device.type == "cpu"
+        self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
         drifted = self._drift.look(self.errors.fed_back)
         if drifted:
@@ -152,13 +159,14 @@ class Averager:
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, (group, *self.peers), device)
-        news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
+        news = self.decisions.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
         if self.decisions.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
         if self.decisions.raced or self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self._buckets.clear()
-        return news
+        if news and group.rank() == 0:
+            announce(news)
 
     def average(
         self, gradients: GradientSet, output: Tensor, group: dist.ProcessGroup | None = None

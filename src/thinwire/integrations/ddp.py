@@ -8,7 +8,6 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, Unpack
 
 import torch
@@ -29,7 +28,6 @@ from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, 
 from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
 from thinwire.integrations.wrapped import find_ddp
-from thinwire.log import announce
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]
@@ -74,7 +72,6 @@ class DDPState(Handle):
             self._guard = Guard(options.on_nonfinite, self._averager.tally)
         self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
-        self._began = 0.0  # when the present step did
 
     def name_parameters(self, model: nn.Module) -> None:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
@@ -176,16 +173,12 @@ class DDPState(Handle):
             self._guard.forget()
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
-        before = self._began
-        self._began = perf_counter()
         if group.size() == 1 or self.closed:
             return
         if self.process_group is None and self._averager.group is None:
             _check_group(self)
-        news = self._averager.begin_step(group, self.step, self._began - before, device)
+        self._averager.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
-        if news and group.rank() == 0:
-            announce(news)
 
     @property
     def world(self) -> int:

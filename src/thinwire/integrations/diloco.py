@@ -273,9 +273,7 @@ class DiLoCo(Handle):
             memories = self._averager.memories  # what EF21 has sent is no loss: its means have to stay the sum of it
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
-        news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
-        if news and self._group.rank() == 0:
-            announce(news)
+        self._averager.begin_step(self._group, self.rounds, gradient.device)
         future = None
         if self._group.size() > 1:
             future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)

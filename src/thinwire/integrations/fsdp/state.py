@@ -7,7 +7,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -73,7 +72,6 @@ class _Leg:
         self.step = 0  # steps that it began
         self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._begun = False  # whether the averager knows of this step
-        self._at = 0.0  # when that began
 
     def expect(self, given: set[int]) -> None:
         """Gradients of these are reduced next: the first of a step, if this step has reduced one of them already."""
@@ -85,15 +83,10 @@ class _Leg:
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Decide for a step, at its first call."""
-        if self._begun:
-            return
-        self._begun = True
-        before = self._at
-        self._at = perf_counter()
-        news = self.averager.begin_step(group, self.step - 1, self._at - before, device)
-        if news and group.rank() == 0:
-            announce(news)
-        self._began(self.step - 1, group.rank())
+        if not self._begun:
+            self._begun = True
+            self.averager.begin_step(group, self.step - 1, device)
+            self._began(self.step - 1, group.rank())
 
     def go_on(self, step: int) -> None:
         """From a checkpoint."""
