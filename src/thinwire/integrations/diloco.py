@@ -28,6 +28,7 @@ from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies, rejoin
 from thinwire.integrations.averager import Averager, GradientSet
+from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.deadline import Deadline
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fragments import Fragment, Round, bare, cut, is_finite, trained
@@ -35,7 +36,6 @@ from thinwire.integrations.handle import Handle
 from thinwire.integrations.names import ParameterNames, plain_name
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
 from thinwire.integrations.policy import CodecLike, Exempt
-from thinwire.integrations.restore import Restorer
 from thinwire.integrations.stats import Stats
 from thinwire.integrations.wrapped import bare_optimizer, is_sharded
 from thinwire.log import announce
@@ -385,16 +385,11 @@ class DiLoCo(Handle):
         """
         for one in self._under_way:
             one.wait()  # it changes residuals until it is done
-        memories = self._averager.memories
-        rank = self._group.rank()
-        ranks = {rank: memories.residuals.read()}
-        means = memories.means.read()
-        own = checkpoint.export(self._averager, self._restorer, self.rounds, self._group.size(), ranks, means)
         if gather and self._under_way:
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
-        compression = checkpoint.gather_state(own, rank, self._group) if gather else own
+        compression = checkpoint.save(self._averager, self._restorer, self.rounds, self._group, gather=gather)
         if not compression:
             return {}
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
@@ -423,7 +418,6 @@ class DiLoCo(Handle):
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
         copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
-        group = self._group
         with checkpoint.reading():
             if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
                 raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
@@ -432,33 +426,24 @@ class DiLoCo(Handle):
                     f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
                     f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
                 )
-            checkpoint.check_numbers(state["steps"], group.size(), state["outer"])
-            self._check_ranks(state["compression"])
+            checkpoint.check_numbers(state["steps"], self._group.size(), state["outer"])
+            saved = state["compression"]
+            advice = "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+            checkpoint.ranks_needed(
+                self._group.rank(), self._group.size(), saved["world"], [int(k) for k in saved["ranks"]], advice
+            )
             skipped = int(state["skipped"])
             under_way = [self._resumed(one) for one in state["under_way"]]
             for one in self._under_way:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds = checkpoint.load(
-                [state["compression"]], group.rank(), group.size(), self._names, self._averager, self._restorer
-            )
+            self.rounds = checkpoint.load([saved], self._group, self._names, self._averager, self._restorer)
         self.steps = int(state["steps"])
         self.skipped = skipped
         self._under_way = under_way
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(state["outer"][name])
-
-    def _check_ranks(self, compression: Mapping[str, Any]) -> None:
-        """Raise unless a state has what this rank goes on from."""
-        wanted = [str(k) for k in range(self._group.rank(), compression["world"], self._group.size())]
-        if not compression["ranks"].keys() >= set(wanted):
-            raise CollectiveError(
-                f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
-                f"{', '.join(wanted)} of {compression['world']} remember, got that of "
-                f"{', '.join(compression['ranks'])}: "
-                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
-            )
 
     def _resumed(self, saved: Mapping[str, Any]) -> Round:
         device = self._fragments[saved["fragment"]].outer[0].device

@@ -265,8 +265,7 @@ class FSDPState(Handle):
         """
         self._decisions.check_family("compress_fsdp")
         layout = self._layout
-        old = layout.world if world is None else world
-        return checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
+        return checkpoint.export(layout, self._averager, self._gatherers, self._steps, world or layout.world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
