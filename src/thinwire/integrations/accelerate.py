@@ -19,9 +19,9 @@ from thinwire.codecs import registry
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
+from thinwire.integrations.names import describe
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions
 from thinwire.integrations.policy import CodecLike
-from thinwire.integrations.wrapped import describe
 from thinwire.log import announce
 
 if find_spec("accelerate") is None:

@@ -21,10 +21,9 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.drift import Drift
 from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
+from thinwire.integrations.stats import BucketMeter, Drift, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
 

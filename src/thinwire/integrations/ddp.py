@@ -22,12 +22,10 @@ from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import Names, ParameterNames, plain_name
+from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_name
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
-from thinwire.integrations.stats import Stats
-from thinwire.integrations.wrapped import find_ddp
+from thinwire.integrations.stats import Handle, Stats
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]

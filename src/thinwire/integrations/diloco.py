@@ -29,15 +29,12 @@ from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies, rejoin
 from thinwire.integrations.averager import Averager, GradientSet
 from thinwire.integrations.checkpoint import Restorer
-from thinwire.integrations.deadline import Deadline
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.fragments import Fragment, Round, bare, cut, is_finite, trained
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import ParameterNames, plain_name
+from thinwire.integrations.fragments import Deadline, Fragment, Round, bare, cut, is_finite, trained
+from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
 from thinwire.integrations.policy import CodecLike, Exempt
-from thinwire.integrations.stats import Stats
-from thinwire.integrations.wrapped import bare_optimizer, is_sharded
+from thinwire.integrations.stats import Handle, Stats
 from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None

@@ -16,8 +16,8 @@ from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations import policy as policies
+from thinwire.integrations.names import bare_optimizer
 from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
-from thinwire.integrations.wrapped import bare_optimizer
 from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]

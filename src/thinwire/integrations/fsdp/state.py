@@ -31,13 +31,11 @@ from thinwire.integrations.fsdp.private import (
     watch_reductions,
 )
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
+from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize, describe
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, OnNonfinite, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
-from thinwire.integrations.stats import Stats, Tally
-from thinwire.integrations.wrapped import describe
+from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
