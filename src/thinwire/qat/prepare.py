@@ -98,9 +98,8 @@ def parameter_groups(
     for name, value in (("weight_decay", weight_decay), ("lr", lr), ("scale_lr", scale_lr)):
         if value is not None and not value >= 0:
             raise QatError(f"{name} must be 0 or more, got {value!r}")
-    scales = {
-        p for module in model.modules() if isinstance(module, LSQ | LearnableFakeQuantize) for p in module.parameters()
-    }
+    quantizers = [module for module in model.modules() if isinstance(module, LSQ | LearnableFakeQuantize)]
+    scales = {parameter for quantizer in quantizers for parameter in quantizer.parameters()}
     named: dict[str, list[nn.Parameter]] = {"weights": [], "vectors": [], "scales": []}
     for parameter in model.parameters():
         kind = "scales" if parameter in scales else "weights" if parameter.dim() > 1 else "vectors"
