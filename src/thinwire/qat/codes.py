@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from thinwire.kernels import Grid
+from thinwire.kernels import Grid, packing
 from thinwire.kernels.fake_quantize import codes_of, values_of
 from thinwire.qat.lsq import LSQ
 from thinwire.qat.ops import Laid, lay_out
@@ -61,13 +61,11 @@ def packed_bytes(numel: int, bits: int) -> int:
 
 def pack(codes_RN: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2**bits as bytes."""
-    rows, numel = codes_RN.shape
-    full_RN = torch.nn.functional.pad(codes_RN, (0, -numel % 8))
+    full_RN = torch.nn.functional.pad(codes_RN, (0, -codes_RN.shape[1] % 8))
     planes = []
     shift = 0
     for width in PLANES[bits]:
-        lanes = (full_RN.view(rows, 8 // width, -1) >> shift) & ((1 << width) - 1)
-        planes.append(sum((lanes[:, k] << k * width for k in range(1, 8 // width)), start=lanes[:, 0]))
+        planes.append(packing.pack(full_RN, shift, width))
         shift += width
     return torch.cat(planes, 1)
 
