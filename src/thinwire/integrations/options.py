@@ -165,6 +165,15 @@ class DDPOptions:
         return Nodes(mesh, chosen)
 
 
+def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
+    """Raise if an option of compress_ddp or compress_fsdp could not be of any use, whatever the model will be."""
+    for name in ("inside", "weights"):
+        if name in options:
+            registry.codec(options[name])
+    by_model = ("inside", "weights", "replica", "mesh")
+    DDPOptions(codec, **{name: value for name, value in options.items() if name not in by_model})
+
+
 def spelled_out(function: Function) -> Function:
     """`function` with its `**options` written out for help() and inspect, defaults included."""
     own = inspect.signature(function)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -303,7 +303,13 @@ class Handle:
         """
         if not isinstance(every, int) or every < 1:
             raise CollectiveError(f"log_to: every must be a number of steps above 0, got {every!r}")
-        self._logs.append(_Log(_writer(target), every))
+        methods = [callable(getattr(target, name, None)) for name in ("add_scalar", "log")]
+        if not (isinstance(target, str | Path) or callable(target) or any(methods)):
+            raise CollectiveError(
+                "log_to: expected a path, a SummaryWriter, a Weights & Biases run or a function of a dict, got "
+                f"{type(target).__name__}"
+            )
+        self._logs.append(_Log(target, every))
         return self
 
     def _write_logs(self, step: int, rank: int) -> None:
@@ -324,34 +330,19 @@ class Handle:
 
 @dataclass
 class _Log:
-    write: Callable[[dict[str, Any]], object]
+    target: Target
     every: int
     last: int = 0  # step that was written last
 
-
-def _writer(target: Target) -> Callable[[dict[str, Any]], object]:
-    if isinstance(target, str | Path):
-        path = Path(target)
-        return lambda values: _append(path, values)
-    if callable(getattr(target, "add_scalar", None)):
-        return lambda values: _add_scalars(target, values)
-    if callable(getattr(target, "log", None)):
-        return lambda values: target.log({f"thinwire/{name}": value for name, value in values.items()})
-    if callable(target):
-        write: Callable[[dict[str, Any]], object] = target
-        return write
-    raise CollectiveError(
-        "log_to: expected a path, a SummaryWriter, a Weights & Biases run or a function of a dict, got "
-        f"{type(target).__name__}"
-    )
-
-
-def _append(path: Path, values: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(values) + "\n")
-
-
-def _add_scalars(writer: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, str):
-            writer.add_scalar(f"thinwire/{name}", value, values["steps"])
+    def write(self, values: dict[str, Any]) -> None:
+        if isinstance(self.target, str | Path):
+            with Path(self.target).open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        elif callable(getattr(self.target, "add_scalar", None)):
+            for name, value in values.items():
+                if not isinstance(value, str):
+                    self.target.add_scalar(f"thinwire/{name}", value, values["steps"])
+        elif callable(getattr(self.target, "log", None)):
+            self.target.log({f"thinwire/{name}": value for name, value in values.items()})
+        else:
+            self.target(values)
