@@ -99,8 +99,7 @@ class DiLoCo(Handle):
         self._inner = _stepping(inner_optimizer)
         named = trained(model)
         _check_alone(named)
-        _check(every, fragments, overlap, beta, len(named))
-        _check_deadline(deadline)
+        _check(every, fragments, overlap, beta, deadline, len(named))
         self.every = every
         self.overlap = overlap
         self.beta = beta
@@ -256,7 +255,7 @@ class DiLoCo(Handle):
         count = len(self._fragments)
         turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in turns:
-            self._apply_late()
+            self._settle([one for one in self._under_way if one.late])
             self._begin(index, self.steps + self.overlap)
         self._apply_due()
 
@@ -284,11 +283,10 @@ class DiLoCo(Handle):
                 done.late = True
                 self.late += 1
             else:
-                self._under_way.remove(done)
-                self._apply(done)
+                self._settle([done])
 
-    def _apply_late(self) -> None:
-        for done in [one for one in self._under_way if one.late]:
+    def _settle(self, rounds: Sequence[Round]) -> None:
+        for done in rounds:
             self._under_way.remove(done)
             self._apply(done)
 
@@ -332,11 +330,11 @@ class DiLoCo(Handle):
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
-        self._finish()
+        self._settle(list(self._under_way))
         for index, learnt in enumerate(self._learnt()):
             if learnt:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
-                self._finish()
+                self._settle(list(self._under_way))
         self._spread(self._buffers)
 
     def _learnt(self) -> list[bool]:
@@ -345,12 +343,6 @@ class DiLoCo(Handle):
         told = torch.tensor(found, device=self._fragments[0].outer[0].device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return [bool(one) for one in told.tolist()]
-
-    def _finish(self) -> None:
-        """Apply every round that is under way."""
-        for done in self._under_way:
-            self._apply(done)
-        self._under_way.clear()
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""
@@ -374,6 +366,11 @@ class DiLoCo(Handle):
         """What rounds cost so far on this rank; `steps` counts averages of a fragment."""
         return self._averager.stats(self.rounds)
 
+    @property
+    def _copies(self) -> dict[str, Tensor]:
+        """The outer copies, by name."""
+        return {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
+
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the inner optimizer to go on with the same bits.
 
@@ -389,13 +386,12 @@ class DiLoCo(Handle):
         compression = checkpoint.save(self._averager, self._restorer, self.rounds, self._group, gather=gather)
         if not compression:
             return {}
-        copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
         return {
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
             "fragments": len(self._fragments),
-            "outer": {name: copy.detach().cpu().clone() for name, copy in copies.items()},
+            "outer": {name: copy.detach().cpu().clone() for name, copy in self._copies.items()},
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
@@ -414,9 +410,10 @@ class DiLoCo(Handle):
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
-        copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
         with checkpoint.reading():
-            if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
+            if {name: copy.shape for name, copy in self._copies.items()} != {
+                k: v.shape for k, v in state["outer"].items()
+            }:
                 raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
             if state["under_way"] and state["fragments"] != len(self._fragments):
                 raise CollectiveError(
@@ -439,7 +436,7 @@ class DiLoCo(Handle):
         self.skipped = skipped
         self._under_way = under_way
         with torch.no_grad():
-            for name, copy in copies.items():
+            for name, copy in self._copies.items():
                 copy.copy_(state["outer"][name])
 
     def _resumed(self, saved: Mapping[str, Any]) -> Round:
@@ -502,12 +499,7 @@ def _check_codec(options: DDPOptions, fragments: int, connections: int) -> None:
         )
 
 
-def _check_deadline(deadline: float | None) -> None:
-    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
-        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")
-
-
-def _check(every: int, fragments: int, overlap: int, beta: float, parameters: int) -> None:
+def _check(every: int, fragments: int, overlap: int, beta: float, deadline: float | None, parameters: int) -> None:
     if not is_int(every) or every < 1:
         raise CollectiveError(f"every must be a number of steps above 0, got {every!r}")
     if not is_int(fragments) or not 1 <= fragments <= min(every, parameters):
@@ -519,3 +511,5 @@ def _check(every: int, fragments: int, overlap: int, beta: float, parameters: in
         raise CollectiveError(f"overlap must be a number of steps below every={every}, got {overlap!r}")
     if not isinstance(beta, float | int) or not 0 <= beta <= 1 or math.isnan(beta):
         raise CollectiveError(f"beta must be from 0 to 1, got {beta!r}")
+    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
+        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")

@@ -48,7 +48,7 @@ class Fragment:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Round:
     """An average of outer gradients under way."""
 

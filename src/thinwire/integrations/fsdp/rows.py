@@ -222,7 +222,7 @@ class Gatherer:
         larger = self._group.is_resharded  # what these hold was gathered before
         if input.dtype not in DTYPES or self._width != input.numel() or larger:
             for weight in self._coded:
-                weight.is_on_grid = larger and weight.is_on_grid
+                weight.quantizer.on_grid = larger and weight.quantizer.on_grid
             self._tally.sent(plain_bytes, plain_bytes)
             return False
         if not self.differences:
@@ -246,7 +246,7 @@ class Gatherer:
         for weight, wires_WN in zip(self._coded, wires.split(sizes, 1), strict=True):
             start = starts[weight.weight.name]
             weight.decode(wires_WN, rows[:, start : start + weight.weight.numel])
-            weight.is_on_grid = True
+            weight.quantizer.on_grid = True
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         plain_bytes = (group.size() - 1) * input.nbytes

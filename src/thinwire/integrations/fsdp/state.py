@@ -291,7 +291,7 @@ class FSDPState(Handle):
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
         for weight in self._coded:
-            weight.is_on_grid = False
+            weight.quantizer.on_grid = False
 
 
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
