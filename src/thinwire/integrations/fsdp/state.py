@@ -174,7 +174,7 @@ class FSDPState(Handle):
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
             after_backward(functools.partial(self._judge, self._guard))
-        if "replicas" in self._legs and call.replicas is not None:
+        if "replicas" in self._legs and call.sums_replicas:
             self._legs["replicas"].expect(given)
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
 
