@@ -215,8 +215,12 @@ class Averager:
         pairs = zip(gradients.names, sizes, strict=True)
         specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
-        exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
-        message = None if exact else self._message(gradients, [lane.spec for lane in found], like, group)
+        laid = tuple(lane.spec for lane in found)
+        key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
+        exact = all(isinstance(spec.codec, Identity) for spec in laid)
+        if not exact and key not in self._messages:  # codecs that come back need not agree on theirs again
+            self._messages[key] = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
+        message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
         return _Bucket(
             lanes=found,
@@ -231,16 +235,6 @@ class Averager:
         """How a parameter travels or, if not all of it is here, a part of it or its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
         return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
-
-    def _message(
-        self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor, group: dist.ProcessGroup
-    ) -> Message:
-        """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
-        key = gradients.names, tuple(specs), like.dtype, like.device, gradients.buffer is None
-        if key not in self._messages:
-            self._messages[key] = Message(specs, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
-        found: Message = self._messages[key]
-        return found
 
     def stats(self, step: int) -> Stats:
         """What compression did in `step` steps on this rank."""
