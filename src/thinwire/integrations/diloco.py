@@ -411,9 +411,8 @@ class DiLoCo(Handle):
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
         with checkpoint.reading():
-            if {name: copy.shape for name, copy in self._copies.items()} != {
-                k: v.shape for k, v in state["outer"].items()
-            }:
+            shapes = {name: copy.shape for name, copy in self._copies.items()}
+            if shapes != {name: saved.shape for name, saved in state["outer"].items()}:
                 raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
             if state["under_way"] and state["fragments"] != len(self._fragments):
                 raise CollectiveError(
@@ -421,17 +420,16 @@ class DiLoCo(Handle):
                     f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
                 )
             checkpoint.check_numbers(state["steps"], self._group.size(), state["outer"])
-            saved = state["compression"]
+            compression = state["compression"]
             advice = "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
-            checkpoint.ranks_needed(
-                self._group.rank(), self._group.size(), saved["world"], [int(k) for k in saved["ranks"]], advice
-            )
+            known = [int(k) for k in compression["ranks"]]
+            checkpoint.ranks_needed(self._group.rank(), self._group.size(), compression["world"], known, advice)
             skipped = int(state["skipped"])
             under_way = [self._resumed(one) for one in state["under_way"]]
             for one in self._under_way:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds = checkpoint.load([saved], self._group, self._names, self._averager, self._restorer)
+            self.rounds = checkpoint.load([compression], self._group, self._names, self._averager, self._restorer)
         self.steps = int(state["steps"])
         self.skipped = skipped
         self._under_way = under_way
