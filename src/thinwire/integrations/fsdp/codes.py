@@ -2,7 +2,7 @@
 
 [Note: Codes] Every rank quantises its own rows, and what the others get is exactly what their quantisers would have
 made of the gathered weight. So these let it pass. The straight-through rule, which they leave out, is linear in the
-gradient: it runs on the shard once the gradients are reduced, see qat/gather.py. Meanwhile scales have gradients of
+gradient: it runs on the shard once the gradients are reduced, see qat/codes.py. Meanwhile scales have gradients of
 zero, so that FSDP2 has a place for them in the same buffer.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
-from thinwire.qat.gather import WeightCodes
+from thinwire.qat.codes import WeightCodes
 from thinwire.qat.layers import QuantizedLayer
 
 
