@@ -305,13 +305,11 @@ class Ledger:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
-        if found is None or any(self._is_elsewhere(piece.name, found) for piece in key):
+        placed = [self._at.get(piece.name, (None,))[0] is found for piece in key if piece.name is not None]
+        if found is None or not all(placed):
             self._lanes[key] = self._made(key, device)
             self._drop_empty()
         return self._lanes[key]
-
-    def _is_elsewhere(self, name: str | None, memory: Memory) -> bool:
-        return name is not None and (name not in self._at or self._at[name][0] is not memory)
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
         names = [piece.name for piece in pieces if piece.name is not None]

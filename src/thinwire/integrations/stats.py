@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -248,9 +248,17 @@ class Drift:
         """What is to be told after a measured step, which these saw; "" if nothing."""
         if not watches:
             return ""
+        sums: dict[str, tuple[float, float, float]] = {}  # squares of what was lost and of what was given; the bound
+        for watch in watches:
+            assert watch.codec is not None
+            bound = residual_bound(watch.codec, watch.feedback, watch.lost_P.device)
+            for known, *squares in zip(watch.names, watch.lost_P.tolist(), watch.given_P.tolist(), strict=True):
+                if known is not None:
+                    lost, given, _ = sums.get(known, (0.0, 0.0, bound))
+                    sums[known] = lost + squares[0], given + squares[1], bound
         over: dict[str, float] = {}
         times: dict[str, tuple[float, float]] = {}  # the residual, and its bound, in multiples of the gradient
-        for name, lost, given, bound in _residuals(watches):
+        for name, (lost, given, bound) in sums.items():
             if given > 0.0 and math.isfinite(lost) and lost > bound * bound * given:
                 over[name] = lost
                 times[name] = math.sqrt(lost / given), bound
@@ -266,22 +274,6 @@ class Drift:
             f"error feedback remembers many times the present gradients of {shown}{more}. Old gradients drown the new "
             f"ones there: give them more bits, policy={{{news[0]!r}: 'int4'}}, or name them in exempt="
         )
-
-
-def _residuals(watches: Sequence[ErrorWatch]) -> Iterable[tuple[str, float, float, float]]:
-    """(name, squares of what was lost, squares of what was given, bound) of every parameter."""
-    lost: dict[str, float] = {}
-    given: dict[str, float] = {}
-    bounds: dict[str, float] = {}
-    for watch in watches:
-        assert watch.codec is not None
-        bound = residual_bound(watch.codec, watch.feedback, watch.lost_P.device)
-        for name, one, other in zip(watch.names, watch.lost_P.tolist(), watch.given_P.tolist(), strict=True):
-            if name is not None:
-                lost[name] = lost.get(name, 0.0) + one
-                given[name] = given.get(name, 0.0) + other
-                bounds[name] = bound
-    return [(name, lost[name], given[name], bounds[name]) for name in lost]
 
 
 class Handle:

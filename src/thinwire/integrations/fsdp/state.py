@@ -115,7 +115,6 @@ class FSDPState(Handle):
             self._legs = {"shards": _Leg(shards, self._write_logs)}
         self._scatterer = shards
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
-        self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
         self._coded: list[CodedWeight] = []
         self._told: set[str] = set()
@@ -140,7 +139,7 @@ class FSDPState(Handle):
                 coded = self._coded_weights(group)
                 narrow = policies.bits_of(self.weights) < _NARROW
                 kept = replica if replica is not None else narrow and group.keeps_weights
-                gatherer = Gatherer(group, self.weights, rules, self._gathered, coded, differences=bool(kept))
+                gatherer = Gatherer(group, self.weights, rules, self._averager.tally, coded, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
             finish = functools.partial(self._apply_rules, coded)
@@ -234,15 +233,13 @@ class FSDPState(Handle):
     def stats(self) -> Stats:
         """What compression did so far on this rank, weights included; `print` shows it as a table."""
         own = self._averager.stats(self.step)
-        tallies = [self._gathered]
-        if self._scatterer is not self._averager:
-            tallies.append(self._scatterer.tally)
+        shards = Tally() if self._scatterer is self._averager else self._scatterer.tally
         replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
         return replace(
             own,
             codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
-            bytes_sent=own.bytes_sent + sum(tally.bytes_sent for tally in tallies),
-            bytes_plain=own.bytes_plain + sum(tally.bytes_plain for tally in tallies),
+            bytes_sent=own.bytes_sent + shards.bytes_sent,
+            bytes_plain=own.bytes_plain + shards.bytes_plain,
             replica_bytes=replicas,
         )
 
