@@ -69,10 +69,9 @@ class Round:
 class Deadline:
     """Whether averages came in time, decided once for all ranks: in their group's store, by whoever knows first.
 
-    These are verdicts on one average after the other, which every rank asks for in the same order.
-
-    The last rank to have an average says that it came in time; the first that has waited too long says that it is late.
-    The store keeps what was said first, and all ranks go by it, those too that ask later.
+    Every rank asks for the verdicts on one average after the other, in the same order. The last rank to have an average
+    says that it came in time; the first that has waited too long says that it is late. The store keeps what was said
+    first, and all ranks go by it, those too that ask later.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
