@@ -39,7 +39,7 @@ def averaged_by_ranks(group: Group, options: DDPOptions) -> list[Tensor]:
     found = []
     for step in range(STEPS):
         row = torch.cat([part.view(-1) for part in draw(group.rank(), step, SHAPES)])
-        averager.begin_step(group, step, 0.0, row.device)
+        averager.begin_step(group, step, row.device)
         averager.average(gradients_in(row, tuple(SHAPES), [torch.Size(s) for s in SHAPES.values()]), row).wait()
         found.append(row)
     return found

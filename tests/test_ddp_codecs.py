@@ -16,7 +16,7 @@ from ranks import RankPool
 from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
 from thinwire.collectives import handshake, torch_verbs, transport
-from thinwire.integrations import auto, ddp
+from thinwire.integrations import auto, averager
 
 # --- which codec ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ def clocked(costs: Costs) -> Iterator[None]:
         "lloyd4": (Lloyd, "encode"),
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(ddp, "perf_counter", lambda: clock[0]))
+        stack.enter_context(patch.object(averager, "perf_counter", lambda: clock[0]))
         for kind, (owner, name) in owners.items():
             stack.enter_context(patch.object(owner, name, costing(getattr(owner, name), costs[kind])))
         yield

@@ -344,8 +344,7 @@ def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks(4).run(misloaded)):
         assert "rounds under way of 2 fragments, got 1" in found["fragments"]
         assert (
-            f"rank {rank} of 4 goes on from what ranks {rank} of 4 remember, got that of {(rank - 1) % 4}"
-            in (found["rank"])
+            f"rank {rank} of 4 needs what ranks [{rank}] of 4 saved, got that of [{(rank - 1) % 4}]" in (found["rank"])
         )
         assert "gather=True: parameters are sharded" in found["sharded"]
         assert found["own"] == "accepted!"

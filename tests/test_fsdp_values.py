@@ -15,7 +15,7 @@ from ranks import RankPool
 from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
 from thinwire import codec, compress_fsdp
 from thinwire.collectives.lane import LaneSpec
-from thinwire.integrations.fsdp.columns import Columns
+from thinwire.integrations.fsdp.rows import Columns
 from thinwire.integrations.lanes import lanes_of
 
 BF16 = torch.bfloat16

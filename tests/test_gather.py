@@ -5,18 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded, worlds
-from ranks import RankPool
-from thinwire import qat
+from cases import CUDA, GARBAGE, ROUND, assert_same, generated, needs_cuda, no_host_sync, over, seeded
 from thinwire.qat import LSQ, LSQPlus, WeightCodes
 from thinwire.qat.codes import packed_bytes
 
-Group = dist.ProcessGroup
 PLACES: list[dict[str, Any]] = [{"axis": 0}, {"axis": None}, {"axis": 1}, {"axis": -1}, {"group": 4}]
 
 
@@ -59,7 +54,7 @@ def scales(one: Case) -> list[Tensor]:
     return [p for p in (one.quantizer.scale, one.quantizer.offset) if p is not None]
 
 
-# --- one process in the place of all ranks ----------------------------------------------------------------------------
+# --- one process in the place of all ranks: test_fsdp_codes.py has them -----------------------------------------------
 
 each_case = given(
     shape=st.tuples(st.integers(1, 7), st.sampled_from([4, 12])) | st.tuples(st.integers(1, 4), st.just(2), st.just(6)),
@@ -199,99 +194,6 @@ def test_a_scale_without_the_papers_factor() -> None:
     plain, usual = (kind(4, axis=0).initialize(weight) for kind in (Plain, LSQ))
     got, want = (WeightCodes(q, (3, 8), rank=0, world=1).gradients(weight, grad).scale for q in (plain, usual))
     torch.testing.assert_close(got / (8 * 7) ** 0.5, want, rtol=4 * ROUND, atol=0)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-KINDS = list(zip((4, 2, 3, 4, 2), PLACES, (False, False, True, True, True), strict=True))  # bits, where, shifted
-
-
-class Seen(NamedTuple):
-    """What a rank has in the end."""
-
-    weight: Tensor
-    wire_bytes: int
-    dweight: Tensor
-    dscale: Tensor
-    doffset: Tensor | None
-
-
-def steps(group: Group, shape: tuple[int, ...]) -> list[Seen]:
-    return [step(group, shape, *kind) for kind in KINDS]
-
-
-def step(group: Group, shape: tuple[int, ...], bits: int, where: dict[str, Any], shifted: bool) -> Seen:
-    """Gather, a gradient of this rank, reduce-scatter, gradients of the shard."""
-    one = case(shape, bits, where, shifted=shifted)
-    rank = group.rank()
-    world = group.size()
-    codec = codecs(one, world)[rank]
-    rows = codec.rows(rank)
-    most = -(-shape[0] // world)
-    shard = one.weight[rows].clone()
-    wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
-    codec.encode(shard, wire)
-    wires = [torch.empty_like(wire) for _ in range(world)]
-    dist.all_gather(wires, wire, group=group)
-    weight = torch.empty(shape)
-    codec.decode_all(torch.stack(wires), weight)
-    padded = torch.zeros(most * world, *shape[1:])
-    padded[: shape[0]] = rank_gradient(shape, rank)
-    scattered = torch.empty(most, *shape[1:])
-    dist.reduce_scatter(scattered, list(padded.chunk(world)), group=group)
-    found = codec.gradients(shard, scattered[: len(shard)])
-    for part in (found.scale, found.offset):
-        if part is not None:
-            dist.all_reduce(part, group=group)  # every rank holds all scales
-    return Seen(weight, wire.numel(), found.weight, found.scale, found.offset)
-
-
-def rank_gradient(shape: tuple[int, ...], rank: int) -> Tensor:
-    """Small integers: their sums are exact in any order."""
-    return torch.randint(-9, 10, shape, generator=seeded(rank)).float()
-
-
-@worlds(3, rare=[2])
-@pytest.mark.parametrize("shape", [(7, 12), (4, 3, 4)], ids=str)
-def test_a_step_on_ranks(ranks: RankPool, world: int, shape: tuple[int, ...]) -> None:
-    for (bits, where, shifted), *seen in zip(KINDS, *ranks(world).run(steps, shape), strict=True):
-        one = case(shape, bits, where, shifted=shifted)
-        for found in seen:
-            assert_same(found.weight, one.quantized().detach())
-            assert found.wire_bytes == gathered(one, world).shape[1]
-            assert_same(found.dscale, seen[0].dscale)
-        grad = sum((rank_gradient(shape, rank) for rank in range(world)), torch.zeros(shape))
-        check_gradients(one, grad, torch.cat([found.dweight for found in seen]), seen[0].dscale, seen[0].doffset)
-
-
-def sharded_step(group: Group) -> Seen:
-    """The same for a layer whose weight and scales fully_shard has cut; the gradient is every rank's."""
-    torch.manual_seed(0)
-    layer = fully_shard(qat.prepare(nn.Linear(8, 5), act_bits=None))
-    codec = WeightCodes(layer.weight_quantizer, layer.weight.shape, rank=group.rank(), world=group.size())
-    shard = layer.weight.to_local()
-    rows = codec.rows(group.rank())
-    wire = torch.empty(codec.wire_bytes, dtype=torch.uint8)
-    codec.encode(shard, wire)
-    wires = [torch.empty_like(wire) for _ in range(group.size())]
-    weight = torch.empty(5, 8)
-    dist.all_gather(wires, wire, group=group)
-    codec.decode_all(torch.stack(wires), weight)
-    found = codec.gradients(shard, rank_gradient((5, 8), 0)[rows])
-    return Seen(weight, wire.numel(), found.weight, found.scale, found.offset)
-
-
-def test_scales_that_fully_shard_has_cut(ranks: RankPool) -> None:
-    torch.manual_seed(0)
-    layer = qat.prepare(nn.Linear(8, 5), act_bits=None)
-    one = Case(layer.weight.detach(), layer.weight_quantizer)
-    seen = ranks(2).run(sharded_step)
-    for found in seen:
-        assert_same(found.weight, one.quantized().detach())
-        assert found.wire_bytes == 3 * 4 + 3 * 8  # of three rows: scales, and codes of 8 bits, as it is the last layer
-    weight, scale = (torch.cat([getattr(found, name) for found in seen]) for name in ("dweight", "dscale"))
-    check_gradients(one, rank_gradient((5, 8), 0), weight, scale, None)
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

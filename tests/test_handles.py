@@ -24,9 +24,8 @@ from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
 from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
-from thinwire.integrations.names import plain_name
+from thinwire.integrations.names import bare_optimizer, plain_name
 from thinwire.integrations.policy import Rules, family
-from thinwire.integrations.wrapped import bare_optimizer
 
 STEPS = 6
 SAVED_AT = 3

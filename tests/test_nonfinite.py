@@ -19,10 +19,9 @@ from replicas import OPTIMIZERS, SHAPES, Given, Group, batch, draw, flat, networ
 from thinwire import TopK, codec, compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.feedback import Piece
-from thinwire.integrations.drift import Drift, residual_bound
 from thinwire.integrations.nonfinite import Guard, Place
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import ErrorWatch, Tally
+from thinwire.integrations.stats import Drift, ErrorWatch, Tally, residual_bound
 
 Options = Mapping[str, Any]
 

@@ -147,25 +147,6 @@ def test_frozen_steps_are_momentum_over_the_root_of_the_variance() -> None:
     assert_close(params, want, 1e-12)
 
 
-def test_what_is_left_is_linear_in_the_gradients() -> None:
-    """Which is why errors of momentum may be made up for later."""
-    base = parameters(torch.float64)
-    warm = OneBitAdam(base, lr=0.1, warmup_steps=4)
-    run(warm, range(4))
-    moved = []
-    for factor in (0.0, 1.0, -3.0):
-        optimizer = copy_of(warm)
-        params = owned(optimizer)
-        for turn in range(4, 8):
-            set_gradients(params, turn)
-            for p in params:
-                p.grad.mul_(factor)  # type: ignore[union-attr]
-            optimizer.step()
-        moved.append(params)
-    for zero, one, other in zip(*moved, strict=True):
-        assert_close([other - zero], [-3.0 * (one - zero)], 1e-10)
-
-
 def test_a_small_variance_takes_no_enormous_steps() -> None:
     """Numbers that had hardly a gradient while it warmed up, and have one later, move by lr / sqrt(floor) at most."""
     p = nn.Parameter(torch.zeros(100))
@@ -178,20 +159,11 @@ def test_a_small_variance_takes_no_enormous_steps() -> None:
         assert (p - before).abs().max() <= 0.011 / math.sqrt(0.1 * 0.5)
 
 
-def test_a_parameter_that_had_no_gradient_while_it_warmed_up_takes_no_enormous_steps() -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_parameter_that_had_no_gradient_while_it_warmed_up_takes_no_enormous_steps(grouped: bool) -> None:
+    """Layers that are thawed later, perhaps in a group of their own."""
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([p, q], warmup_steps=2)
-    for turn in range(6):
-        p.grad = torch.ones(3)
-        q.grad = torch.ones(3) if turn >= 2 else None
-        optimizer.step()
-    assert (q - 1).abs().max() < 0.1
-
-
-def test_a_group_that_had_no_gradients_while_it_warmed_up_takes_no_enormous_steps() -> None:
-    """Layers that are thawed later, in a group of their own."""
-    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([{"params": [p]}, {"params": [q]}], warmup_steps=2)
+    optimizer = OneBitAdam([{"params": [p]}, {"params": [q]}] if grouped else [p, q], warmup_steps=2)
     for turn in range(6):
         p.grad = torch.ones(3)
         q.grad = torch.ones(3) if turn >= 2 else None
@@ -246,42 +218,6 @@ def test_gradients_become_momentum_in_place() -> None:
     assert_close(gradients, want, 1e-14)
     for p, momentum in zip(params, momenta, strict=True):
         assert_same(optimizer.state[p]["exp_avg"], momentum, "the state waits for the step")
-
-
-def test_gradients_in_the_order_of_memory_meet_their_own_momentum() -> None:
-    """DDP's buckets hold a channels_last parameter in the order of its memory."""
-    p = nn.Parameter(torch.randn(2, 3, 4, 5, generator=seeded(1)).to(memory_format=torch.channels_last))
-    optimizer = OneBitAdam([p], warmup_steps=1)
-    run(optimizer, [0])
-    momentum = optimizer.state[p]["exp_avg"].clone()
-    gradient = torch.randn(2, 3, 4, 5, generator=seeded(2))
-    bucket = gradient.permute(0, 2, 3, 1).reshape(-1).clone()
-    optimizer.put_momentum([p], [bucket.as_strided(p.shape, p.stride())])
-    assert_close([bucket.view(2, 4, 5, 3).permute(0, 3, 1, 2)], [0.9 * momentum + 0.1 * gradient], 1e-6)
-
-
-def test_the_mean_of_momenta_is_the_momentum_of_the_mean() -> None:
-    """Ranks that put their momenta, average them and step are one rank that steps with the mean gradient."""
-    world, turns = 3, 6
-    ranks = [OneBitAdam(parameters(torch.float64), lr=0.01, warmup_steps=2) for _ in range(world)]
-    alone = OneBitAdam(parameters(torch.float64), lr=0.01, warmup_steps=2)
-    for turn in range(turns):
-        for rank, optimizer in enumerate([*ranks, alone]):
-            set_gradients(owned(optimizer), 10 * turn + rank)
-        means = [sum(p.grad for p in same) / world for same in zip(*map(owned, ranks), strict=True)]  # type: ignore[misc]
-        for p, mean in zip(owned(alone), means, strict=True):
-            p.grad = mean.clone()
-        if ranks[0].frozen:
-            for optimizer in ranks:
-                optimizer.put_momentum(owned(optimizer), [p.grad for p in owned(optimizer)])  # type: ignore[misc]
-        for same in zip(*map(owned, ranks), strict=True):
-            mean = sum(p.grad for p in same) / world  # type: ignore[misc, assignment]
-            for p in same:
-                p.grad = mean.clone()
-        for optimizer in [*ranks, alone]:
-            optimizer.step()
-        for optimizer in ranks:
-            assert_close(owned(optimizer), owned(alone), 1e-12)
 
 
 def test_after_a_step_gradients_are_gradients_again() -> None:
@@ -393,10 +329,8 @@ def test_a_state_dict_holds_plain_things() -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=30),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=30),  # of betas too
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
     ],
 )
 def test_schedulers_turn_its_knobs(schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
@@ -409,16 +343,6 @@ def test_schedulers_turn_its_knobs(schedule: Callable[[torch.optim.Optimizer], A
             run(optimizer, [turn])
             scheduler.step()
     assert_close(params, others, 1e-12)
-
-
-def test_a_rate_of_zero_moves_nothing_but_the_moments() -> None:
-    params = parameters()
-    before = copies_of(params)
-    optimizer = OneBitAdam(params, lr=0.0, weight_decay=0.5, warmup_steps=2)
-    run(optimizer, range(4))
-    assert_close(params, before, 0.0)
-    assert optimizer.frozen
-    assert optimizer.state[params[3]]["exp_avg"].any()
 
 
 def test_a_closure_is_called_once_with_gradients_on() -> None:
@@ -477,19 +401,6 @@ def test_short_parameters_follow_their_own_adamw(dtype: torch.dtype) -> None:
     assert {state.dtype for state in states} == {dtype}
 
 
-def test_the_bottom_of_a_bowl_is_found_in_both_halves() -> None:
-    p = nn.Parameter(torch.tensor([5.0, -3.0, 0.5]))
-    curvature, bottom = torch.tensor([1.0, 10.0, 0.1]), torch.tensor([1.0, 2.0, -1.0])
-    optimizer = OneBitAdam([p], lr=0.15, warmup_steps=60)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
-    for _ in range(800):
-        optimizer.zero_grad()
-        (0.5 * curvature * (p - bottom).square()).sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        scheduler.step()
-    assert (p - bottom).abs().max() < 0.02
-
-
 # --- misuse -----------------------------------------------------------------------------------------------------------
 
 
@@ -523,8 +434,3 @@ def test_sparse_and_complex_are_refused() -> None:
     q.grad = torch.ones(2, dtype=torch.complex64)
     with pytest.raises(ValueError, match="OneBitAdam takes real parameters and dense gradients"):
         OneBitAdam([q]).step()
-
-
-def test_its_representation_names_its_settings() -> None:
-    text = repr(OneBitAdam([nn.Parameter(torch.ones(2))], warmup_steps=7))
-    assert all(part in text for part in ("OneBitAdam", "warmup_steps: 7", "floor: 0.1", "lr: 0.001"))

@@ -93,20 +93,16 @@ class CodedMemory(Memory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         loose = 0 if self._loose is None else self._loose.nbytes
         return loose + sum(wire.nbytes for wire in self._wires.values())
 
     def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
-        """out = x + factor * memory."""
         torch.add(x, self._of(span), alpha=factor, out=out)
 
     def times(self, span: Span, factor: float) -> Tensor:
-        """factor * memory."""
         return self._of(span) * factor
 
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
-        """memory = values, if fine."""
         if isinstance(fine, Tensor):
             values = torch.where(fine, values, self._of(span))
             fine = True
@@ -115,17 +111,14 @@ class CodedMemory(Memory):
         self._settle(span)
         span = (span[0], span[1])
         if span not in self._wires:
-            self._wires[span] = torch.empty(
-                self._codec.wire_bytes(values.numel()), dtype=torch.uint8, device=self._device
-            )
+            nbytes = self._codec.wire_bytes(values.numel())
+            self._wires[span] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._codec.encode(values, self._wires[span])
 
     def add(self, span: Span, values: Tensor, fine: Fine) -> None:
-        """memory += values, if fine."""
         self.put(span, self._of(span) + values, fine)
 
     def read(self) -> Tensor:
-        """All of it, in fp32."""
         values = torch.zeros(self._numel, device=self._device) if self._loose is None else self._loose.clone()
         for (begin, end), wire in self._wires.items():
             self._codec.decode(wire, values[begin:end])
@@ -285,78 +278,6 @@ class EF21:
 KINDS = ("classic", "ef21")
 
 
-class RowFeedback:
-    """Error feedback for reduce_scatter_tensor. Make one per flat buffer and pass it at every call.
-
-    All ranks use the same kind. It remembers one number per element of the input, in `dtype`; "ef21" remembers one more
-    per element of the output.
-    """
-
-    def __init__(self, kind: str = "classic", dtype: torch.dtype = torch.float32) -> None:
-        if kind not in KINDS:
-            raise CodecError(f"feedback must be one of {', '.join(KINDS)}, got {kind!r}")
-        if dtype not in DTYPES or (kind == "ef21" and dtype != torch.float32):
-            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, with 'ef21' as float32: got {dtype}")
-        self.kind = kind
-        self._dtype = dtype
-        self._numel = 0  # of the buffer, once it is known
-        self._residual: Memory | None = None
-        self._mean: Memory | None = None
-        self._loaded: dict[str, Tensor] = {}
-
-    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Classic | EF21:
-        """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
-        known = self._loaded["residual"].numel() if self._loaded else self._numel or numel
-        if known != numel:
-            raise CodecError(
-                f"this feedback is of a buffer of {known} elements, got one of {numel}: make one RowFeedback per buffer"
-            )
-        if self._residual is None or self._mean is None:
-            self._numel = numel
-            self._residual = new_memory(numel, self._dtype, device)
-            self._mean = new_memory(part if self.kind == "ef21" else 0, torch.float32, device)
-            if self._loaded:
-                self._residual.fill(self._loaded["residual"].to(device))
-                self._mean.fill(self._loaded["mean"].to(device))
-                self._loaded = {}
-        if self.kind == "classic":
-            return Classic(self._residual, 1.0 / scale, Gaps(()))
-        return EF21(self._residual, self._mean, 1.0 / scale, Gaps(()))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is remembered, which differs between ranks."""
-        if self._residual is None or self._mean is None:
-            return dict(self._loaded)
-        return {"residual": self._residual.read().clone(), "mean": self._mean.read().clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what this rank saved."""
-        self._residual = None
-        self._mean = None
-        self._numel = 0
-        self._loaded = dict(state)
-
-
-class RowCopy:
-    """What all_gather_into_tensor gathered last, so that ranks send differences only. Make one per flat buffer.
-
-    The first call is exact. The copy takes as much memory as the output.
-    """
-
-    def __init__(self) -> None:
-        self.tensor: Tensor | None = None
-
-    def begin(self, gathered: Tensor) -> None:
-        """Remember what was gathered exactly: zeros for what is not finite, from which nothing differs by a number."""
-        self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
-
-    def add_to(self, gathered: Tensor) -> None:
-        """gathered += the copy, which becomes that where it is finite: NaN is seen, and not kept."""
-        assert self.tensor is not None
-        gathered.add_(self.tensor)
-        torch.where(gathered.isfinite(), gathered, self.tensor, out=self.tensor)
-
-
 class Piece(NamedTuple):
     """Elements of a lane that belong to one parameter; to none where a lane bridges what others send."""
 
@@ -384,13 +305,11 @@ class Ledger:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
-        if found is None or any(self._is_elsewhere(piece.name, found) for piece in key):
+        placed = [self._at.get(piece.name, (None,))[0] is found for piece in key if piece.name is not None]
+        if found is None or not all(placed):
             self._lanes[key] = self._made(key, device)
             self._drop_empty()
         return self._lanes[key]
-
-    def _is_elsewhere(self, name: str | None, memory: Memory) -> bool:
-        return name is not None and (name not in self._at or self._at[name][0] is not memory)
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
         names = [piece.name for piece in pieces if piece.name is not None]
@@ -452,6 +371,67 @@ class Ledger:
         self._lanes.clear()
         self._at.clear()
         self._loose = {name: value.detach().clone().view(-1) for name, value in values.items()}
+
+
+class RowFeedback:
+    """Error feedback for reduce_scatter_tensor. Make one per flat buffer and pass it at every call.
+
+    All ranks use the same kind. It remembers one number per element of the input, in `dtype`; "ef21" remembers one more
+    per element of the output.
+    """
+
+    def __init__(self, kind: str = "classic", dtype: torch.dtype = torch.float32) -> None:
+        if kind not in KINDS:
+            raise CodecError(f"feedback must be one of {', '.join(KINDS)}, got {kind!r}")
+        if dtype not in DTYPES or (kind == "ef21" and dtype != torch.float32):
+            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, with 'ef21' as float32: got {dtype}")
+        self.kind = kind
+        self._numel = 0  # of the buffer, once it is known
+        self._ledgers = {"residual": Ledger(dtype), "mean": Ledger()}
+
+    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Classic | EF21:
+        """The feedback of one call, whose rows have `numel` elements in all and `part` each."""
+        if self._numel not in (0, numel):
+            raise CodecError(
+                f"this feedback is of a buffer of {self._numel} elements, got one of {numel}: make one RowFeedback per "
+                "buffer"
+            )
+        self._numel = numel
+        residual = self._ledgers["residual"].lane([Piece("residual", numel)], device)
+        mean = self._ledgers["mean"].lane([Piece("mean", part if self.kind == "ef21" else 0)], device)
+        if self.kind == "classic":
+            return Classic(residual, 1.0 / scale, Gaps(()))
+        return EF21(residual, mean, 1.0 / scale, Gaps(()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is remembered, which differs between ranks."""
+        return {name: values for ledger in self._ledgers.values() for name, values in ledger.read().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what this rank saved."""
+        self._numel = state["residual"].numel() if state else 0
+        for name, ledger in self._ledgers.items():
+            ledger.load({name: state[name]} if state else {})
+
+
+class RowCopy:
+    """What all_gather_into_tensor gathered last, so that ranks send differences only. Make one per flat buffer.
+
+    The first call is exact. The copy takes as much memory as the output.
+    """
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def begin(self, gathered: Tensor) -> None:
+        """Remember what was gathered exactly: zeros for what is not finite, from which nothing differs by a number."""
+        self.tensor = gathered.detach().nan_to_num(0.0, 0.0, 0.0)
+
+    def add_to(self, gathered: Tensor) -> None:
+        """gathered += the copy, which becomes that where it is finite: NaN is seen, and not kept."""
+        assert self.tensor is not None
+        gathered.add_(self.tensor)
+        torch.where(gathered.isfinite(), gathered, self.tensor, out=self.tensor)
 
 
 def deal(parts: Mapping[int, Mapping[str, Tensor]], world: int, rank: int, new_world: int) -> dict[str, Tensor]:

@@ -15,12 +15,12 @@ name, a codec as its string, and `step` is an int that becomes symbolic once it 
 
 [Note: Backward codec] A gradient is sent with `backward_codec`, and the gradient of that again with `codec`.
 
-To add one: an op whose arguments end in `group, codec, backward_codec, algorithm, step`, its fake (same checks, same
-shape), its backward in terms of the other ops, and a public function that turns objects into strings.
+To add one: an `_op` whose arguments end in `_Way`'s, made of the shape of its result, what fills that, and its backward
+in terms of the other ops; and a public function that turns objects into strings.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from thinwire.errors import CollectiveError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
 
+_Op = Callable[..., Tensor]
+_Splits = Sequence[int] | None
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
@@ -55,10 +57,7 @@ def all_reduce(
     `backward_codec` sends the gradient; None takes `codec`. `step` varies rotation and dither from call to call; None
     counts the calls of the group. Pass it under activation checkpointing, where a call is made again.
     """
-    forth = _spell(codec)
-    back = forth if backward_codec is None else _spell(backward_codec)
-    out: Tensor = _all_reduce(x, _op_name(op), _group_name(group), forth, back, algorithm, step)
-    return out
+    return _all_reduce(x, _op_name(op), *_spelt(group, codec, backward_codec), algorithm, step)
 
 
 def all_gather(
@@ -72,10 +71,7 @@ def all_gather(
     step: int | None = None,
 ) -> Tensor:
     """The x of all ranks, in rank order along `dim`. All ranks pass the same shape."""
-    forth = _spell(codec)
-    back = forth if backward_codec is None else _spell(backward_codec)
-    out: Tensor = _all_gather(x, dim, _group_name(group), forth, back, algorithm, step)
-    return out
+    return _all_gather(x, dim, *_spelt(group, codec, backward_codec), algorithm, step)
 
 
 def reduce_scatter(
@@ -90,10 +86,7 @@ def reduce_scatter(
     step: int | None = None,
 ) -> Tensor:
     """This rank's part of the sum or mean of all ranks' x, cut into equal parts along `dim`."""
-    forth = _spell(codec)
-    back = forth if backward_codec is None else _spell(backward_codec)
-    out: Tensor = _reduce_scatter(x, _op_name(op), dim, _group_name(group), forth, back, algorithm, step)
-    return out
+    return _reduce_scatter(x, _op_name(op), dim, *_spelt(group, codec, backward_codec), algorithm, step)
 
 
 def all_to_all_single(
@@ -112,19 +105,20 @@ def all_to_all_single(
     The lists say how many rows come from (`output_split_sizes`) and go to (`input_split_sizes`) each rank; zeros are
     fine, and None is equal parts.
     """
-    forth = _spell(codec)
-    back = forth if backward_codec is None else _spell(backward_codec)
     out_rows = None if output_split_sizes is None else list(output_split_sizes)
     in_rows = None if input_split_sizes is None else list(input_split_sizes)
-    out: Tensor = _all_to_all_single(x, out_rows, in_rows, _group_name(group), forth, back, algorithm, step)
-    return out
+    return _all_to_all_single(x, out_rows, in_rows, *_spelt(group, codec, backward_codec), algorithm, step)
 
 
 # Objects to strings, and back inside the ops. torch.compile traces the way there.
 
 
-def _spell(codec: str | Codec) -> str:
-    return codec if isinstance(codec, str) else _text(codec)
+def _spelt(group: transport.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
+    name: str = transport.resolve(group).group_name
+    forth = codec if isinstance(codec, str) else _text(codec)
+    if backward_codec is None:
+        return name, forth, forth
+    return name, forth, backward_codec if isinstance(backward_codec, str) else _text(backward_codec)
 
 
 def _text(thing: object) -> str:
@@ -145,24 +139,39 @@ def _op_name(op: object) -> str:
     return _text(op)
 
 
-def _group_name(group: transport.Group) -> str:
-    name: str = transport.resolve(group).group_name
-    return name
+class _Way(NamedTuple):
+    """How an op's numbers travel: what the arguments of every op end in."""
 
+    group: str
+    codec: str
+    backward_codec: str
+    algorithm: str
+    step: int | None
 
-def _group(name: str) -> dist.ProcessGroup:
-    """The group of that name, by a private function of torch that its own functional collectives go by too."""
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The group of that name, by a private function of torch that its own functional collectives go by too."""
+        return distributed_c10d._resolve_process_group(self.group)  # type: ignore[attr-defined,arg-type]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is passed on to the verbs."""
+        return {"codec": codec_named(self.codec), "algorithm": self.algorithm, "step": self.step}
+
+    @property
+    def back(self) -> "_Way":
+        """The way of the gradient. [Note: Backward codec]"""
+        return self._replace(codec=self.backward_codec, backward_codec=self.codec)
 
 
 # Checks: in the real op before anything is sent, in the fake one while a graph is traced.
 
 
-def _check(op: str, codec: str, backward_codec: str) -> None:
+def _check(way: _Way, op: str = "sum") -> None:
     if op not in _OPS:
         raise CollectiveError(f"op must be one of {', '.join(_OPS)} (or ReduceOp.SUM, ReduceOp.AVG), got {op!r}")
-    codec_named(codec)
-    codec_named(backward_codec)
+    codec_named(way.codec)
+    codec_named(way.backward_codec)
 
 
 def _check_dim(x: Tensor, dim: int) -> int:
@@ -209,144 +218,109 @@ def _known(truth: bool | torch.SymBool) -> bool:
     return statically_known_true(truth)
 
 
-def _settings(codec: str, algorithm: str, step: int | None) -> dict[str, Any]:
-    """What the ops pass on to the verbs."""
-    return {"codec": codec_named(codec), "algorithm": algorithm, "step": step}
-
-
 # The ops. Their settings, all that follows the tensor, are kept for the backward.
 
 
-@custom_op("thinwire::all_reduce", mutates_args=())
-def _all_reduce(
-    x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
-) -> Tensor:
-    _check(op, codec, backward_codec)
-    out = x.clone(memory_format=torch.contiguous_format)
-    settings = _settings(codec, algorithm, step)
-    collectives.all_reduce(out, _OPS[op], _group(group), **settings)
-    return out
+def _op(name: str, arguments: str, shape: Any, fill: Any, backward: Any) -> _Op:
+    """A custom op, whose result has `shape(x, ...)` and is filled by `fill(out, x, ...)`."""
+
+    def read(settings: Sequence[Any]) -> tuple[Any, ...]:
+        own = len(settings) - len(_Way._fields)
+        return *settings[:own], _Way(*settings[own:])
+
+    def run(x: Tensor, *settings: Any) -> Tensor:
+        out = x.new_empty(shape(x, *read(settings)))
+        fill(out, x, *read(settings))
+        return out
+
+    def keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.settings = inputs[1:]
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return backward(grad, *read(ctx.settings)), *[None] * len(ctx.settings)
+
+    way = "str group, str codec, str backward_codec, str algorithm, SymInt? step"
+    op = custom_op(f"thinwire::{name}", run, mutates_args=(), schema=f"(Tensor x, {arguments}{way}) -> Tensor")
+    op.register_fake(lambda x, *settings: x.new_empty(shape(x, *read(settings))))
+    op.register_autograd(gradients, setup_context=keep_settings)
+    return op
 
 
-@_all_reduce.register_fake
-def _(x: Tensor, op: str, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None) -> Tensor:
-    _check(op, codec, backward_codec)
-    return x.new_empty(x.shape)
+def _reduced_shape(x: Tensor, op: str, way: _Way) -> torch.Size:
+    _check(way, op)
+    return x.shape
 
 
-def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    op, group, codec, backward_codec, algorithm, step = ctx.settings
-    return _only(ctx, _all_reduce(grad, op, group, backward_codec, codec, algorithm, step))
+def _reduce(out: Tensor, x: Tensor, op: str, way: _Way) -> None:
+    out.copy_(x)
+    collectives.all_reduce(out, _OPS[op], way.ranks, **way.settings)
 
 
-@custom_op("thinwire::all_gather", mutates_args=())
-def _all_gather(
-    x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
-) -> Tensor:
-    _check("sum", codec, backward_codec)
-    dim = _check_dim(x, dim)
-    ranks = _group(group)
-    out = x.new_empty((ranks.size() * x.shape[0], *x.shape[1:]))
-    collectives.all_gather_into_tensor(out, x.contiguous(), ranks, **_settings(codec, algorithm, step))
-    return out if dim == 0 else torch.cat(out.view(ranks.size(), *x.shape).unbind(), dim).contiguous()
+_all_reduce: _Op = _op(
+    "all_reduce", "str op, ", _reduced_shape, _reduce, lambda grad, op, way: _all_reduce(grad, op, *way.back)
+)
 
 
-@_all_gather.register_fake
-def _(x: Tensor, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None) -> Tensor:
-    _check("sum", codec, backward_codec)
+def _gathered_shape(x: Tensor, dim: int, way: _Way) -> list[int]:
+    _check(way)
     shape = list(x.shape)
-    shape[_check_dim(x, dim)] *= _group(group).size()
-    return x.new_empty(shape)
-
-
-def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dim, group, codec, backward_codec, algorithm, step = ctx.settings
-    return _only(ctx, _reduce_scatter(grad, "sum", dim, group, backward_codec, codec, algorithm, step))
-
-
-@custom_op("thinwire::reduce_scatter", mutates_args=())
-def _reduce_scatter(
-    x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
-) -> Tensor:
-    _check(op, codec, backward_codec)
-    dim = _check_dim(x, dim)
-    ranks = _group(group)
-    out = x.new_empty(_part(x, dim, ranks))
-    parts = x.contiguous() if dim == 0 or x.numel() == 0 else torch.cat(x.split(out.shape[dim], dim))
-    collectives.reduce_scatter_tensor(out, parts, _OPS[op], ranks, **_settings(codec, algorithm, step))
-    return out
-
-
-@_reduce_scatter.register_fake
-def _(
-    x: Tensor, op: str, dim: int, group: str, codec: str, backward_codec: str, algorithm: str, step: int | None
-) -> Tensor:
-    _check(op, codec, backward_codec)
-    return x.new_empty(_part(x, _check_dim(x, dim), _group(group)))
-
-
-def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> list[int]:
-    """The shape of one rank's part of x."""
-    shape = list(x.shape)
-    shape[dim] = _check_divides(shape[dim], dim, group.size())
+    shape[_check_dim(x, dim)] *= way.ranks.size()
     return shape
 
 
-def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    op, dim, group, codec, backward_codec, algorithm, step = ctx.settings
-    whole = _all_gather(grad, dim, group, backward_codec, codec, algorithm, step)
-    return _only(ctx, whole / _group(group).size() if op == "avg" else whole)
+def _gather(out: Tensor, x: Tensor, dim: int, way: _Way) -> None:
+    world = way.ranks.size()
+    along_rows = dim % x.dim() == 0
+    rows = out if along_rows else x.new_empty((world * x.shape[0], *x.shape[1:]))
+    collectives.all_gather_into_tensor(rows, x.contiguous(), way.ranks, **way.settings)
+    if not along_rows:
+        torch.cat(rows.view(world, *x.shape).unbind(), dim, out=out)
 
 
-@custom_op("thinwire::all_to_all_single", mutates_args=())
-def _all_to_all_single(
-    x: Tensor,
-    out_rows: Sequence[int] | None,
-    in_rows: Sequence[int] | None,
-    group: str,
-    codec: str,
-    backward_codec: str,
-    algorithm: str,
-    step: int | None,
-) -> Tensor:
-    _check("sum", codec, backward_codec)
-    ranks = _group(group)
-    out = x.new_empty((_rows(x, out_rows, in_rows, ranks.size()), *x.shape[1:]))
-    settings = _settings(codec, algorithm, step)
-    collectives.all_to_all_single(out, x.contiguous(), out_rows, in_rows, ranks, **settings)
-    return out
+_all_gather: _Op = _op(
+    "all_gather",
+    "SymInt dim, ",
+    _gathered_shape,
+    _gather,
+    lambda grad, dim, way: _reduce_scatter(grad, "sum", dim, *way.back),
+)
 
 
-@_all_to_all_single.register_fake
-def _(
-    x: Tensor,
-    out_rows: Sequence[int] | None,
-    in_rows: Sequence[int] | None,
-    group: str,
-    codec: str,
-    backward_codec: str,
-    algorithm: str,
-    step: int | None,
-) -> Tensor:
-    _check("sum", codec, backward_codec)
-    return x.new_empty((_rows(x, out_rows, in_rows, _group(group).size()), *x.shape[1:]))
+def _scattered_shape(x: Tensor, op: str, dim: int, way: _Way) -> list[int]:
+    _check(way, op)
+    dim = _check_dim(x, dim)
+    shape = list(x.shape)
+    shape[dim] = _check_divides(shape[dim], dim, way.ranks.size())
+    return shape
 
 
-def _all_to_all_single_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    out_rows, in_rows, group, codec, backward_codec, algorithm, step = ctx.settings
-    return _only(ctx, _all_to_all_single(grad, in_rows, out_rows, group, backward_codec, codec, algorithm, step))
+def _scatter(out: Tensor, x: Tensor, op: str, dim: int, way: _Way) -> None:
+    in_rows = dim % x.dim() == 0 or x.numel() == 0
+    parts = x.contiguous() if in_rows else torch.cat(x.split(out.shape[dim], dim))
+    collectives.reduce_scatter_tensor(out, parts, _OPS[op], way.ranks, **way.settings)
 
 
-def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.settings = inputs[1:]
+def _scatter_backward(grad: Tensor, op: str, dim: int, way: _Way) -> Tensor:
+    whole = _all_gather(grad, dim, *way.back)
+    return whole / way.ranks.size() if op == "avg" else whole
 
 
-def _only(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The tensor's gradient; the settings have none."""
-    return (grad, *[None] * len(ctx.settings))
+_reduce_scatter: _Op = _op("reduce_scatter", "str op, SymInt dim, ", _scattered_shape, _scatter, _scatter_backward)
 
 
-_all_reduce.register_autograd(_all_reduce_backward, setup_context=_keep_settings)
-_all_gather.register_autograd(_all_gather_backward, setup_context=_keep_settings)
-_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_keep_settings)
-_all_to_all_single.register_autograd(_all_to_all_single_backward, setup_context=_keep_settings)
+def _exchanged_shape(x: Tensor, out_rows: _Splits, in_rows: _Splits, way: _Way) -> tuple[int, ...]:
+    _check(way)
+    return _rows(x, out_rows, in_rows, way.ranks.size()), *x.shape[1:]
+
+
+def _exchange(out: Tensor, x: Tensor, out_rows: _Splits, in_rows: _Splits, way: _Way) -> None:
+    collectives.all_to_all_single(out, x.contiguous(), out_rows, in_rows, way.ranks, **way.settings)
+
+
+_all_to_all_single: _Op = _op(
+    "all_to_all_single",
+    "SymInt[]? out_rows, SymInt[]? in_rows, ",
+    _exchanged_shape,
+    _exchange,
+    lambda grad, out_rows, in_rows, way: _all_to_all_single(grad, in_rows, out_rows, *way.back),
+)

@@ -1,11 +1,11 @@
 """thinwire in the frameworks that people train with: DDP, FSDP2, DiLoCo, Lightning, Accelerate, the Trainer.
 
-The road of a bucket: ddp (the hook) → restore (buckets of a resumed run) → averager (lanes, messages, feedback) →
+The road of a bucket: ddp (the hook) → checkpoint (buckets of a resumed run) → averager (lanes, messages, feedback) →
 collectives. That of a sharded model's gradients is in fsdp/, a room of its own. DiLoCo's rounds take the averager's
-road too (diloco; fragments, deadline and rejoin are its parts). Beside them: options (what was asked for), wrapped (the
-model inside a framework's), decisions, policy, auto and moments (what travels how), nonfinite (NaN and Inf), drift
-(feedback that grows), names, lanes, handle, stats and checkpoint. On top: lightning, accelerate and transformers, which
-call `compress_ddp` or `compress_fsdp` at the right time, and put the handle's state into the framework's checkpoints.
+road too (diloco; fragments and rejoin are its parts). Beside them: options (what was asked for), decisions, policy,
+auto and moments (what travels how), nonfinite (NaN and Inf), names (also of what a framework wraps), lanes and stats
+(handles, logs). On top: lightning, accelerate and transformers, which call `compress_ddp` or `compress_fsdp` at the
+right time, and put the handle's state into the framework's checkpoints.
 
 To add a framework: do what those three do. To add another kind of parallelism: a `Handle` that averages `GradientSet`s
 with an `Averager`.

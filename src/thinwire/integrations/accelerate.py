@@ -15,13 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.codecs import registry
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions
+from thinwire.integrations.names import describe
+from thinwire.integrations.options import CodecChoice, DDPKeywords, check_options
 from thinwire.integrations.policy import CodecLike
-from thinwire.integrations.wrapped import describe
 from thinwire.log import announce
 
 if find_spec("accelerate") is None:
@@ -84,19 +83,9 @@ def compress_prepared(
             f"(distributed_type={accelerator.distributed_type})"
         )
     _tell_alone(int(os.environ.get("WORLD_SIZE", 1)))
-    return Alone(None, codec, model=model, **_without(options, (*_OF_FSDP, *_OF_DDP, "inside")))
-
-
-def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
-    """Raise if an option could not be of any use, whatever the model will be."""
-    for name in ("inside", "weights"):
-        if name in options:
-            registry.codec(options[name])
-    DDPOptions(codec, **_without(options, (*_OF_FSDP, "mesh", "inside")))
-
-
-def _without(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
+    of_one = (*_OF_FSDP, *_OF_DDP, "inside")
+    kept: Any = {name: value for name, value in options.items() if name not in of_one}
+    return Alone(None, codec, model=model, **kept)
 
 
 def _refuse(options: Mapping[str, Any], names: Sequence[str], found: str, wanted: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.drift import Drift
-from thinwire.integrations.names import PADDING, Names, ParameterSize
+from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import BucketMeter, Stats, StepErrors, Tally
+from thinwire.integrations.stats import BucketMeter, Drift, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
+from thinwire.log import announce
 
 Future = torch.futures.Future
 ByName = Mapping[str, Tensor]
@@ -79,34 +80,31 @@ class Memories:
         self.means.load(means)
         self.kinds = dict(kinds)
 
-    def carry(self, lane: lanes.BucketLane, world: int, device: torch.device) -> Any:
-        """The feedback of a lane, with the memories of its parameters; None where it has none."""
+    def carry(
+        self, lane: lanes.BucketLane, world: float, device: torch.device, rows: Sequence[feedback.Piece] = ()
+    ) -> Any:
+        """The feedback of a lane, with the memories of its parameters; None where it has none.
+
+        `rows`: where a lane has a row per rank, the pieces of all rows, named by parameter and row.
+        """
         kind = lane.spec.feedback
         if not kind:
             return None
         names = [piece.name for piece in lane.pieces if piece.name is not None]
-        stale = self.stale(kind, names)
-        self.residuals.drop(stale)
+        stale = {name for name in names if self.kinds.get(name, kind) != kind}  # another kind remembered something
+        self.kinds.update(dict.fromkeys(names, kind))
         self.means.drop(stale)
-        residual = self.residuals.lane(lane.pieces, device)
-        gaps = feedback.Gaps(lane.pieces)
+        self.residuals.drop([p.name for p in rows if p.name and p.name.rpartition(ROW)[0] in stale] if rows else stale)
+        residual = self.residuals.lane(rows or lane.pieces, device)
+        gaps = feedback.Gaps(rows or lane.pieces)
         if kind == "classic":
             return feedback.Classic(residual, world, gaps)
-        return feedback.EF21(residual, self.means_of(lane.pieces, device), world, gaps)
-
-    def stale(self, kind: str, names: Sequence[str]) -> list[str]:
-        """Those of parameters that get a feedback of this kind for which another kind remembered something."""
-        found = [name for name in names if self.kinds.get(name, kind) != kind]
-        self.kinds.update(dict.fromkeys(names, kind))
-        return found
-
-    def means_of(self, pieces: Sequence[feedback.Piece], device: torch.device) -> feedback.Memory:
         if self.residuals.dtype != torch.float32:
             raise CodecError(
                 "this optimiser asks for feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
                 f"float32, got {self.residuals.dtype}; or name another feedback"
             )
-        return self.means.lane(pieces, device)
+        return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ class _Bucket:
 
 
 class Averager:
+    _timed = True  # whether the work of chunks on the CPU is timed
+
     def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
         self.decisions = decisions
         self.memories = Memories(options.residual_dtype)
@@ -135,19 +135,22 @@ class Averager:
         self._algorithm = options.algorithm
         self._nodes = options.nodes
         self._step = 0
+        self._began = 0.0  # when it did
         self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
         self._messages: dict[object, Any] = {}
         self._setting: object = None  # the decisions that `_buckets` were made with
 
-    def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
-        """Decide for `step`; all collectives of the last one are done. Gives what is to be told, if anything."""
+    def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
+        """Decide for `step`; all collectives of the last one are done. The group's first rank tells what is new."""
+        before = self._began
+        self._began = perf_counter()
         if group is not self.group:
             self.group = group
             self._messages.clear()
             self._buckets.clear()
             Call(channel_of(group, device), f"gradients(from step {step}, {self._agreed})", anew=True)
         self._step = step
-        self.tally.timed = device.type == "cpu"
+        self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
         drifted = self._drift.look(self.errors.fed_back)
         if drifted:
@@ -155,13 +158,14 @@ class Averager:
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, (group, *self.peers), device)
-        news = self.decisions.begin(step, seconds, by_name, self.errors.end_step(), agree)
+        news = self.decisions.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
         if self.decisions.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
         if self.decisions.raced or self.decisions.setting != self._setting:
             self._setting = self.decisions.setting
             self._buckets.clear()
-        return news
+        if news and group.rank() == 0:
+            announce(news)
 
     def average(
         self, gradients: GradientSet, output: Tensor, group: dist.ProcessGroup | None = None
@@ -211,8 +215,12 @@ class Averager:
         pairs = zip(gradients.names, sizes, strict=True)
         specs = [self._spec(name, size, whole=gradients.numels is None) for name, size in pairs]
         found = lanes.lanes_of(gradients.names, specs)
-        exact = all(isinstance(lane.spec.codec, Identity) for lane in found)
-        message = None if exact else self._message(gradients, [lane.spec for lane in found], like, group)
+        laid = tuple(lane.spec for lane in found)
+        key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
+        exact = all(isinstance(spec.codec, Identity) for spec in laid)
+        if not exact and key not in self._messages:  # codecs that come back need not agree on theirs again
+            self._messages[key] = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
+        message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
         return _Bucket(
             lanes=found,
@@ -227,16 +235,6 @@ class Averager:
         """How a parameter travels or, if not all of it is here, a part of it or its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
         return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
-
-    def _message(
-        self, gradients: GradientSet, specs: Sequence[LaneSpec], like: Tensor, group: dist.ProcessGroup
-    ) -> Message:
-        """The message of these lanes; codecs that come back find theirs, and need not agree on it again."""
-        key = gradients.names, tuple(specs), like.dtype, like.device, gradients.buffer is None
-        if key not in self._messages:
-            self._messages[key] = Message(specs, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
-        found: Message = self._messages[key]
-        return found
 
     def stats(self, step: int) -> Stats:
         """What compression did in `step` steps on this rank."""

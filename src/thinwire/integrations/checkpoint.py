@@ -1,27 +1,65 @@
-"""The state of a compressed run as plain data, and back, on the same number of ranks or another."""
+"""The state of a compressed run as plain data, and back, on the same number of ranks or another.
+
+[Note: Layout] DDP rebuilds its buckets after the first iteration (with a static graph after the second), and what a
+codec makes of a number depends on the block it falls into. A run that is resumed starts with DDP's first buckets again,
+where the run it continues had the rebuilt ones. So a checkpoint holds the layout, and until DDP has come to it a
+resumed run waits for all gradients of a bucket of *that* layout, from whatever buckets of DDP's: the same bits.
+"""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire import feedback
 from thinwire.codecs.checks import is_int
+from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError, ThinwireError
-from thinwire.integrations.averager import Averager, ByName
-from thinwire.integrations.names import ParameterNames
-from thinwire.integrations.restore import Restorer
+from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
+from thinwire.integrations.names import Names, ParameterNames
 
 _VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
-State = Mapping[str, Any]
+State = dict[str, Any]
+_RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
+Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 
 
-def export(
-    averager: Averager, restorer: Restorer, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
-) -> dict[str, Any]:
+def save(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
+    """This rank's state; with `gather` those of all ranks as one, on the first rank, and an empty one on the others."""
+    rank = group.rank()
+    memories = averager.memories
+    own = _state(averager, restorer, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
+    if not gather:
+        return own
+    errors = dict(own["errors"][str(rank)])
+    names = sorted(errors)
+    lost = {_ERRORS: torch.tensor([errors[name] for name in names], dtype=torch.float64)}
+    found = gather_parts({**own["ranks"][str(rank)], **lost}, group)
+    if not found:
+        return {}
+    shared = [part.pop(_ERRORS).tolist() for part in found]
+    return {
+        **own,
+        "ranks": {str(k): part for k, part in enumerate(found)},
+        "errors": {str(k): list(zip(names, values, strict=True)) for k, values in enumerate(shared)},
+    }
+
+
+def blank(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, world: int) -> State:
+    """A state of zeros: what this rank needs of what `world` ranks saved."""
+    wanted: dict[int, ByName] = {k: {} for k in range(group.rank(), world, group.size())}
+    return _state(averager, restorer, step, world, wanted, {})
+
+
+def _state(
+    averager: Averager, restorer: "Restorer", step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+) -> State:
     """A state of `world` ranks that holds what these of them remember."""
     memories = averager.memories
     remembered = averager.decisions.remembered()
@@ -41,22 +79,23 @@ def export(
     }
 
 
-def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _complete(values: ByName, remembered: Mapping[str, tuple[int, str]], dtype: torch.dtype) -> dict[str, Tensor]:
     """`values`, with zeros for what has nothing to remember yet: a checkpoint always has the same keys."""
     zeros = {name: torch.zeros(numel, dtype=dtype) for name, (numel, _) in remembered.items() if name not in values}
     return {**zeros, **{name: value.to("cpu", dtype) for name, value in values.items()}}
 
 
-def gather(own: ByName, group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
     """What every rank of the group has under the same names, on the first of them; an empty list on the others.
 
-    Every rank calls it. Tensors travel one by one: no rank but the first holds more than its own.
+    Every rank calls it. Tensors travel one by one: no rank but the first holds more than its own. None is a group of
+    this rank alone.
     """
-    if group.size() == 1:
+    if group is None or group.size() == 1:
         return [dict(own)]
     device = "cuda" if dist.get_backend(group).endswith("nccl") else "cpu"  # "nccl", or "cuda:nccl"
     first = group.rank() == 0
-    found: list[dict[str, torch.Tensor]] = [{} for _ in range(group.size())] if first else []
+    found: list[dict[str, Tensor]] = [{} for _ in range(group.size())] if first else []
     for name in sorted(own):
         value = own[name].to(device)
         parts = [torch.empty_like(value) for _ in found]
@@ -64,33 +103,6 @@ def gather(own: ByName, group: dist.ProcessGroup) -> list[dict[str, torch.Tensor
         for rank, part in enumerate(parts):
             found[rank][name] = part.cpu()
     return found
-
-
-def gather_state(own: State, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The states of all ranks as one, on the first rank; an empty one on the others."""
-    errors = dict(own["errors"][str(rank)])
-    names = sorted(errors)
-    lost = {_ERRORS: torch.tensor([errors[name] for name in names], dtype=torch.float64)}
-    found = gather({**own["ranks"][str(rank)], **lost}, group)
-    shared = [part.pop(_ERRORS).tolist() for part in found]
-    if not found:
-        return {}
-    return {
-        **own,
-        "ranks": {str(k): part for k, part in enumerate(found)},
-        "errors": {str(k): list(zip(names, values, strict=True)) for k, values in enumerate(shared)},
-    }
-
-
-def load(
-    states: Sequence[State], rank: int, world: int, names: ParameterNames, averager: Averager, restorer: Restorer
-) -> int:
-    """Let `rank` of `world` ranks go on from these states: what rank k remembered goes to rank k % world.
-
-    Gives the step to go on with; raises before anything has changed.
-    """
-    with reading():
-        return _load(states, rank, world, names, averager, restorer)
 
 
 @contextlib.contextmanager
@@ -107,29 +119,47 @@ def reading() -> Iterator[None]:
         ) from error
 
 
-def check_numbers(step: Any, world: Any, *parts: Mapping[str, torch.Tensor]) -> None:
+def check_numbers(step: Any, world: Any, *parts: Mapping[str, Tensor]) -> None:
     """Raise unless these can be a step, a number of ranks and what they remember."""
     if not is_int(step) or step < 0 or not is_int(world) or world < 1:
         raise CollectiveError(f"load_state_dict: expected a step and a number of ranks, got {step!r} and {world!r}")
     for name, values in (item for part in parts for item in part.items()):
-        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        if not isinstance(values, Tensor) or not values.is_floating_point():
             raise CollectiveError(f"load_state_dict: expected numbers of {name}, got {type(values).__name__}")
         if not bool(torch.isfinite(values).all()):
             raise CollectiveError(f"load_state_dict: what is remembered of {name} is not finite")
 
 
-def _load(
-    states: Sequence[State], rank: int, world: int, names: ParameterNames, averager: Averager, restorer: Restorer
+def ranks_needed(rank: int, world: int, old: int, saved: Collection[int], advice: str) -> list[int]:
+    """The ranks, of `old` ones, whose memories this one goes on from; raises unless they are among the saved ones."""
+    wanted = list(range(rank, old, world))
+    if not set(wanted) <= set(saved):
+        raise CollectiveError(
+            f"load_state_dict: rank {rank} of {world} needs what ranks {wanted} of {old} saved, got that of "
+            f"{sorted(saved)}: {advice}"
+        )
+    return wanted
+
+
+@reading()
+def load(
+    states: Sequence[Mapping[str, Any]],
+    group: dist.ProcessGroup,
+    names: ParameterNames,
+    averager: Averager,
+    restorer: "Restorer",
 ) -> int:
+    """Let this rank go on from these states: what rank k remembered goes to rank k % world.
+
+    Gives the step to go on with; raises before anything has changed.
+    """
+    rank = group.rank()
+    world = group.size()
     head = _head(states)
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
     check_numbers(head["step"], head["world"], head["mean"], *parts.values())
-    wanted = list(range(rank, head["world"], world))
-    if any(k not in parts for k in wanted):
-        raise CollectiveError(
-            f"rank {rank} of {world} needs the states that ranks {wanted} of {head['world']} saved, got "
-            f"{sorted(parts)}: load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
-        )
+    files = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
+    wanted = ranks_needed(rank, world, head["world"], parts, files)
     for name, values in (saved for k in wanted for saved in parts[k].items()):
         size = names.sizes.get(name)
         if size is None and names.from_model:
@@ -150,7 +180,7 @@ def _load(
     return int(head["step"])
 
 
-def _head(states: Sequence[State]) -> State:
+def _head(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The first state, if all are of one step and world."""
     if not states:
         raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
@@ -163,3 +193,92 @@ def _head(states: Sequence[State]) -> State:
                 f"{[(state['step'], state['world']) for state in states]}"
             )
     return states[0]
+
+
+class Restorer:
+    """Averages gradients in DDP's own buckets, or in those of a checkpoint until DDP has come to them."""
+
+    def __init__(self, average: Average) -> None:
+        self._average = average
+        self._last: list[Names] = []  # buckets of the last whole step
+        self._sent: list[Names] = []  # buckets of this step
+        self.restore(None)
+
+    @property
+    def layout(self) -> list[Names]:
+        """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
+        return self._last if self._wanted is None else self._wanted
+
+    def restore(self, layout: Sequence[Names] | None) -> None:
+        """Begin anew, with these buckets or, if there are none, with DDP's own."""
+        self._wanted = None if layout is None else list(layout)
+        self._brought: list[Names] = []  # DDP's own buckets of this step
+        self._brought_before: list[Names] | None = None
+        self._steps = 0
+        self._held: dict[str, tuple[torch.Size, Tensor, _Held]] = {}
+        self._sent.clear()
+
+    def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
+        """Start to average a bucket of DDP's, or hold its gradients until the buckets they belong to are complete."""
+        if self._wanted is not None:
+            self._brought.append(gradients.names)
+            if gradients.names not in self._wanted:
+                return self._hold(self._wanted, gradients, output)
+        self._sent.append(gradients.names)
+        return self._average(gradients, output)
+
+    def end_step(self) -> None:
+        """All gradients of a step were given."""
+        if self._held:
+            left = sorted(self._held)[:3]
+            self._held.clear()
+            raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
+        if self._sent:
+            self._last = self._sent
+            self._sent = []
+        if self._wanted is None:
+            return
+        # Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good.
+        settled = set(self._brought) == set(self._wanted) or self._brought_before not in (None, self._brought)
+        if settled or self._steps == _RESTORED_STEPS:
+            self.restore(None)
+        else:
+            self._brought_before = self._brought
+            self._brought = []
+            self._steps += 1
+
+    def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
+        owner = _Held(output, {names for names in wanted if not set(names).isdisjoint(gradients.names)})
+        for name, shape, view in zip(gradients.names, gradients.shapes, gradients.views, strict=True):
+            self._held[name] = shape, view, owner
+        for names in wanted:
+            if names not in self._sent and all(name in self._held for name in names):
+                self._sent.append(names)
+                shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
+                done = self._average(GradientSet(names, shapes, None, views), views[0])
+                for waiting in set(owners):
+                    done.add_done_callback(functools.partial(waiting.got, names))
+        return owner.future
+
+
+class _Held:
+    """A bucket whose gradients travel in other buckets: its future is done when all of them are."""
+
+    def __init__(self, buffer: Tensor, waits: set[Names]) -> None:
+        self.future = new_future(buffer.device)
+        self._buffer = buffer
+        self._waits = waits
+        self._lock = threading.Lock()  # messages may end on several threads
+
+    def got(self, names: Names, done: "Future[Tensor]") -> None:
+        """A message that held some of the gradients is done, or failed."""
+        try:
+            done.value()
+        except Exception as error:
+            with contextlib.suppress(RuntimeError):  # another message failed first
+                self.future.set_exception(error)  # type: ignore[arg-type]
+            return
+        with self._lock:
+            self._waits.discard(names)
+            if not self._waits and not self.future.done():
+                self.future.set_result(self._buffer)

@@ -8,7 +8,6 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, Unpack
 
 import torch
@@ -21,15 +20,12 @@ from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
+from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import Names, ParameterNames, plain_name
+from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_name
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
-from thinwire.integrations.restore import Restorer
-from thinwire.integrations.stats import Stats
-from thinwire.integrations.wrapped import find_ddp
-from thinwire.log import announce
+from thinwire.integrations.stats import Handle, Stats
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]
@@ -74,7 +70,6 @@ class DDPState(Handle):
             self._guard = Guard(options.on_nonfinite, self._averager.tally)
         self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
-        self._began = 0.0  # when the present step did
 
     def name_parameters(self, model: nn.Module) -> None:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
@@ -176,16 +171,12 @@ class DDPState(Handle):
             self._guard.forget()
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
-        before = self._began
-        self._began = perf_counter()
         if group.size() == 1 or self.closed:
             return
         if self.process_group is None and self._averager.group is None:
             _check_group(self)
-        news = self._averager.begin_step(group, self.step, self._began - before, device)
+        self._averager.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
-        if news and group.rank() == 0:
-            announce(news)
 
     @property
     def world(self) -> int:
@@ -215,10 +206,7 @@ class DDPState(Handle):
             All load that one state.
         """
         group = transport.resolve(self.process_group)
-        memories = self._averager.memories
-        ranks = {self.rank: memories.residuals.read()}
-        own = checkpoint.export(self._averager, self._restorer, self.step, self.world, ranks, memories.means.read())
-        return checkpoint.gather_state(own, self.rank, group) if gather else own
+        return checkpoint.save(self._averager, self._restorer, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
@@ -226,9 +214,8 @@ class DDPState(Handle):
         It holds what this rank needs of what `world` ranks saved.
         """
         self._decisions.check_family("compress_ddp")
-        old = self.world if world is None else world
-        ranks: dict[int, Mapping[str, Tensor]] = {k: {} for k in range(self.rank, old, self.world)}
-        return checkpoint.export(self._averager, self._restorer, self.step, old, ranks, {})
+        group = transport.resolve(self.process_group)
+        return checkpoint.blank(self._averager, self._restorer, self.step, group, world or group.size())
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
@@ -236,7 +223,8 @@ class DDPState(Handle):
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         states = list(state) if isinstance(state, Sequence) else [state]
-        self.step = checkpoint.load(states, self.rank, self.world, self._names, self._averager, self._restorer)
+        group = transport.resolve(self.process_group)
+        self.step = checkpoint.load(states, group, self._names, self._averager, self._restorer)
         self._ended = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,16 +28,13 @@ from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies, rejoin
 from thinwire.integrations.averager import Averager, GradientSet
-from thinwire.integrations.deadline import Deadline
+from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.fragments import Fragment, Round, bare, cut, is_finite, trained
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import ParameterNames, plain_name
+from thinwire.integrations.fragments import Deadline, Fragment, Round, bare, cut, is_finite, trained
+from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
 from thinwire.integrations.policy import CodecLike, Exempt
-from thinwire.integrations.restore import Restorer
-from thinwire.integrations.stats import Stats
-from thinwire.integrations.wrapped import bare_optimizer, is_sharded
+from thinwire.integrations.stats import Handle, Stats
 from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
@@ -102,8 +99,7 @@ class DiLoCo(Handle):
         self._inner = _stepping(inner_optimizer)
         named = trained(model)
         _check_alone(named)
-        _check(every, fragments, overlap, beta, len(named))
-        _check_deadline(deadline)
+        _check(every, fragments, overlap, beta, deadline, len(named))
         self.every = every
         self.overlap = overlap
         self.beta = beta
@@ -259,7 +255,7 @@ class DiLoCo(Handle):
         count = len(self._fragments)
         turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in turns:
-            self._apply_late()
+            self._settle([one for one in self._under_way if one.late])
             self._begin(index, self.steps + self.overlap)
         self._apply_due()
 
@@ -273,9 +269,7 @@ class DiLoCo(Handle):
             memories = self._averager.memories  # what EF21 has sent is no loss: its means have to stay the sum of it
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
-        news = self._averager.begin_step(self._group, self.rounds, 0.0, gradient.device)
-        if news and self._group.rank() == 0:
-            announce(news)
+        self._averager.begin_step(self._group, self.rounds, gradient.device)
         future = None
         if self._group.size() > 1:
             future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
@@ -289,11 +283,10 @@ class DiLoCo(Handle):
                 done.late = True
                 self.late += 1
             else:
-                self._under_way.remove(done)
-                self._apply(done)
+                self._settle([done])
 
-    def _apply_late(self) -> None:
-        for done in [one for one in self._under_way if one.late]:
+    def _settle(self, rounds: Sequence[Round]) -> None:
+        for done in rounds:
             self._under_way.remove(done)
             self._apply(done)
 
@@ -337,11 +330,11 @@ class DiLoCo(Handle):
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
-        self._finish()
+        self._settle(list(self._under_way))
         for index, learnt in enumerate(self._learnt()):
             if learnt:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
-                self._finish()
+                self._settle(list(self._under_way))
         self._spread(self._buffers)
 
     def _learnt(self) -> list[bool]:
@@ -350,12 +343,6 @@ class DiLoCo(Handle):
         told = torch.tensor(found, device=self._fragments[0].outer[0].device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return [bool(one) for one in told.tolist()]
-
-    def _finish(self) -> None:
-        """Apply every round that is under way."""
-        for done in self._under_way:
-            self._apply(done)
-        self._under_way.clear()
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""
@@ -379,6 +366,11 @@ class DiLoCo(Handle):
         """What rounds cost so far on this rank; `steps` counts averages of a fragment."""
         return self._averager.stats(self.rounds)
 
+    @property
+    def _copies(self) -> dict[str, Tensor]:
+        """The outer copies, by name."""
+        return {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
+
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """What a checkpoint needs besides the model and the inner optimizer to go on with the same bits.
 
@@ -387,25 +379,19 @@ class DiLoCo(Handle):
         """
         for one in self._under_way:
             one.wait()  # it changes residuals until it is done
-        memories = self._averager.memories
-        rank = self._group.rank()
-        ranks = {rank: memories.residuals.read()}
-        means = memories.means.read()
-        own = checkpoint.export(self._averager, self._restorer, self.rounds, self._group.size(), ranks, means)
         if gather and self._under_way:
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
-        compression = checkpoint.gather_state(own, rank, self._group) if gather else own
+        compression = checkpoint.save(self._averager, self._restorer, self.rounds, self._group, gather=gather)
         if not compression:
             return {}
-        copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
         return {
             "version": _VERSION,
             "steps": self.steps,
             "skipped": self.skipped,
             "fragments": len(self._fragments),
-            "outer": {name: copy.detach().cpu().clone() for name, copy in copies.items()},
+            "outer": {name: copy.detach().cpu().clone() for name, copy in self._copies.items()},
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
@@ -424,43 +410,32 @@ class DiLoCo(Handle):
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version's DiLoCo gave")
-        copies = {name: copy for part in self._fragments for name, copy in zip(part.names, part.outer, strict=True)}
-        group = self._group
         with checkpoint.reading():
-            if {name: copy.shape for name, copy in copies.items()} != {k: v.shape for k, v in state["outer"].items()}:
+            shapes = {name: copy.shape for name, copy in self._copies.items()}
+            if shapes != {name: saved.shape for name, saved in state["outer"].items()}:
                 raise CollectiveError("load_state_dict: the state is of another model, or sharded in another way")
             if state["under_way"] and state["fragments"] != len(self._fragments):
                 raise CollectiveError(
                     f"load_state_dict: the state has rounds under way of {state['fragments']} fragments, got "
                     f"{len(self._fragments)} here: go on with as many, or save where no round is under way"
                 )
-            checkpoint.check_numbers(state["steps"], group.size(), state["outer"])
-            self._check_ranks(state["compression"])
+            checkpoint.check_numbers(state["steps"], self._group.size(), state["outer"])
+            compression = state["compression"]
+            advice = "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
+            known = [int(k) for k in compression["ranks"]]
+            checkpoint.ranks_needed(self._group.rank(), self._group.size(), compression["world"], known, advice)
             skipped = int(state["skipped"])
             under_way = [self._resumed(one) for one in state["under_way"]]
             for one in self._under_way:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds = checkpoint.load(
-                [state["compression"]], group.rank(), group.size(), self._names, self._averager, self._restorer
-            )
+            self.rounds = checkpoint.load([compression], self._group, self._names, self._averager, self._restorer)
         self.steps = int(state["steps"])
         self.skipped = skipped
         self._under_way = under_way
         with torch.no_grad():
-            for name, copy in copies.items():
+            for name, copy in self._copies.items():
                 copy.copy_(state["outer"][name])
-
-    def _check_ranks(self, compression: Mapping[str, Any]) -> None:
-        """Raise unless a state has what this rank goes on from."""
-        wanted = [str(k) for k in range(self._group.rank(), compression["world"], self._group.size())]
-        if not compression["ranks"].keys() >= set(wanted):
-            raise CollectiveError(
-                f"load_state_dict: rank {self._group.rank()} of {self._group.size()} goes on from what ranks "
-                f"{', '.join(wanted)} of {compression['world']} remember, got that of "
-                f"{', '.join(compression['ranks'])}: "
-                "load what this rank saved or, on another number of ranks, what state_dict(gather=True) gave"
-            )
 
     def _resumed(self, saved: Mapping[str, Any]) -> Round:
         device = self._fragments[saved["fragment"]].outer[0].device
@@ -522,12 +497,7 @@ def _check_codec(options: DDPOptions, fragments: int, connections: int) -> None:
         )
 
 
-def _check_deadline(deadline: float | None) -> None:
-    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
-        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")
-
-
-def _check(every: int, fragments: int, overlap: int, beta: float, parameters: int) -> None:
+def _check(every: int, fragments: int, overlap: int, beta: float, deadline: float | None, parameters: int) -> None:
     if not is_int(every) or every < 1:
         raise CollectiveError(f"every must be a number of steps above 0, got {every!r}")
     if not is_int(fragments) or not 1 <= fragments <= min(every, parameters):
@@ -539,3 +509,5 @@ def _check(every: int, fragments: int, overlap: int, beta: float, parameters: in
         raise CollectiveError(f"overlap must be a number of steps below every={every}, got {overlap!r}")
     if not isinstance(beta, float | int) or not 0 <= beta <= 1 or math.isnan(beta):
         raise CollectiveError(f"beta must be from 0 to 1, got {beta!r}")
+    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
+        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")

@@ -1,15 +1,22 @@
-"""The parts of a model that DiLoCo averages by turns, and an average that is under way."""
+"""The parts of a model that DiLoCo averages by turns, an average that is under way, and whether it comes in time."""
 
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
 from thinwire.integrations.averager import Future
 from thinwire.integrations.names import plain_name
+
+_LOOK_S = 0.005  # between two looks at the store
+_IN_TIME = "in time"
+_LATE = "late"
 
 
 class Fragment:
@@ -41,7 +48,7 @@ class Fragment:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Round:
     """An average of outer gradients under way."""
 
@@ -57,6 +64,48 @@ class Round:
             self.future.wait()
             self.future = None
         return self.average
+
+
+class Deadline:
+    """Whether averages came in time, decided once for all ranks: in their group's store, by whoever knows first.
+
+    Every rank asks for the verdicts on one average after the other, in the same order. The last rank to have an average
+    says that it came in time; the first that has waited too long says that it is late. The store keeps what was said
+    first, and all ranks go by it, those too that ask later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        if dist.get_backend(group).endswith("nccl"):
+            raise CollectiveError(
+                "deadline: on NCCL the host does not see when an average is there: use gloo across sites"
+            )
+        self._store = group.get_group_store()
+        self._world = group.size()
+        self._seconds = seconds
+        self._asked = 0
+
+    def is_met(self, average: "Future[Tensor]") -> bool:
+        """Whether all ranks had this average in time; all of them ask."""
+        key = f"thinwire/diloco/{self._asked}"
+        self._asked += 1
+        until = time.monotonic() + self._seconds
+        there = threading.Event()
+        average.add_done_callback(lambda _: there.set())
+        if there.wait(self._seconds) and self._store.add(f"{key}/count", 1) == self._world:
+            self._say(key, _IN_TIME)
+        while not self._store.check([f"{key}/verdict"]):
+            if time.monotonic() >= until:
+                self._say(key, _LATE)
+                break
+            time.sleep(_LOOK_S)
+        said = self._store.get(f"{key}/verdict").decode()
+        if self._store.add(f"{key}/read", 1) == self._world:  # the last one leaves nothing behind
+            for name in ("count", "verdict", "read"):
+                self._store.delete_key(f"{key}/{name}")
+        return bool(said == _IN_TIME)
+
+    def _say(self, key: str, verdict: str) -> None:
+        self._store.compare_set(f"{key}/verdict", "", verdict)
 
 
 def is_finite(tensor: Tensor) -> bool:

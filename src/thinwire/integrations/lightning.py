@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.codecs import registry
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.fsdp.private import groups_of
-from thinwire.integrations.options import Algorithm, CodecChoice, DDPOptions, SharedKeywords, Weigh
+from thinwire.integrations.options import Algorithm, CodecChoice, SharedKeywords, Weigh, check_options
 from thinwire.integrations.policy import CodecLike
 from thinwire.log import announce
 
@@ -80,10 +79,7 @@ class Compress(Callback):
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
-        for travelling in (options.get("inside"), weights):
-            if travelling is not None:
-                registry.codec(travelling)  # says what is wrong with it
-        DDPOptions(codec, **{name: value for name, value in options.items() if name != "inside"})  # type: ignore[arg-type]
+        check_options(codec, {**options, **_given(weights=weights)})
         if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
             raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
         self.handle: Handle | None = None

@@ -1,18 +1,25 @@
-"""What parameters are called, in rules and checkpoints, and how large their gradients are."""
+"""The model, the optimizer and the parameters inside what a framework, torch.compile or Fabric put around them.
+
+What parameters are called, in rules and checkpoints, and how large their gradients are.
+"""
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.errors import CollectiveError
 
 Names = tuple[str, ...]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
+_INSIDE = ("optim", "_optimizer", "optimizer")  # where ZeroRedundancyOptimizer, Lightning and Accelerate keep theirs
 PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
+ROW = "#"  # after the name of a parameter, before the number of a row: its part there
 
 
 def plain_name(name: str) -> str:
@@ -96,3 +103,55 @@ class ParameterNames:
                 f"{tuple(parameter.shape)}: name them with state.name_parameters(model)"
             )
         return name
+
+
+def find_ddp(given: object) -> DistributedDataParallel:
+    """The one DDP model in `given`, or an error that says what is there instead."""
+    found = _modules(given, DistributedDataParallel)
+    if len(found) == 1:
+        model: DistributedDataParallel = found[0]
+        return model
+    if found:
+        raise CollectiveError(
+            f"expected one DistributedDataParallel model, {type(given).__name__} holds {len(found)}: compress them "
+            "one by one"
+        )
+    raise CollectiveError(f"expected a torch.nn.parallel.DistributedDataParallel, got {describe(given)}")
+
+
+def describe(given: object) -> str:
+    """What was passed, and the function it belongs to."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # much comes with them, for an error alone
+
+    name = type(given).__name__
+    if _modules(given, DistributedDataParallel):
+        return f"{name}, a DistributedDataParallel model: call thinwire.compress_ddp"
+    if _modules(given, FSDPModule):
+        return f"{name}, which FSDP2 shards: call thinwire.compress_fsdp"
+    if _modules(given, FullyShardedDataParallel):
+        return f"{name}, which FSDP1 shards: shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+    if any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(given).__mro__):
+        return f"{name}, which replicate() was called on: wrap the model in DistributedDataParallel instead"
+    if not isinstance(given, nn.Module):
+        return f"{name}: pass the model"
+    return (
+        f"{name}, which nothing wraps or shards: wrap it in DistributedDataParallel, or call fully_shard, first. Where "
+        "a framework has done so, pass what it made: what accelerator.prepare gave, trainer.model_wrapped of "
+        "transformers, trainer.strategy.model of Lightning"
+    )
+
+
+def _modules(given: object, kind: Any) -> list[Any]:
+    return [module for module in given.modules() if isinstance(module, kind)] if isinstance(given, nn.Module) else []
+
+
+def bare_optimizer(given: Any, *, whole: bool = False) -> Any:
+    """The optimizer that a framework's wraps, or `given` itself; if `whole`, not a rank's part of a sharded one."""
+    held = {} if whole and is_sharded(given) else getattr(given, "__dict__", {})
+    inner = [bare_optimizer(held[name], whole=whole) for name in _INSIDE if name in held]
+    return next((one for one in inner if isinstance(one, Optimizer)), given)
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer: ranks step a part of the parameters each, and then exchange them."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)

@@ -16,8 +16,8 @@ from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations import policy as policies
+from thinwire.integrations.names import bare_optimizer
 from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
-from thinwire.integrations.wrapped import bare_optimizer
 from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]
@@ -163,6 +163,15 @@ class DDPOptions:
                 "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
             )
         return Nodes(mesh, chosen)
+
+
+def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
+    """Raise if an option of compress_ddp or compress_fsdp could not be of any use, whatever the model will be."""
+    for name in ("inside", "weights"):
+        if name in options:
+            registry.codec(options[name])
+    by_model = ("inside", "weights", "replica", "mesh")
+    DDPOptions(codec, **{name: value for name, value in options.items() if name not in by_model})
 
 
 def spelled_out(function: Function) -> Function:

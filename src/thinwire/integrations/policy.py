@@ -11,7 +11,7 @@ from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Llo
 from thinwire.codecs.checks import is_int
 from thinwire.errors import CodecError
 from thinwire.feedback import KINDS
-from thinwire.integrations.wrapped import bare_optimizer
+from thinwire.integrations.names import bare_optimizer
 
 FEEDBACKS = ("auto", "none", *KINDS)
 TINY = 1024  # elements; a tensor with fewer travels in 16 bits: its blocks would hardly fill a scale

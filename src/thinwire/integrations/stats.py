@@ -1,15 +1,37 @@
-"""What compression did so far: bytes, errors, times."""
+"""What compression did so far: bytes, errors, times; and who is told: handles, logs, a warning where feedback grows.
 
+[Note: Drift] A codec loses a share d of the squares of what it encodes. Classic feedback encodes x + r, where r is what
+the last message lost, so |r'| <= sqrt(d) (|x| + |r|): with gradients of size |x| it never holds more than
+sqrt(d) / (1 - sqrt(d)) |x|. EF21 encodes the difference to what was sent before, which moves by up to 2 |x|: it holds
+no more than twice that. A residual beyond the bound says that the codec loses more of these gradients than of Gaussian
+ones, for which d is measured: a few large numbers make the others of their block vanish, say. Old gradients then drown
+the new ones.
+
+A residual smaller than its gradient drowns nothing, whatever d: the bound is never below 1. After a burst of large
+gradients what is owed is sent off in a few steps: so two measured steps in a row have to show the residual, and the
+second at least half of the squares of the first.
+"""
+
+import functools
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.collectives.lane import decoded
+from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
+
+Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
+_NUMBERS = 1 << 14  # by which a codec is judged
+_SHOWN = 3  # parameters that a warning names
 
 
 @dataclass(frozen=True)
@@ -204,3 +226,115 @@ class StepErrors:
         """Forget this step, and go on with the errors by parameter of a checkpoint."""
         self._watches = []
         self._loaded = dict(errors)
+
+
+@functools.cache
+def residual_bound(codec: Codec, feedback: str, device: torch.device) -> float:
+    """How many times its gradients a residual may be, by the kernels of a device. See [Note: Drift]."""
+    x = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(1)).to(device)
+    wire = torch.empty(codec.wire_bytes(_NUMBERS), dtype=torch.uint8, device=device)
+    codec.encode(x, wire, step=0)
+    root = float((x - decoded(codec, wire, _NUMBERS, 0)).norm() / x.norm())
+    held = root / (1.0 - root) if root < 1.0 else math.inf
+    return max(1.0, 2.0 * held if feedback == "ef21" else held)
+
+
+class Drift:
+    def __init__(self) -> None:
+        self._over: dict[str, float] = {}  # squares of residuals that were too large at the last measured step
+        self._told: set[str] = set()
+
+    def look(self, watches: Sequence[ErrorWatch]) -> str:
+        """What is to be told after a measured step, which these saw; "" if nothing."""
+        if not watches:
+            return ""
+        sums: dict[str, tuple[float, float, float]] = {}  # squares of what was lost and of what was given; the bound
+        for watch in watches:
+            assert watch.codec is not None
+            bound = residual_bound(watch.codec, watch.feedback, watch.lost_P.device)
+            for known, *squares in zip(watch.names, watch.lost_P.tolist(), watch.given_P.tolist(), strict=True):
+                if known is not None:
+                    lost, given, _ = sums.get(known, (0.0, 0.0, bound))
+                    sums[known] = lost + squares[0], given + squares[1], bound
+        over: dict[str, float] = {}
+        times: dict[str, tuple[float, float]] = {}  # the residual, and its bound, in multiples of the gradient
+        for name, (lost, given, bound) in sums.items():
+            if given > 0.0 and math.isfinite(lost) and lost > bound * bound * given:
+                over[name] = lost
+                times[name] = math.sqrt(lost / given), bound
+        lasting = [name for name, lost in over.items() if lost >= 0.5 * self._over.get(name, math.inf)]
+        self._over = over
+        news = [name for name in lasting if name not in self._told]
+        self._told.update(news)
+        if not news:
+            return ""
+        shown = ", ".join(f"{n} ({times[n][0]:.1f} times, at most {times[n][1]:.1f} expected)" for n in news[:_SHOWN])
+        more = f" and {len(news) - _SHOWN} more" if len(news) > _SHOWN else ""
+        return (
+            f"error feedback remembers many times the present gradients of {shown}{more}. Old gradients drown the new "
+            f"ones there: give them more bits, policy={{{news[0]!r}: 'int4'}}, or name them in exempt="
+        )
+
+
+class Handle:
+    """A model whose traffic is compressed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._logs: list[_Log] = []
+
+    def stats(self) -> Stats:
+        """What compression did so far on this rank; `print` shows it as a table."""
+        raise NotImplementedError
+
+    def log_to(self, target: Target, *, every: int = 100) -> Self:
+        """Write `stats()` to `target` after every `every` steps, on the group's first rank. Returns the handle.
+
+        target: a path, to which lines of JSON are appended; TensorBoard's SummaryWriter, or anything with
+            `add_scalar`; a Weights & Biases run, or anything with `log`; or a function, called with a dict.
+        """
+        if not isinstance(every, int) or every < 1:
+            raise CollectiveError(f"log_to: every must be a number of steps above 0, got {every!r}")
+        methods = [callable(getattr(target, name, None)) for name in ("add_scalar", "log")]
+        if not (isinstance(target, str | Path) or callable(target) or any(methods)):
+            raise CollectiveError(
+                "log_to: expected a path, a SummaryWriter, a Weights & Biases run or a function of a dict, got "
+                f"{type(target).__name__}"
+            )
+        self._logs.append(_Log(target, every))
+        return self
+
+    def _write_logs(self, step: int, rank: int) -> None:
+        """After `step` steps; `stats()` waits for a GPU, so it is called only where something is due."""
+        if rank != 0 or not step:
+            return
+        for log in self._logs:
+            if step % log.every == 0 and step > log.last:
+                log.last = step
+                log.write(self.stats().as_dict())
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        closed = ", closed" if self.closed else ""
+        said = f"codec={stats.codec!r}, feedback={stats.feedback!r}, steps={stats.steps}, ratio={stats.ratio:.2f}"
+        return f"{type(self).__name__}({said}{closed})"
+
+
+@dataclass
+class _Log:
+    target: Target
+    every: int
+    last: int = 0  # step that was written last
+
+    def write(self, values: dict[str, Any]) -> None:
+        if isinstance(self.target, str | Path):
+            with Path(self.target).open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        elif callable(getattr(self.target, "add_scalar", None)):
+            for name, value in values.items():
+                if not isinstance(value, str):
+                    self.target.add_scalar(f"thinwire/{name}", value, values["steps"])
+        elif callable(getattr(self.target, "log", None)):
+            self.target.log({f"thinwire/{name}": value for name, value in values.items()})
+        else:
+            self.target(values)

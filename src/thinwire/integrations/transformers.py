@@ -16,7 +16,7 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import rejoin
-from thinwire.integrations.options import CodecChoice
+from thinwire.integrations.options import CodecChoice, check_options
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     raise MissingPackageError(
@@ -25,7 +25,7 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     )
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire.integrations.accelerate import Alone, Handle, Keywords, check_options, compress_prepared, load_shared
+from thinwire.integrations.accelerate import Alone, Handle, Keywords, compress_prepared, load_shared
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json

@@ -1,13 +1,12 @@
 """Learnable fake quantisation: quantisers whose scales are trained, for weights and activations."""
 
+from thinwire.qat.codes import WeightCodes
 from thinwire.qat.convert import convert, weight_bytes
 from thinwire.qat.export import export
-from thinwire.qat.gather import WeightCodes
-from thinwire.qat.groups import parameter_groups
 from thinwire.qat.learnable import LearnableFakeQuantize
 from thinwire.qat.lsq import LSQ, LSQPlus
 from thinwire.qat.ops import fake_quantize
-from thinwire.qat.prepare import calibrate, prepare
+from thinwire.qat.prepare import calibrate, parameter_groups, prepare
 from thinwire.qat.summary import Summary, summary
 
 __all__ = [

@@ -1,6 +1,6 @@
 """FSDP2 and HSDP, from torch to the wire and back.
 
-private (torch's private names) → state (the handle) → rows and columns (rows of a flat buffer, in lanes) → collectives;
+private (torch's private names) → state (the handle) → rows (of a flat buffer, in lanes) → collectives;
 between replicas of shards, DDP's averager again. Beside them: codes (weights of quantised layers) and checkpoint.
 """
 

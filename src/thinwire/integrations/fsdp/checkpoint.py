@@ -22,9 +22,8 @@ from thinwire import feedback
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.columns import row_name
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
-from thinwire.integrations.fsdp.rows import Gatherer
+from thinwire.integrations.fsdp.rows import Gatherer, row_name
 
 _VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
@@ -107,14 +106,33 @@ class Layout:
         return parameter
 
 
-def export(layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps) -> dict[str, Any]:
-    """What this rank saves."""
+def export(
+    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
+) -> dict[str, Any]:
+    """What this rank saves or, if `world` is given, zeros for what it needs of what so many ranks saved."""
     memories = averager.memories
-    residuals = {**layout.blank(averager), **layout.read(memories.residuals.read())}
-    state = _head(layout, averager, gatherers, steps, layout.world)
-    state["ranks"] = {layout.key(layout.rank): residuals}
-    state["errors"] = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
-    return state
+    meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
+    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
+    means |= memories.means.read()
+    wanted = [layout.rank] if world is None else range(layout.rank, world, layout.world)
+    ranks = {layout.key(k): layout.blank(averager) for k in wanted}
+    errors: dict[str, list[tuple[str, float]]] = {key: [] for key in ranks}
+    if world is None:
+        ranks[layout.key(layout.rank)] |= layout.read(memories.residuals.read())
+        errors = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
+    return {
+        "version": _VERSION,
+        "steps": dict(steps),
+        "world": layout.world if world is None else world,
+        "replicated": layout.replicated,
+        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
+        "decisions": averager.decisions.state_dict(),
+        "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
+        "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
+        "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
+        "ranks": ranks,
+        "errors": errors,
+    }
 
 
 def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,11 +150,12 @@ def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
     lost = dict(own["errors"][key])
     noted = {_ERRORS: torch.tensor([lost.get(name, 0.0) for name in layout.parameters], dtype=torch.float64)}
     if layout.replicated:
-        summed = _rows(noted, shards)
+        summed = checkpoint.gather_parts(noted, shards)
         if not summed:
             return {}
         noted = {_ERRORS: torch.stack([row[_ERRORS] for row in summed]).sum(0)}
-    found = _rows({**(whole["ranks"] if layout.replicated else own["ranks"][key]), **noted}, replicas or shards)
+    residuals = whole["ranks"] if layout.replicated else own["ranks"][key]
+    found = checkpoint.gather_parts({**residuals, **noted}, replicas or shards)
     if not found:
         return {}
     measured = [part.pop(_ERRORS).tolist() for part in found]
@@ -152,47 +171,14 @@ def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rows(own: Parts, group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
-    return [dict(own)] if group is None else checkpoint.gather(own, group)
-
-
 def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sharded tensors as whole ones, on the first rank of the shards."""
-    rows = _rows({name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}, shards)
+    own = {name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}
+    rows = checkpoint.gather_parts(own, shards)
     return {name: layout.parameters[name].whole(torch.stack([row[name] for row in rows])) for name in parts if rows}
 
 
-def blank(
-    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
-) -> dict[str, Any]:
-    """A state of zeros: what this rank needs of what `world` ranks saved."""
-    state = _head(layout, averager, gatherers, steps, world)
-    wanted = range(layout.rank, world, layout.world)
-    state["ranks"] = {layout.key(k): layout.blank(averager) for k in wanted}
-    state["errors"] = {layout.key(k): [] for k in wanted}
-    return state
-
-
-def _head(
-    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int
-) -> dict[str, Any]:
-    memories = averager.memories
-    meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
-    means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
-    means |= memories.means.read()
-    return {
-        "version": _VERSION,
-        "steps": dict(steps),
-        "world": world,
-        "replicated": layout.replicated,
-        "feedback": [[name, kind] for name, kind in memories.kinds.items()],
-        "decisions": averager.decisions.state_dict(),
-        "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
-        "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
-        "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
-    }
-
-
+@checkpoint.reading()
 def load(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     layout: Layout,
@@ -200,16 +186,6 @@ def load(
     gatherers: Sequence[Gatherer],
 ) -> dict[str, int]:
     """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
-    with checkpoint.reading():
-        return _load(state, layout, averager, gatherers)
-
-
-def _load(
-    state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    layout: Layout,
-    averager: Averager,
-    gatherers: Sequence[Gatherer],
-) -> dict[str, int]:
     states = list(state) if isinstance(state, Sequence) else [state]
     if not states or any(not isinstance(s, Mapping) or s.get("version") != _VERSION for s in states):
         raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
@@ -222,14 +198,12 @@ def _load(
     parts = {key: part for saved in states for key, part in saved["ranks"].items()}
     old = int(head["world"])
     steps = {name: int(step) for name, step in head["steps"].items()}
-    wanted = {k: parts.get(layout.key(k)) for k in range(layout.rank, old, layout.world)}
-    missing = [k for k, part in wanted.items() if part is None]
-    if missing:
-        raise CollectiveError(
-            f"rank {layout.rank} of {layout.world} needs what ranks {missing} of {old} saved: pass the states of all "
-            "ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
-        )
-    known = {k: part for k, part in wanted.items() if part is not None}
+    advice = (
+        "pass the states of all ranks as a list, or load with torch.distributed.checkpoint into blank_state_dict(world)"
+    )
+    present = [k for k in range(old) if layout.key(k) in parts]
+    wanted = checkpoint.ranks_needed(layout.rank, layout.world, old, present, advice)
+    known = {k: parts[layout.key(k)] for k in wanted}
     for step in steps.values():
         checkpoint.check_numbers(step, old, *({n: _local(v) for n, v in part.items()} for part in known.values()))
     dealt = feedback.deal(known, old, layout.rank, layout.world)

@@ -2,7 +2,7 @@
 
 [Note: Codes] Every rank quantises its own rows, and what the others get is exactly what their quantisers would have
 made of the gathered weight. So these let it pass. The straight-through rule, which they leave out, is linear in the
-gradient: it runs on the shard once the gradients are reduced, see qat/gather.py. Meanwhile scales have gradients of
+gradient: it runs on the shard once the gradients are reduced, see qat/codes.py. Meanwhile scales have gradients of
 zero, so that FSDP2 has a place for them in the same buffer.
 """
 
@@ -13,38 +13,32 @@ import torch
 from torch import Tensor
 
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
-from thinwire.qat.gather import WeightCodes
+from thinwire.qat.codes import WeightCodes
 from thinwire.qat.layers import QuantizedLayer
 
 
 class CodedWeight:
-    """The weight of a quantised layer that a parameter group holds in shards, like the scales of its rows."""
+    """The weight of a quantised layer that a parameter group holds in shards, like the scales of its rows.
+
+    While what was gathered last is on the quantiser's grid, `quantizer.on_grid` lets it pass.
+    """
 
     def __init__(self, layer: QuantizedLayer, weight: ShardedParameter, scales: Sequence[ShardedParameter]) -> None:
         self.weight = weight
-        self._quantizer = layer.weight_quantizer
+        self.quantizer = layer.weight_quantizer
         self._scales = scales  # and offsets
 
     @cached_property
     def _codes(self) -> WeightCodes:
         shape = self.weight.shape
-        if self._quantizer.group:
+        if self.quantizer.group:
             shape = torch.Size((shape[0], shape[1:].numel()))
-        return WeightCodes(self._quantizer, shape, rank=self.weight.shard_rank, world=self.weight.shard_world)
+        return WeightCodes(self.quantizer, shape, rank=self.weight.shard_rank, world=self.weight.shard_world)
 
     @property
     def wire_bytes(self) -> int:
         """Of every rank's codes and scales."""
         return self._codes.wire_bytes
-
-    @property
-    def is_on_grid(self) -> bool:
-        """Whether what was gathered last is quantised, so that the layer's own quantiser lets it pass."""
-        return self._quantizer.on_grid
-
-    @is_on_grid.setter
-    def is_on_grid(self, value: bool) -> None:
-        self._quantizer.on_grid = value
 
     def encode(self, wire: Tensor) -> None:
         """wire = the codes of the own rows."""
@@ -60,7 +54,7 @@ class CodedWeight:
     def apply_rule(self, gradients: Mapping[str, Tensor]) -> None:
         """From the gradient of the quantised weight's own rows make those of the weight, the scales and the offsets."""
         grad = gradients.get(self.weight.name)
-        if grad is None or not self.is_on_grid:
+        if grad is None or not self.quantizer.on_grid:
             return
         found = self._codes.gradients(self._rows(self.weight.local), self._rows(grad))
         grad.copy_(found.weight.view(-1))

@@ -58,18 +58,10 @@ class ShardedParameter(NamedTuple):
     shape: torch.Size  # of all of it
     numel: int  # of a part, padding included
     held: int  # of this rank's part, without
+    module: nn.Module  # which it belongs to
+    attribute: str  # its name in that module
+    in_tensor_parallel: bool  # whether it is itself a part of a parameter, which tensor parallelism cuts
     source: Any  # torch's own FSDPParam
-
-    @property
-    def module(self) -> nn.Module:
-        """Which it belongs to."""
-        found: nn.Module = self.source._module_info.module
-        return found
-
-    @property
-    def attribute(self) -> str:
-        """Its name in that module."""
-        return str(self.source._module_info.param_name)
 
     @property
     def local(self) -> Tensor:
@@ -97,7 +89,7 @@ class ShardedParameter(NamedTuple):
     def is_plain(self) -> bool:
         """Whether one module has it, FSDP alone cuts it, along its first dimension, and shards stay on the device."""
         source = self.source
-        alone = not source._module_info.shared_modules and not source.is_dtensor and not source.offload_to_cpu
+        alone = not (source._module_info.shared_modules or self.in_tensor_parallel or source.offload_to_cpu)
         return alone and source.fsdp_placement.dim == 0
 
     def held_by(self, rank: int) -> int:
@@ -138,11 +130,6 @@ class ShardedParameter(NamedTuple):
             local, own, [self.source.fsdp_placement], run_check=False, shape=self.shape, stride=stride
         )
 
-    @property
-    def in_tensor_parallel(self) -> bool:
-        """Whether it is itself a part of a parameter, which tensor parallelism cuts."""
-        return bool(self.source.is_dtensor)
-
     def part(self, shard: Tensor) -> Tensor:
         """This rank's part, padded, of what `shard` or `shard_of_replica` gave, or of all of it in a plain tensor."""
         if not isinstance(shard, DTensor):
@@ -161,36 +148,13 @@ class ParameterGroup:
         self._group = group
         self._names = names  # of modules, by id
         self._found: dict[tuple[int, ...], list[ShardedParameter]] = {}
-
-    @property
-    def name(self) -> str:
-        """Of the first module in it."""
-        return self._names.get(id(self._group.modules[0]), "") or "the root"
-
-    @property
-    def device(self) -> torch.device:
-        """On which it communicates."""
-        found: torch.device = self._group.device
-        return found
-
-    @property
-    def shards(self) -> dist.ProcessGroup | None:
-        """The ranks that hold a shard each; None where each has all."""
-        info = self._group.mesh_info
-        found: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
-        return found
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard; None where there are no others."""
-        info = self._group.mesh_info
-        found: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
-        return found
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether replicas of the shards are summed over too."""
-        return isinstance(self._group.mesh_info, DDPMeshInfo)
+        self.name = names.get(id(group.modules[0]), "") or "the root"  # of the first module in it
+        self.device: torch.device = group.device  # on which it communicates
+        info = group.mesh_info
+        self.is_replicated = isinstance(info, DDPMeshInfo)  # whether replicas of the shards are summed over too
+        # The ranks that hold a shard each, and those that hold the same shard; None where there are no others.
+        self.shards: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+        self.replicas: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
 
     @property
     def keeps_weights(self) -> bool:
@@ -211,10 +175,17 @@ class ParameterGroup:
         return self._found[key]
 
     def _parameter(self, source: Any) -> ShardedParameter:
-        module = self._names.get(id(source._module_info.module), "")
-        name = f"{module}.{source._module_info.param_name}".removeprefix(".")
+        module = source._module_info.module
+        attribute = source._module_info.param_name
         return ShardedParameter(
-            name, source._orig_size, source.padded_sharded_param_size.numel(), source.sharded_size.numel(), source
+            name=f"{self._names.get(id(module), '')}.{attribute}".removeprefix("."),
+            shape=source._orig_size,
+            numel=source.padded_sharded_param_size.numel(),
+            held=source.sharded_size.numel(),
+            module=module,
+            attribute=attribute,
+            in_tensor_parallel=source.is_dtensor,
+            source=source,
         )
 
     @property
@@ -297,21 +268,9 @@ class ReduceCall:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._given = arguments
-
-    @property
-    def sources(self) -> list[Any]:
-        return list(self._given["fsdp_params"])
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """This rank's, one for each of `sources`."""
-        return list(self._given["unsharded_grads"])
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The group of replicas that this call sums over, if it does."""
-        found: dist.ProcessGroup | None = self._given["all_reduce_group"]
-        return found if self._given["all_reduce_grads"] else None
+        self.sources: list[Any] = list(arguments["fsdp_params"])
+        self.gradients: list[Tensor] = list(arguments["unsharded_grads"])  # this rank's, one for each of the sources
+        self.sums_replicas = arguments["all_reduce_grads"] and arguments["all_reduce_group"] is not None
 
     def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
         """Let `average` take the place of torch's own sum over replicas.
@@ -324,7 +283,8 @@ class ReduceCall:
         then = given["all_reduce_hook"]
         partial = given["partial_reduce_output"]
         shards = given["reduce_scatter_group"]
-        in_sums = given["force_sum_reduction_for_comms"] or _dtype(given) == torch.float16
+        dtype = given["reduce_dtype"] or self.gradients[0].dtype
+        in_sums = given["force_sum_reduction_for_comms"] or dtype == torch.float16
         if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
             given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides by it twice for one
         summed = given["gradient_divide_factor"] is not None
@@ -343,11 +303,6 @@ class ReduceCall:
         given["all_reduce_group"] = None
         given["partial_reduce_output"] = None
         given["all_reduce_hook"] = hook
-
-
-def _dtype(given: dict[str, Any]) -> torch.dtype:
-    found: torch.dtype = given["reduce_dtype"] or given["unsharded_grads"][0].dtype
-    return found
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Gradients and weights of a model that ranks hold in shards, step after step: sums of rows, and rows gathered.
 
 A row is what a rank owns of a flat buffer: its shards of some parameters, one after the other, padded alike on all
-ranks. See columns.py for how rows fall into lanes.
+ranks.
 
 [Note: Differences] A rounded weight is wrong by as much at every step, and below 8 bits that shows. Where every rank
 keeps what it gathered last, the owner of a shard sends the difference to that: it is small, and what one message loses
@@ -23,11 +23,10 @@ from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
-from thinwire.integrations.averager import Averager, Memories
+from thinwire.integrations.averager import Averager
 from thinwire.integrations.fsdp.codes import CodedWeight
-from thinwire.integrations.fsdp.columns import Columns, row_name
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter, gather_exactly
-from thinwire.integrations.names import Names, ParameterSize
+from thinwire.integrations.names import ROW, Names, ParameterSize
 from thinwire.integrations.policy import Rules
 from thinwire.integrations.stats import Tally
 from thinwire.kernels.rows import Bad
@@ -35,6 +34,56 @@ from thinwire.kernels.rows import Bad
 _CODED = "coded"  # in place of a feedback: the lane of weights that travel as codes
 _MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
+
+
+class Columns:
+    """Rows of `width` elements, all laid out alike, as lanes: columns that share a codec and a feedback.
+
+    The largest lane is the buffer itself, with zeros where small lanes were set aside ([Note: Bridges] in lanes.py).
+    """
+
+    def __init__(self, lanes: Sequence[lanes.BucketLane], width: int, device: torch.device) -> None:
+        self.lanes = lanes
+        self._in_place = lanes[0].stretches == ((0, width),)
+        copied = lanes[int(self._in_place) :]  # a lane in place has all columns
+        spans = [[torch.arange(begin, end) for begin, end in lane.stretches] for lane in copied]
+        self._index = [torch.cat(span).to(device) for span in spans]  # which columns each of the others has
+        inside = [index for lane, index in zip(copied, self._index, strict=True) if lane.aside]
+        self._bridged = torch.cat(inside) if inside else None
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Every lane's columns of a matrix, which changes."""
+        first = 1 - int(self._in_place)  # the largest lane, if it is copied, without what was set aside
+        others = [rows.index_select(1, index) for index in self._index[first:]]
+        if self._bridged is not None:
+            rows.index_fill_(1, self._bridged, 0)
+        return [rows if self._in_place else rows.index_select(1, self._index[0]), *others]
+
+    def blank(self, rows: Tensor) -> list[Tensor]:
+        """Places for every lane's columns of a matrix, which `join` puts together."""
+        blanks = [rows.new_empty((rows.shape[0], index.numel())) for index in self._index]
+        return [rows, *blanks] if self._in_place else blanks
+
+    def join(self, parts: Sequence[Tensor], rows: Tensor) -> None:
+        """rows = what `split` would have split into `parts`."""
+        for part, index in zip(parts[int(self._in_place) :], self._index, strict=True):
+            rows.index_copy_(1, index, part)
+
+
+def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tuple[feedback.Piece, ...]:
+    """The elements of a lane's rows, by parameter and row; what is no parameter's is padding."""
+    found = []
+    for row, numels in enumerate(held):
+        for piece in lane.pieces:
+            numel = 0 if piece.name is None else numels[piece.name]
+            found.append(feedback.Piece(piece.name and row_name(piece.name, row), numel))
+            found.append(feedback.Piece(None, piece.numel - numel))
+    return tuple(piece for piece in found if piece.numel)
+
+
+def row_name(name: str, row: int) -> str:
+    """What a parameter's part in the row of a rank is called."""
+    return f"{name}{ROW}{row}"
 
 
 @dataclass(frozen=True)
@@ -54,12 +103,7 @@ class Scatterer(Averager):
 
     _note: Tensor | None = None  # on a GPU: which calls of programs were not finite
     _calls = 0  # of programs
-
-    def begin_step(self, group: dist.ProcessGroup, step: int, seconds: float, device: torch.device) -> str:
-        """See Averager; nobody takes the times of rows."""
-        news = super().begin_step(group, step, seconds, device)
-        self.tally.timed = False
-        return news
+    _timed = False
 
     def scatter(
         self,
@@ -131,37 +175,14 @@ class Scatterer(Averager):
             self._messages[key] = ScatterMessage(laid, like, group, scale)
         message: ScatterMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
-        carries = [_carry(self.memories, columns, at, held, 1.0 / scale, like.device) for at in range(len(found))]
+        rows = [row_pieces(lane, held) for lane in found]
+        carries = [self.memories.carry(lane, 1.0 / scale, like.device, r) for lane, r in zip(found, rows, strict=True)]
         return _Rows(found, width, plain_bytes, columns, message, carries)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether numbers of this dtype are better sent as they are."""
     return isinstance(codec, Identity) or codec.wire_bytes(_MANY, dtype) >= _MANY * dtype.itemsize
-
-
-def _carry(
-    memories: Memories,
-    columns: Columns,
-    at: int,
-    held: Sequence[Mapping[str, int]],
-    factor: float,
-    device: torch.device,
-) -> feedback.Classic | feedback.EF21 | None:
-    """The feedback of a lane of rows, whose message is x + factor * error; None where it has none."""
-    lane = columns.lanes[at]
-    kind = lane.spec.feedback
-    if not kind:
-        return None
-    stale = memories.stale(kind, [piece.name for piece in lane.pieces if piece.name is not None])
-    memories.residuals.drop([row_name(name, row) for name in stale for row in range(len(held))])
-    memories.means.drop(stale)
-    pieces = columns.pieces(at, held)
-    residual = memories.residuals.lane(pieces, device)
-    gaps = feedback.Gaps(pieces)
-    if kind == "classic":
-        return feedback.Classic(residual, factor, gaps)
-    return feedback.EF21(residual, memories.means_of(lane.pieces, device), factor, gaps)
 
 
 class Gatherer:
@@ -201,7 +222,7 @@ class Gatherer:
         larger = self._group.is_resharded  # what these hold was gathered before
         if input.dtype not in DTYPES or self._width != input.numel() or larger:
             for weight in self._coded:
-                weight.is_on_grid = larger and weight.is_on_grid
+                weight.quantizer.on_grid = larger and weight.quantizer.on_grid
             self._tally.sent(plain_bytes, plain_bytes)
             return False
         if not self.differences:
@@ -225,7 +246,7 @@ class Gatherer:
         for weight, wires_WN in zip(self._coded, wires.split(sizes, 1), strict=True):
             start = starts[weight.weight.name]
             weight.decode(wires_WN, rows[:, start : start + weight.weight.numel])
-            weight.is_on_grid = True
+            weight.quantizer.on_grid = True
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         plain_bytes = (group.size() - 1) * input.nbytes

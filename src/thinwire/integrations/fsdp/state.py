@@ -7,7 +7,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,13 +31,11 @@ from thinwire.integrations.fsdp.private import (
     watch_reductions,
 )
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
-from thinwire.integrations.handle import Handle
-from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize
+from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize, describe
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, OnNonfinite, Optimizers
 from thinwire.integrations.policy import CodecLike, Exempt, Rules
-from thinwire.integrations.stats import Stats, Tally
-from thinwire.integrations.wrapped import describe
+from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
@@ -73,7 +70,6 @@ class _Leg:
         self.step = 0  # steps that it began
         self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._begun = False  # whether the averager knows of this step
-        self._at = 0.0  # when that began
 
     def expect(self, given: set[int]) -> None:
         """Gradients of these are reduced next: the first of a step, if this step has reduced one of them already."""
@@ -85,15 +81,10 @@ class _Leg:
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Decide for a step, at its first call."""
-        if self._begun:
-            return
-        self._begun = True
-        before = self._at
-        self._at = perf_counter()
-        news = self.averager.begin_step(group, self.step - 1, self._at - before, device)
-        if news and group.rank() == 0:
-            announce(news)
-        self._began(self.step - 1, group.rank())
+        if not self._begun:
+            self._begun = True
+            self.averager.begin_step(group, self.step - 1, device)
+            self._began(self.step - 1, group.rank())
 
     def go_on(self, step: int) -> None:
         """From a checkpoint."""
@@ -124,7 +115,6 @@ class FSDPState(Handle):
             self._legs = {"shards": _Leg(shards, self._write_logs)}
         self._scatterer = shards
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
-        self._gathered = Tally()  # bytes of weights
         self._gatherers: list[Gatherer] = []
         self._coded: list[CodedWeight] = []
         self._told: set[str] = set()
@@ -149,7 +139,7 @@ class FSDPState(Handle):
                 coded = self._coded_weights(group)
                 narrow = policies.bits_of(self.weights) < _NARROW
                 kept = replica if replica is not None else narrow and group.keeps_weights
-                gatherer = Gatherer(group, self.weights, rules, self._gathered, coded, differences=bool(kept))
+                gatherer = Gatherer(group, self.weights, rules, self._averager.tally, coded, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
             finish = functools.partial(self._apply_rules, coded)
@@ -183,7 +173,7 @@ class FSDPState(Handle):
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
             after_backward(functools.partial(self._judge, self._guard))
-        if "replicas" in self._legs and call.replicas is not None:
+        if "replicas" in self._legs and call.sums_replicas:
             self._legs["replicas"].expect(given)
             call.sum_replicas(functools.partial(self._average_replicas, self._expected))
 
@@ -243,15 +233,13 @@ class FSDPState(Handle):
     def stats(self) -> Stats:
         """What compression did so far on this rank, weights included; `print` shows it as a table."""
         own = self._averager.stats(self.step)
-        tallies = [self._gathered]
-        if self._scatterer is not self._averager:
-            tallies.append(self._scatterer.tally)
+        shards = Tally() if self._scatterer is self._averager else self._scatterer.tally
         replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
         return replace(
             own,
             codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
-            bytes_sent=own.bytes_sent + sum(tally.bytes_sent for tally in tallies),
-            bytes_plain=own.bytes_plain + sum(tally.bytes_plain for tally in tallies),
+            bytes_sent=own.bytes_sent + shards.bytes_sent,
+            bytes_plain=own.bytes_plain + shards.bytes_plain,
             replica_bytes=replicas,
         )
 
@@ -272,8 +260,7 @@ class FSDPState(Handle):
         """
         self._decisions.check_family("compress_fsdp")
         layout = self._layout
-        old = layout.world if world is None else world
-        return checkpoint.blank(layout, self._averager, self._gatherers, self._steps, old)
+        return checkpoint.export(layout, self._averager, self._gatherers, self._steps, world or layout.world)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
@@ -301,7 +288,7 @@ class FSDPState(Handle):
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
         for weight in self._coded:
-            weight.is_on_grid = False
+            weight.quantizer.on_grid = False
 
 
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
