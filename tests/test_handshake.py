@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns
+from cases import by_turns, in_time
 from ranks import RankPool
 from thinwire.collectives import board as boards, channel as channels, transport
 from thinwire.collectives.handshake import Handshake
@@ -92,6 +92,7 @@ def disagree(group: Group) -> dict[tuple[str, str], tuple[str, float, str]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@in_time
 def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPool, world: int) -> None:
     answers = ranks(world).run(disagree)
     for both in answers[0]:
@@ -185,11 +186,12 @@ MIXED_UP: dict[str, Any] = {  # what all have made before, the two calls, what t
 
 
 @by_turns("name, world, async_op", list(MIXED_UP), [2, 3], [False, False, True, True])
+@in_time
 def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
     ranks: RankPool, name: str, world: int, async_op: bool
 ) -> None:
     prepare, one, other, *both = MIXED_UP[name]
-    answers = ranks(world).run(after, prepare, (one, other), async_op, timeout=15.0)
+    answers = ranks(world).run(after, prepare, (one, other), async_op)
     assert len({text for text, _, _ in answers}) == 1, answers
     for text, seconds, again in answers:
         assert text.startswith("DisagreementError: the ranks disagree about operation "), text
@@ -234,7 +236,7 @@ def same_text_other_spelling(group: Group) -> bool:
 
 
 def test_ranks_may_spell_one_call_differently(ranks: RankPool) -> None:
-    assert all(ranks(2).run(same_text_other_spelling, timeout=10.0))
+    assert all(ranks(2).run(same_text_other_spelling))
 
 
 # --- the debug mode ---------------------------------------------------------------------------------------------------
