@@ -154,7 +154,7 @@ class World:
                 self.close(kill=True)
             return found
         except BaseException as error:
-            if not isinstance(error, RankError) or error.fatal:
+            if not isinstance(error, RankError) or error.fatal or lost is not None:
                 self.close(kill=True)
             raise
 

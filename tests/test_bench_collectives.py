@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ def test_without_root_or_tools_the_message_says_what_is_needed(monkeypatch: pyte
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The commands that would make and remove a link, none of which is run."""
     made: list[str] = []
     monkeypatch.setattr(links, "check", lambda: None)
+    monkeypatch.setattr(links, "_RUNTIME", tmp_path)
     monkeypatch.setattr(links, "_run", lambda *command, check=True: made.append(" ".join(command)))
     return made
 
@@ -84,12 +86,13 @@ def test_hosts_are_removed_and_their_names_are_never_the_same(commands: list[str
     assert sum("tbf rate 100mbit burst 26250b" in command for command in commands) == 8  # both ends of four
 
 
-def test_sigterm_removes_hosts_too(commands: list[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_remove_hosts_too(commands: list[str], number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt), links.hosts(2, MBIT):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
     assert removed(commands) == added(commands)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal(number, before) is signal.SIG_DFL
 
 
 def test_a_second_sigterm_does_not_stop_the_cleaning_up() -> None:
@@ -265,6 +268,56 @@ def test_a_shaped_link_counts_bytes_and_ctrl_c_leaves_nothing() -> None:
     assert multiprocessing.active_children() == []
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"tw{os.getpid()}n" not in listed
+
+
+def make_and_die(pipe: Connection) -> None:
+    """A process that is killed when it has two hosts with a delay between them, and something that runs on one."""
+    with links.hosts(2, links.parse("20mbit+50ms")) as names:
+        subprocess.Popen(["ip", "netns", "exec", names[0], "sleep", "600"])
+        switch = names[0].removesuffix("r0") + "sw"
+        found = [links._run("ip", "netns", "pids", name) for name in (switch, names[0])]
+        while not all(found):  # they have yet to enter
+            found = [links._run("ip", "netns", "pids", name) for name in (switch, names[0])]
+        pipe.send((switch, names, *map(int, found)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends(pid: int) -> bool:
+    for _ in range(1000):
+        if not links.is_running(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_a_killed_process_left_is_removed_at_the_next_start() -> None:
+    if not shapes_links():
+        pytest.skip("links cannot be shaped here: not root, or no ip and tc, or no tbf")
+    interfaces = socket.if_nameindex()
+    near, far = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=make_and_die, args=(far,))
+    process.start()
+    far.close()
+    switch, names, delaying, sleeping = near.recv()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert {switch, *names} <= set(os.listdir("/run/netns"))
+    assert ends(delaying)  # by itself
+    assert links.is_running(sleeping)
+    with links.hosts(1, MBIT) as kept, links.hosts(1, MBIT):
+        now = os.listdir("/run/netns")
+    assert kept[0] in now
+    assert not {switch, *names} & set(now)
+    assert ends(sleeping)
+    assert socket.if_nameindex() == interfaces
+
+
+def test_what_is_in_use_is_not_removed() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = [f"tw{ended.pid}n0sw", f"tw{ended.pid}n3r12", f"tw{os.getpid()}n999r0"]
+    assert links.left([*gone, "tw1n0sw", "twelve", "tw5", f"x{gone[0]}"]) == gone
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
 from sites import DIES_AT, EVERY, LEAVES_AT, STEPS as SITE_STEPS
+from test_faults import until
 from thinwire import CollectiveError, DiLoCo
 from thinwire.collectives import transport
 from thinwire.feedback import Ledger, Piece
@@ -731,6 +734,44 @@ def test_several_connections_carry_the_same_bytes(ranks: RankPool, world: int) -
         assert (pieces > 0, none) == (True, 0)
         assert "connections=2" in told
         assert "connections=3" in told
+
+
+def opened(group: Group, folder: str) -> list[tuple[int, int]]:
+    """Groups and threads: before, with four connections, closed, after an error in the loop, and in the constructor."""
+    model = network()
+    how: dict[str, Any] = {"every": 3, "connections": 4}
+    DiLoCo(model, None, every=3).close()  # what thinwire keeps for the group itself
+
+    def counted() -> tuple[int, int]:
+        return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))
+
+    def ended() -> tuple[int, int]:
+        until(lambda: counted() <= found[0])
+        return counted()
+
+    found = [counted()]
+    with DiLoCo(model, None, **how) as diloco:
+        with torch.no_grad():
+            next(model.parameters()).add_(group.rank())
+        diloco.synchronize()
+        found.append(counted())
+    found.append(ended())
+    with suppress(KeyError), DiLoCo(model, None, **how):
+        raise KeyError
+    found.append(ended())
+    snapshot = Path(folder, str(group.rank()))
+    snapshot.write_bytes(b"damaged")
+    assert "expected what DiLoCo wrote there" in message_of(lambda: DiLoCo(model, None, snapshot=snapshot, **how))
+    found.append(ended())
+    assert bool(diloco.state_dict(gather=True)) == (group.rank() == 0)  # over the group that was given
+    return found
+
+
+def test_connections_are_closed_with_what_opened_them(ranks: RankPool, tmp_path: Path) -> None:
+    for before, inside, *after in ranks(2).run(opened, str(tmp_path)):
+        assert inside[0] == before[0] + 4
+        assert inside[1] >= before[1] + 4
+        assert all(one <= before for one in after), (before, after)
 
 
 # Ranks that die, come back, join and leave.

@@ -1,5 +1,6 @@
 """Ranks that call different things: one error on every rank that names both sides, instead of a hang or garbage."""
 
+import itertools
 import math
 import os
 import time
@@ -14,13 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns
+from cases import by_turns, in_time
 from ranks import RankPool
-from thinwire.collectives import board as boards, transport
+from thinwire.collectives import board as boards, channel as channels, transport
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
 Group = dist.ProcessGroup
+SUM = dist.ReduceOp.SUM
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -90,6 +92,7 @@ def disagree(group: Group) -> dict[tuple[str, str], tuple[str, float, str]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@in_time
 def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPool, world: int) -> None:
     answers = ranks(world).run(disagree)
     for both in answers[0]:
@@ -151,8 +154,8 @@ def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any
 
 
 def call_as(call: dict[str, Any], member: Group, async_op: bool) -> None:
-    how = {"group": member, "codec": "int8", "numel": 200, "verb": "all_reduce", "step": 3, **call}
-    x = torch.ones(how.pop("numel"))
+    how = {"group": member, "codec": "int8", "numel": 200, "dtype": None, "verb": "all_reduce", "step": 3, **call}
+    x = torch.ones(how.pop("numel"), dtype=how.pop("dtype"))
     work = getattr(thinwire, how.pop("verb"))(x, async_op=async_op, **how)
     if work is not None:
         work.wait()
@@ -168,6 +171,12 @@ MIXED_UP: dict[str, Any] = {  # what all have made before, the two calls, what t
     "sizes": ("both", TWO, {**TWO, "numel": 300}, "numel=200", "numel=300"),
     "op": ("both", TWO, {**TWO, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
     "codec": ("both", TWO, {**TWO, "codec": "int8:seed=1"}, "codec=int8,", "codec=int8:seed=1"),
+    "plain op": ("both", PLAIN, {**PLAIN, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
+    "plain dtype": ("both", PLAIN, {**PLAIN, "numel": 100, "dtype": torch.int64}, "float32", "int64"),
+    "plain broadcast": (
+        *("both", {**PLAIN, "verb": "broadcast", "src": 0}),
+        *({**PLAIN, "verb": "broadcast", "src": 0, "dtype": torch.int32}, "float32", "int32"),
+    ),
     "plain-coded": ("both", PLAIN, TWO, "algorithm=plain", "algorithm=two_phase"),
     "verb": ("both", BROADCAST, TWO, "broadcast(", "all_reduce("),
     "source": ("both", BROADCAST, {**BROADCAST, "group_src": 1}, "from rank 0", "from rank 1"),
@@ -177,6 +186,7 @@ MIXED_UP: dict[str, Any] = {  # what all have made before, the two calls, what t
 
 
 @by_turns("name, world, async_op", list(MIXED_UP), [2, 3], [False, False, True, True])
+@in_time
 def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
     ranks: RankPool, name: str, world: int, async_op: bool
 ) -> None:
@@ -188,6 +198,28 @@ def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
         assert all(side in text for side in both), text
         assert seconds < 60
         assert "make a new group" in again
+
+
+def of_as_many_bytes(group: Group) -> list[float]:
+    """Sums, averages and gathers of torch's own, by turns and in flight, while kinds are forgotten now and then."""
+    member = dist.new_group()
+    how: Any = {"group": member, "algorithm": "plain", "async_op": True}
+    found = []
+    with patch.object(channels, "MOST_KINDS", 4):
+        for dtype, op in 3 * list(itertools.product((torch.float32, torch.int32), (SUM, dist.ReduceOp.AVG))):
+            x = torch.full((6,), 1 + 2.0 * group.rank(), dtype=dtype)
+            whole = x.new_empty(6, group.size())
+            parts = list(whole.T if group.rank() else x.new_empty(group.size(), 6))  # one rank's are not contiguous
+            works = [thinwire.all_reduce(x, op, **how), thinwire.all_gather(parts, torch.ones_like(x), **how)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            found += [float(x.sum()), float(sum(part.sum() for part in parts))]
+    return found
+
+
+def test_calls_of_as_many_bytes_do_not_wait_for_each_other(ranks: RankPool) -> None:
+    assert ranks(2).run(of_as_many_bytes) == [[24.0, 12.0, 12.0, 12.0] * 6] * 2
 
 
 def same_text_other_spelling(group: Group) -> bool:

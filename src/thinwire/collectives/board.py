@@ -24,6 +24,7 @@ from thinwire.errors import CollectiveError, DisagreementError, PeerError
 
 LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
 _TELL_S = 0.5  # how long a rank that fails waits for the store
+_TELLS = 10  # in so many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
 Found = TypeVar("Found")
 Asked = TypeVar("Asked")
@@ -282,10 +283,10 @@ class Lookout:
 
         self._start()
         self._asked.put(answer)
-        try:
-            return answers.get(timeout=_TELL_S)
-        except Empty:
-            return None
+        for _ in range(_TELLS):
+            with contextlib.suppress(Empty):
+                return answers.get(timeout=_TELL_S / _TELLS)
+        return None
 
     def end(self, seconds: float) -> None:
         """End the thread, at the end of the process."""

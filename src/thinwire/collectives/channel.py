@@ -46,7 +46,8 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], tuple[str, Program | None]] = {}  # see [Note: Quick calls] in quick.py
+        self.quick: dict[tuple[object, ...], tuple[str, Program | None, int]] = {}  # [Note: Quick calls] in quick.py
+        self.alike: dict[tuple[str, int], dict[tuple[object, ...], int]] = {}  # [Note: Set apart] in torch_verbs.py
         self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
         self.board = Board(links)
@@ -90,6 +91,7 @@ class Channel:
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
             self.quick.clear()
+            self.alike.clear()
         self.kinds[place.text] = 0
         return found
 

@@ -52,7 +52,8 @@ def remember(
         return
     if program is not None or len(channel.transports) == 1:
         key = (verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors])
-        bounded(channel.quick)[key] = call.place.text, program
+        skipped = torch_verbs.to_skip(call, verb, tensors[-1]) if program is None else 0
+        bounded(channel.quick)[key] = call.place.text, program, skipped
 
 
 def quick(
@@ -75,7 +76,7 @@ def quick(
         if channel is None:
             return UNKNOWN
         dtype = tensors[0].dtype
-        text, program = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
+        text, program, skipped = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
     for tensor in tensors:
@@ -87,6 +88,8 @@ def quick(
         return UNKNOWN
     number = channel.next_call()
     if program is None:
+        if skipped:
+            torch_verbs.skip(channel, skipped)
         torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
         return None
     at = channel.next_step() if step is None else check_step(step)

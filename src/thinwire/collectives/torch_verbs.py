@@ -1,6 +1,13 @@
 """torch's own verbs behind the same signatures: what algorithm="plain" runs. Exact, any dtype torch takes.
 
 gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
+
+[Note: Set apart] gloo counts the collectives of a group, and messages carry the count: ranks that make different verbs
+wait for messages that never come, and find out why ([Note: Board] in board.py). Calls of one verb and as many bytes
+that differ in op or dtype would mix unnoticed. So those of the first op and dtype take the next number, those of the
+second skip one by a sum of nothing, which sends nothing, those of the third skip two. Most programs have one of each
+size, and skip none. Ranks know them in the same order, since they have compared their first calls. all_to_all is left
+out: its bytes differ between ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +33,7 @@ def all_reduce(
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
+    skip(call.channel, to_skip(call, "all_reduce", row, reduction.name))
     for link in links[:-1]:
         dist.all_reduce(row, op, group=link.group)
     work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else None
@@ -51,6 +59,7 @@ def reduce_scatter(
     sent = _row([input])
     by_torch = link.has_all_ops and link.world > 1
     op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
+    skip(call.channel, to_skip(call, "reduce_scatter", sent, reduction.name))
     work = _start(call, transport.reduce_scatter_single, whole, sent, op)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
@@ -60,6 +69,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor],
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
+    skip(call.channel, to_skip(call, "all_gather", sent))
     work = _start(call, transport.all_gather_single, whole, sent)
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
@@ -70,12 +80,15 @@ def all_gather_list(
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
     sent = _row([input])
-    if len(set(sizes)) > 1 or len(sizes) == 1 or not all(part.is_contiguous() for part in parts):
+    if len(set(sizes)) > 1 or len(sizes) == 1:
         splits = sizes, [sent.numel()] * len(sizes)
         return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
-    rows = [_row([part]) for part in parts]
+    in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
+    whole = sent.new_empty(0 if in_place else sum(sizes))
+    rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
+    skip(call.channel, to_skip(call, "all_gather", sent))
     work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
-    return _end(call, work, outputs, None, async_op, sent)
+    return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
 
 
 def all_to_all(
@@ -97,8 +110,24 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
+    skip(call.channel, to_skip(call, "broadcast", row))
     work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
+
+
+def to_skip(call: Call, verb: str, sent: Tensor, op: str = "sum") -> int:
+    """How many numbers a call skips; see [Note: Set apart]."""
+    channel = call.channel
+    if verb == "all_to_all" or channel.world == 1 or channel.transport.on_stream or len(channel.transports) > 1:
+        return 0
+    known = channel.alike.setdefault((verb, sent.nbytes), {})
+    return known.setdefault((op, sent.dtype), len(known))
+
+
+def skip(channel: Channel, numbers: int) -> None:
+    """Let gloo count so many collectives more."""
+    for _ in range(numbers):
+        channel.transport.group.allreduce([torch.empty(0)])
 
 
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:

@@ -510,6 +510,13 @@ def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
     return groups[0]
 
 
+def close_spread(group: dist.ProcessGroup) -> None:
+    """End a group that `spread` made; its connections are closed when nobody holds it any more."""
+    for one in (group, *_beside.pop(group, ())):
+        with contextlib.suppress(ValueError):  # it went with all groups
+            dist.destroy_process_group(one)
+
+
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         name: str = group._get_backend(device).name()

@@ -132,15 +132,20 @@ class DiLoCo(Handle):
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[Round] = []
         self._check_alike(connections)
+        self._given = self._group
         if connections > 1:
             self._group = transport.spread(self._group, connections)
-        self._deadline = None if deadline is None else Deadline(self._group, deadline)
-        self._share()
         self._buffers = list(model.buffers())
-        self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
         self._snapshot = None if snapshot is None else Path(snapshot)
-        if self._snapshot is not None:
-            self._rejoin(self._snapshot)
+        try:
+            self._deadline = None if deadline is None else Deadline(self._group, deadline)
+            self._share()
+            self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
+            if self._snapshot is not None:
+                self._rejoin(self._snapshot)
+        except BaseException:
+            self._let_go()
+            raise
         _open.add(self)
         self._hook: Any = None
         if self._inner is not None:
@@ -352,6 +357,16 @@ class DiLoCo(Handle):
         self.closed = True
         if self._hook is not None:
             self._hook.remove()
+        if self._group is not self._given:
+            dist.barrier(self._group)  # nobody waits for a message there any more
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Close connections that were opened for this alone. What may follow goes over the group that was given."""
+        if self._group is not self._given:
+            self._averager.group = None
+            transport.close_spread(self._group)
+            self._group = self._given
 
     def __enter__(self) -> Self:
         return self
@@ -361,6 +376,7 @@ class DiLoCo(Handle):
             self.close()
         else:  # other ranks may not come
             self.closed = True
+            self._let_go()
 
     def stats(self) -> Stats:
         """What rounds cost so far on this rank; `steps` counts averages of a fragment."""

@@ -2,6 +2,7 @@
 
     ip netns exec SWITCH python delay.py 0.05 0.01 port0 port1      # a program of its own: seconds, share that is lost
 
+It ends with its standard input, which the process that started it holds: so it does not outlive that one.
 Frames come and go through packet sockets, one per port; where a station is, is learnt from what it sends. It needs
 nothing but Python. At some ten thousand frames per second it is at its end: that is 100 Mbit/s in frames of 1500 bytes.
 What a host hands over as one piece, to be cut into frames later, is one frame here: so 1 Gbit/s gets through as well.
@@ -26,7 +27,7 @@ ROOM = 1 << 26  # bytes that wait in a socket, at most
 
 
 def run(delay: float, lost: float, ports: list[str]) -> None:
-    """Hand frames on, each `delay` seconds after it came, until the process is ended; a share is `lost`, by chance."""
+    """Hand frames on, each `delay` seconds after it came, until standard input ends; a share is `lost`, by chance."""
     with contextlib.suppress(OSError):
         os.nice(-20)  # a switch does not wait for those whose frames it carries
     chance = random.Random(0)
@@ -35,7 +36,9 @@ def run(delay: float, lost: float, ports: list[str]) -> None:
     waiting: deque[tuple[float, socket.socket, bytes]] = deque()
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select(sockets, [], [], left)
+        ready, _, _ = select.select([sys.stdin, *sockets], [], [], left)
+        if sys.stdin in ready:
+            return
         for one in ready:
             frame = one.recv(LONGEST)
             known[frame[HEADER + 6 : HEADER + 12]] = one

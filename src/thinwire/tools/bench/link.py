@@ -1,7 +1,8 @@
 """Shaped links: hosts on one machine, each a network namespace whose up- and downlink tbf holds to a rate.
 
 A bridge joins them, in a namespace of its own: nothing is added to the machine's own network, and removing the
-namespaces removes everything. Where the link has a delay, a process takes the bridge's place (delay.py).
+namespaces removes everything. Where the link has a delay, a process takes the bridge's place (delay.py). What a process
+left that was killed (SIGKILL) is removed when the next one makes a link.
 """
 
 import contextlib
@@ -38,7 +39,9 @@ _SET_CHECKSUMS = 0x17  # ETHTOOL_STXCSUM of ethtool.h; without it nothing is joi
 # What follows is run by an ordinary user as root of a user namespace, with a network and a /run of its own.
 _OWN_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c")
 _OWN_RUN = f'mount -t tmpfs tmpfs {_RUNTIME.parent} && ip link set lo up && exec "$@"'
+_STOPS = (signal.SIGTERM, signal.SIGHUP)  # what ends a process that could clean up before
 _numbers = itertools.count()
+_prefixes: set[str] = set()  # of the names of hosts that this process has made
 
 
 class LinkError(ThinwireError, RuntimeError):
@@ -107,6 +110,8 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
     """The names of `count` hosts, 10.77.0.1 and up; removed whatever ends the block, Ctrl-C and SIGTERM too."""
     check()
     prefix = f"tw{os.getpid()}n{next(_numbers)}"
+    _prefixes.add(prefix)
+    _clean_up()
     switch = f"{prefix}sw"
     names = [f"{prefix}r{number}" for number in range(count)]
     with sigterm_as_ctrl_c():
@@ -119,9 +124,38 @@ def hosts(count: int, link: ShapedLink) -> Iterator[list[str]]:
             with _delayed(names, switch, link):
                 yield names
         finally:
-            with blocked(signal.SIGINT, signal.SIGTERM):
+            with blocked(signal.SIGINT, *_STOPS):
                 for name in (*names, switch):
                     _run("ip", "netns", "del", name, check=False)
+
+
+def left(names: Sequence[str]) -> list[str]:
+    """Those of these network namespaces that a process made which has ended since."""
+    found = []
+    for name in names:
+        made = re.fullmatch(r"(tw(\d+)n\d+)(?:r\d+|sw)", name)
+        if made is None or made[1] in _prefixes:
+            continue
+        if int(made[2]) == os.getpid() or not is_running(int(made[2])):  # ours: one before us had the same number
+            found.append(name)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; one that has ended has no command line, even if nobody asked how it ended."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def _clean_up() -> None:
+    """Remove the namespaces that ended processes have left, and end what still runs in them."""
+    for name in left(os.listdir(_RUNTIME) if _RUNTIME.exists() else []):
+        for pid in _run("ip", "netns", "pids", name, check=False).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _run("ip", "netns", "del", name, check=False)
 
 
 def enter(host: str) -> None:
@@ -143,23 +177,26 @@ def sent() -> int:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """By default SIGTERM ends a process before it can clean up.
+    """By default SIGTERM ends a process before it can clean up, and SIGHUP, which a terminal sends that is closed.
 
     Only the first one counts: `timeout` sends it to the process and then to its group, while what was measured is being
-    written.
+    written. What is ignored stays so: `nohup` does that.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _stop_once)
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _stop_once) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
+    for other in _STOPS:
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -195,7 +232,7 @@ def _delayed(names: Sequence[str], switch: str, link: ShapedLink) -> Iterator[No
         entering.join()
     ports = [f"port{number}" for number in range(len(names))]
     command = ["ip", "netns", "exec", switch, sys.executable, delays.__file__, str(link.delay), str(link.lost), *ports]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # which it loses if this process is killed
         try:
             yield
         finally:
@@ -210,13 +247,15 @@ def _whole_frames(host: str) -> None:
         fcntl.ioctl(control, _ETHTOOL, struct.pack("16sP8x", INTERFACE.encode(), ctypes.addressof(value)))
 
 
-def _run(*command: str, check: bool = True) -> None:
+def _run(*command: str, check: bool = True) -> str:
+    """What a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
     if check and done.returncode != 0:
         raise LinkError(
             f"`{' '.join(command)}` failed: {done.stderr.strip()}; network namespaces need root with CAP_NET_ADMIN "
             "and CAP_SYS_ADMIN, and a kernel with veth, bridge and sch_tbf"
         )
+    return done.stdout
 
 
 @contextlib.contextmanager
