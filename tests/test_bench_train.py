@@ -381,6 +381,7 @@ def test_a_quick_run_and_the_same_losses_again(quick_run: Callable[..., record.R
         assert number(row, "step_ms") > 0 < number(row, "compute_ms")
         assert (row["bytes_per_step"] is None) == (row["codec"] in schemes.PEERS)
         assert abs(number(row, "loss_log_ratio")) < 0.1  # six steps do not take it far
+        assert [step for step, _ in row["curve"]] == [1, 2, 3, 4, 5, 6]  # type: ignore[union-attr, misc]
     by_codec = {row["codec"]: row for row in found.rows}
     assert by_codec["none"]["loss_log_ratio"] == 0
     assert number(by_codec["lloyd2"], "bytes_per_step") < number(by_codec["int8"], "bytes_per_step") / 3
@@ -477,10 +478,10 @@ def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:
 def weights_and_shards(group: dist.ProcessGroup, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The weights that a replica computes with, and those that ranks hold, after a step."""
     plan = a_plan(name, parallel="fsdp2")
-    trainer = bench.Trainer(plan, TrainingRun(plan.schemes[-1], 0))
-    trainer.step()
-    held = {key: parameter.full_tensor().detach() for key, parameter in trainer.replica.model.named_parameters()}
-    return {key: (weight, held[key]) for key, weight in trainer.replica.weights().items()}
+    replica = bench._replica(plan, plan.schemes[-1], plan.task.model(0), 1)
+    replica.step(plan.task, plan.task.batch(0, 0, group.rank(), 2), 1e-3)
+    held = {key: parameter.full_tensor().detach() for key, parameter in replica.model.named_parameters()}
+    return {key: (weight, held[key]) for key, weight in replica.weights().items()}
 
 
 def test_a_network_is_judged_by_the_weights_as_they_are_gathered(ranks: RankPool) -> None:

@@ -8,7 +8,6 @@ gradients and optimiser stay in fp32.
 
 import gc
 import json
-import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,6 @@ from thinwire.tools.bench.tasks import Batch, Task
 SIMULATED = "simulated"
 WORLD = 8
 CODECS = (BF16, "int8", "lloyd4", "lloyd2", "lloyd2@none", schemes.ONEBIT, "auto:2.5", *schemes.CONTROLS)
-_POINTS = 60  # of a curve
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Outcome:
 
     loss: float
     val_loss: float | None
-    curve: list[list[float]]  # [step, mean loss of the batches since the last point]
+    curve: Sequence[tuple[float, float]]  # see tasks.curve
     feedback: str
     params: int
     bytes_per_step: int
@@ -262,16 +260,13 @@ class Trainer:
         with torch.no_grad(), autocast(self._plan.device):
             loss = tasks.mean([task.train_loss(self._network, 0, 1)])
             held_out = task.val_loss(self._network, 0, 1)
-        losses = self._losses.tolist()
-        each = max(1, len(losses) // _POINTS)
-        parts = [losses[at : at + each] for at in range(0, len(losses), each)]
         numel = self._rows_WN.shape[1]
         ring = 2 * (self._plan.world - 1) * numel // self._plan.world  # numbers that torch's own sum sends
         sent = self._averager.bytes_per_step or (2 if self._run.scheme.label == BF16 else 4) * ring
         return Outcome(
             loss=loss,
             val_loss=None if held_out is None else tasks.mean([held_out]),
-            curve=[[min((i + 1) * each, len(losses)), math.fsum(part) / len(part)] for i, part in enumerate(parts)],
+            curve=tasks.curve(self._losses.tolist()),
             feedback=self._averager.feedback,
             params=numel,
             bytes_per_step=sent,

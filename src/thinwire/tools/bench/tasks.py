@@ -22,6 +22,7 @@ from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03
+POINTS = 60  # of a curve
 _RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another, where a task gives them none
 
 
@@ -35,6 +36,13 @@ class Total:
 
 def mean(totals: Sequence[Total]) -> float:
     return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
+
+
+def curve(losses: Sequence[float]) -> list[tuple[float, float]]:
+    """(step, mean loss of the batches since the point before it) of a training."""
+    each = -(-len(losses) // POINTS)
+    parts = [losses[at : at + each] for at in range(0, len(losses), each)]
+    return [(min((place + 1) * each, len(losses)), math.fsum(part) / len(part)) for place, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)

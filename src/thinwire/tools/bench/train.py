@@ -30,9 +30,8 @@ from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
-from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.record import CURVE, Progress, Record, Row, collect
+from thinwire.tools.bench.record import CURVE, Curve, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import (
     ADAMS,
     BF16,
@@ -119,6 +118,7 @@ class Trained:
     feedback: str
     params: int
     course: tuple[tuple[float, Total], ...] = ()  # of DiLoCo and of DDP beside it: seconds of training, loss by then
+    curve: Sequence[tuple[float, float]] = ()  # of this rank's batches, see tasks.curve
 
 
 Times = Sequence[dict[str, StepSample]]  # by rank, then by scheme
@@ -180,10 +180,8 @@ def lineup(
     return tuple(dict.fromkeys([parse(NONE), *found]))
 
 
-def rows(
-    plan: TrainPlan, progress: Progress, train_on: "Callable[[World, TrainingRun], list[Trained]] | None" = None
-) -> Generator[Row]:
-    """Times first: then a row is complete as soon as its last seed is. `train_on` trains on the ranks of a world."""
+def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
+    """Times first: then a row is complete as soon as its last seed is."""
     runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     results: dict[TrainScheme, Results] = {scheme: [] for scheme in plan.schemes}
     times: Times = []
@@ -192,7 +190,7 @@ def rows(
             if case == STEP_TIMES:
                 times = world.run(time_steps, plan)
                 continue
-            results[case.scheme].append(train_on(world, case) if train_on else world.run(train, plan, case))
+            results[case.scheme].append(world.run(train, plan, case))
             if case.seed == plan.task.seeds - 1:
                 yield row_of(plan, case.scheme, results, times)
 
@@ -205,7 +203,7 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "parallel": DDP if scheme == SYNCHRONOUS else plan.parallel,
         "optimizer": plan.optimizer,
         "codec": NONE if scheme == SYNCHRONOUS else scheme.label,
-        **_outer_columns(plan, scheme, results),
+        **(_outer_columns(scheme, results) if plan.parallel == DILOCO else {CURVE: _curve(mine)}),
         "weights": scheme.weights,
         "feedback": mine[0][0].feedback,
         "world": plan.world,
@@ -225,10 +223,15 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
     }
 
 
-def _outer_columns(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
+def _curve(results: Results) -> Curve:
+    """The mean over seeds and ranks."""
+    curves = [trained.curve for ranks in results for trained in ranks]
+    points = ([list(column) for column in zip(*point, strict=True)] for point in zip(*curves, strict=True))
+    return [[steps[0], timing.mean(losses)] for steps, losses in points]
+
+
+def _outer_columns(scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
     """Of DiLoCo and of DDP beside it: steps between two messages, ln(loss / DDP's), and who is sooner at a loss."""
-    if plan.parallel != DILOCO:
-        return {}
     ratios = log_ratios(losses(results[scheme]), losses(results[SYNCHRONOUS]))
     mine, ddp = ([course(ranks) for ranks in results[one]] for one in (scheme, SYNCHRONOUS))
     reached = [both_reached(*pair) for pair in zip(mine, ddp, strict=True)]
@@ -347,59 +350,36 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
 
 
 def train(plan: TrainPlan, run: TrainingRun) -> Trained:
-    """Train this rank's replica; all ranks run it together."""
-    trainer = Trainer(plan, run)
-    found: list[tuple[float, Total]] = []
+    """Train this rank's replica and judge it; all ranks run it together."""
+    task = plan.task
+    place = (dist.get_rank(), plan.world)
+    network = task.model(run.seed)
+    params = sum(parameter.numel() for parameter in network.parameters())
+    replica = _replica(plan, run.scheme, network, round(schemes.WARMUP * task.steps), run.scheme.every)
+    losses: list[torch.Tensor] = []
+    course: list[tuple[float, Total]] = []
     seconds = 0.0
-    pause = run.scheme.every or max(1, plan.task.steps // _POINTS)
-    for step in range(1, plan.task.steps + 1):
+    pause = run.scheme.every or max(1, task.steps // _POINTS)
+    for step in range(task.steps):
         begun = time.perf_counter()
-        trainer.step()
+        batch = task.batch(step, run.seed, *place)
+        losses.append(replica.step(task, batch, task.rate(plan.optimizer, step, task.steps)))
         seconds += time.perf_counter() - begun
-        if plan.parallel == DILOCO and step % pause == 0:
-            found.append((seconds, trainer.judge()))
+        if plan.parallel == DILOCO and (step + 1) % pause == 0:
+            with torch.no_grad():
+                course.append((seconds, task.train_loss(replica.model, *place)))
             dist.barrier()
-    return replace(trainer.finish(), course=tuple(found))
-
-
-class Trainer:
-    """This rank's replica in a training run; all ranks take every step together."""
-
-    def __init__(self, plan: TrainPlan, run: TrainingRun) -> None:
-        self._plan = plan
-        self._seed = run.seed
-        self._steps = 0
-        network = plan.task.model(run.seed)
-        self.params = sum(parameter.numel() for parameter in network.parameters())
-        warmup = round(schemes.WARMUP * plan.task.steps)
-        self.replica = _replica(plan, run.scheme, network, warmup, run.scheme.every)
-
-    def step(self) -> torch.Tensor:
-        """The next step, and the loss of this rank's batch before it."""
-        plan = self._plan
-        batch = plan.task.batch(self._steps, self._seed, dist.get_rank(), plan.world)
-        rate = plan.task.rate(plan.optimizer, self._steps, plan.task.steps)
-        self._steps += 1
-        return self.replica.step(plan.task, batch, rate)
-
-    def judge(self) -> Total:
-        """The loss of the network as this rank has it now, over this rank's part."""
-        with torch.no_grad():
-            return self._plan.task.train_loss(self.replica.model, dist.get_rank(), self._plan.world)
-
-    def finish(self) -> Trained:
-        """Judge the network and let go of the replica; nothing can follow."""
-        task = self._plan.task
-        network = task.model(self._seed)
-        network.load_state_dict(self.replica.weights())
-        with torch.no_grad():
-            train_loss = task.train_loss(network, dist.get_rank(), self._plan.world)
-            val_loss = task.val_loss(network, dist.get_rank(), self._plan.world)
-        trained = Trained(train_loss, val_loss, turns.digest(network.parameters()), self.replica.feedback, self.params)
-        self.replica.close()
-        del self.replica
-        gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
-        return trained
+    judged = task.model(run.seed)
+    judged.load_state_dict(replica.weights())
+    with torch.no_grad():
+        found = (task.train_loss(judged, *place), task.val_loss(judged, *place))
+    digest = turns.digest(judged.parameters())
+    curve = tasks.curve(torch.stack(losses).tolist())
+    trained = Trained(*found, digest, replica.feedback, params, tuple(course), curve)
+    replica.close()
+    del replica
+    gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
+    return trained
 
 
 def time_steps(plan: TrainPlan) -> dict[str, StepSample]:

@@ -22,7 +22,7 @@ from thinwire.tools.bench import (
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.record import BenchError, Interrupted, Record, write
+from thinwire.tools.bench.record import BenchError, Record, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.report import tables
@@ -387,15 +387,8 @@ def _deliver(measure: Callable[..., Record], json: str | None) -> None:
     What a row notes goes to standard error; where one has no time, or the file could not be written, the status is 1.
     """
     flags.writable(json, "--json")
-    status = 0
     with screen.plain_errors(), screen.usage_errors(None, BenchError):
-        try:
-            with screen.progress() as progress:
-                record = measure(progress=progress)
-        except Interrupted as stop:
-            record = stop.record
-            status = screen.INTERRUPTED
-            typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
+        record, status = screen.measured(measure)
     # Before the table, whose reader may go away.
     written = json is None or screen.write_all({json: partial(write, record, json)})
     if json != "-":

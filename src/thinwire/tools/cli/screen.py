@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Progress
+from thinwire.tools.bench.record import Interrupted, Progress, Record
 from thinwire.tools.cli import BEGUN
 from thinwire.tools.rule import Choice
 
@@ -161,6 +161,16 @@ def progress() -> Iterator[Progress]:
                 bar.advance(task)
 
         yield follow
+
+
+def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
+    """What a run measures, with a bar, and the exit status. After Ctrl-C the finished rows are kept."""
+    try:
+        with progress() as shown:
+            return measure(progress=shown), 0
+    except Interrupted as stop:
+        typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)
+        return stop.record, INTERRUPTED
 
 
 class SinceTheFirstSecond(bars.ProgressColumn):
