@@ -28,7 +28,7 @@ from thinwire.tools.bench import (
     record,
     selftest,
 )
-from thinwire.tools.cli import advise, checkup, screen
+from thinwire.tools.cli import checkup, screen
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import split_codecs
 
@@ -292,9 +292,9 @@ def test_report_prints_a_record_without_rows(tmp_path: Path) -> None:
         assert result.stdout.startswith("kernels: no rows\n")
 
 
-def test_ctrl_c_at_a_question_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advise, "_somebody_listens", lambda: True)
-    result = call("advise")  # nothing follows the question
+def test_ctrl_c_is_an_interruption_whatever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "read", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+    result = call("report", "codec.json")
     assert result.exit_code == 130
     assert result.stderr.endswith("interrupted\n")
 

@@ -5,7 +5,6 @@ writes it.
 """
 
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -14,10 +13,9 @@ from statistics import median
 from typing import Any
 
 from thinwire.codecs import BlockInt, Cast, Codec, Lloyd, Trellis
-from thinwire.errors import AdviceError, RecordError
+from thinwire.errors import RecordError
 from thinwire.tools.bench.record import Record, Row
 
-DEVICES = ("cpu", "cuda")
 # Of gloo on a CPU, where torch and Python hand over every message (a send or a receive) and the system copies every
 # byte: processor time of plain sums in collectives_1gbit.json, and what is left of collectives_100mbit.json's when
 # kernels and bytes are taken away. On a GPU it is the host's time for one message of NCCL: an assumption, for where
@@ -51,10 +49,6 @@ class CodecSpeed:
         wire = max(0.0, (decode_sum - decode) / further) if further else 0.0
         return cls(encode, decode, wire, max(0.0, recode - wire * further))
 
-    def __post_init__(self) -> None:
-        if not all(0 <= seconds < math.inf for seconds in astuple(self)):
-            raise AdviceError(f"seconds per element must be 0 or more and finite, got {self}")
-
     def decode_sum(self, wires: int) -> float:
         return self.decode + self.wire * (wires - 1)
 
@@ -70,10 +64,6 @@ class NcclCalls:
     plain_s: float  # torch's own all_reduce
     stage_s: float  # one stage of ours: its kernels, and the message after them
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.plain_s < math.inf and 0 <= self.stage_s < math.inf):
-            raise AdviceError(f"seconds of a call must be 0 or more and finite, got {self}")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -88,12 +78,6 @@ class Machine:
     byte_s: float = 0.0  # of the processor, for one byte sent and another received
     cores: float = 1.0  # per rank; what the codec takes is then missed by the backward pass on one of them
     nccl: NcclCalls | None = None  # instead of call_s and message_s; None: nobody has measured it
-
-    def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise AdviceError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if not (self.copy_s > 0 and self.cores >= 1):
-            raise AdviceError(f"copy_s must be above 0 and cores 1 or more, got {self.copy_s} and {self.cores}")
 
     def speed(self, codec: Codec) -> CodecSpeed:
         """Of a codec, or of the one measured that is most like it."""

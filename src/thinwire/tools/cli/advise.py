@@ -1,12 +1,11 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -18,7 +17,6 @@ from thinwire.tools.advise import (
     evidence,
     machine as machines,
     measure,
-    memory as memories,
     model,
     rounds,
     schemes,
@@ -35,7 +33,6 @@ from thinwire.tools.cli.flags import Device, Optimizer
 from thinwire.tools.report import tables
 from thinwire.tools.report.cells import TextGrid
 
-T = TypeVar("T")
 FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
 MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
 CHECKED = ("check", "kernels", "as_json", "whole")  # the flags that go with --check
@@ -56,14 +53,6 @@ Number = float | None
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
 
 
-def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def parsed(text: str) -> T:
-        with screen.usage_errors(None, AdviceError):
-            return parse(text)
-
-    return parsed
-
-
 def _bucket_size(text: str) -> int:
     found = units.size(text)
     if found < LEAST_BUCKET:
@@ -76,7 +65,11 @@ def _efficiency(text: str) -> float:
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, parser=_flag(parse), metavar=metavar, help=text)
+    def parsed(given: str) -> Any:
+        with screen.usage_errors(None, AdviceError):
+            return parse(given)
+
+    return typer.Option(*names, parser=parsed, metavar=metavar, help=text)
 
 
 def command(
@@ -109,9 +102,9 @@ def command(
     """Say what to use on your links: predict a training step with every codec, and choose.
 
     The advice is the fastest scheme among those whose loss stays within what another seed does. It may be not to
-    compress; where DDP cannot hold the model, it is FSDP2. Values that are missing are asked for on a terminal;
-    elsewhere they are an error. Steps are predicted from the links and from kernel times of committed records
-    (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it was compared.
+    compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
+    committed records (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it
+    was compared.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
@@ -155,25 +148,23 @@ def command(
         needed |= {"--world": world, **links.needed(world, per_node or 1)}
     else:
         _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
-    ask = _Ask(place is None and _somebody_listens())
     missing = ", ".join(flag for flag, value in needed.items() if value is None)
-    if missing and not ask.asking:
-        context.fail(f"Missing: {missing}. There is no terminal to ask on; see thinwire advise --help")
-    count = ask("--params", params)
+    if missing or params is None or step is None:
+        context.fail(f"Missing: {missing}; see thinwire advise --help")
     if place is None:
-        cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
+        cluster, own = _described(world or 1, per_node or 1, links, _machine(device, kernels), cores)
     else:
         cluster, own = _measured(place, device, per_node, chosen)
     family = FAMILIES[optimizer]
-    job = TrainingJob(count, ask("--step", step), model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
+    job = TrainingJob(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
     if place is not None and place.rank:
         return
     if diloco:
         found = list(rounds.rounds(job, cluster, own, chosen, rounds.EVERY))
         (advice.print_rounds_json if as_json else advice.print_rounds)(job, cluster, own, found)
         return
-    needs = memories.needed(job)
-    has = memory or (memories.GPU_BYTES if own.device == Device.cuda else None)
+    needs = model.memory(job)
+    has = memory or (model.GPU_BYTES if own.device == Device.cuda else None)
     if has is not None and sum(needs.values()) > has:
         (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has)
         return
@@ -207,35 +198,6 @@ def _place() -> measure.Place | None:
         raise typer.BadParameter(hint, param_hint="environment") from None
 
 
-def _somebody_listens() -> bool:
-    return sys.stdin.isatty()
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Values that have no default: given, or asked for where somebody can answer."""
-
-    asking: bool
-
-    def __call__(self, flag: str, given: T | None, default: str | None = None) -> T:
-        if given is not None:
-            return given
-        assert self.asking, flag
-        question, parse = _QUESTIONS[flag]
-        answer: T = typer.prompt(question, default=default, value_proc=_flag(parse))
-        return answer
-
-
-_QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--params": ("Parameters of the model (such as 7e9)", units.count),
-    "--world": ("Ranks in all", units.count),
-    "--gpus-per-node": ("Ranks per node", units.count),
-    "--inter": ("Link of a node to the others (such as 25gbit)", units.rate),
-    "--intra": ("Link of a rank to the others of its node (such as 400GB/s)", units.rate),
-    "--step": ("Compute per step, without communication (such as 1.2s)", units.seconds),
-}
-
-
 class _Links(NamedTuple):
     inter: float | None
     intra: float | None
@@ -244,35 +206,29 @@ class _Links(NamedTuple):
     efficiency: float | None
 
     def needed(self, ranks: int | None, node: int) -> dict[str, float | None]:
-        """The rates that have to be given; where the number of ranks is not known yet, several nodes."""
+        """The rates that have to be given; where the number of ranks is missing too, those of several nodes."""
         across = {"--inter": self.inter} if ranks is None or ranks > node else {}
         return {**across, "--intra": self.intra} if node > 1 else across
 
-    def link(self, ask: _Ask, flag: str, transport: str, needed: bool) -> LinkModel | None:
+    def link(self, flag: str, transport: str, needed: bool) -> LinkModel | None:
         """Between nodes (--inter) or inside a node (--intra), where there is somebody to send to."""
         inter = flag == "--inter"
         rate = self.inter if inter else self.intra
         if not needed and rate is not None:
             raise typer.BadParameter("there is nobody at the end of that link: leave it out", param_hint=flag)
-        if not needed:
+        if rate is None:
             return None
         latency = self.latency if inter else self.intra_latency
         usual = LATENCY_S[transport] if inter else INSIDE_LATENCY_S[transport]
-        known: float = ask(flag, rate)
-        payload = payload_of(known, transport, inside=not inter) if self.efficiency is None else self.efficiency
-        return LinkModel.of_rate(known, usual if latency is None else latency, payload=payload)
+        payload = payload_of(rate, transport, inside=not inter) if self.efficiency is None else self.efficiency
+        return LinkModel.of_rate(rate, usual if latency is None else latency, payload=payload)
 
 
-def _described(
-    ask: _Ask, world: int | None, per_node: int | None, links: _Links, own: Machine, cores: int | None
-) -> tuple[Cluster, Machine]:
-    ranks: int = ask("--world", world)
-    if per_node is None and ask.asking and ranks > 1:
-        per_node = ask("--gpus-per-node", per_node, default="1")
-    node = _node(ranks, per_node or 1)
+def _described(ranks: int, per_node: int, links: _Links, own: Machine, cores: int | None) -> tuple[Cluster, Machine]:
+    node = _node(ranks, per_node)
     transport = TRANSPORTS[own.device]
-    across = links.link(ask, "--inter", transport, ranks > node)
-    inside = links.link(ask, "--intra", transport, node > 1)
+    across = links.link("--inter", transport, ranks > node)
+    inside = links.link("--intra", transport, node > 1)
     if cores is not None and own.device == Device.cuda:
         raise typer.BadParameter("goes with --device cpu", param_hint="--cores")
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)

@@ -46,13 +46,13 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _say_how_it_ended() -> Iterator[None]:
-    """Ctrl-C at a question, an output whose reader went away or whose disk is full: a status, and no traceback."""
+    """Ctrl-C, an output whose reader went away or whose disk is full: a status, and no traceback."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
-    except typer.Abort:
+    except KeyboardInterrupt:
         typer.echo("\ninterrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
