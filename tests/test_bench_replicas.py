@@ -142,15 +142,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     assert (result.exit_code, "does not hold runs" in result.stderr) == (2, True)
 
 
-def test_muon_has_the_inner_matrices_and_adamw_the_rest() -> None:
-    network = sources.QUICK.network()
-    muon, adamw = replicas.optimizers_for(replicas.schemes.parse("none"), "muon", network, 1)
-    mine = [p for group in muon.param_groups for p in group["params"]]
-    assert {p.ndim for p in mine} == {2}
-    assert len(mine) == 4
-    assert len(mine) + sum(len(group["params"]) for group in adamw.param_groups) == len(list(network.parameters()))
-
-
 def test_whole_packages_are_held_out() -> None:
     named = dict(sources._files())
     assert {"torch/nn/__init__.py", "pydoc_data/topics.py", "asyncio/__init__.py"} <= set(named)

@@ -478,7 +478,7 @@ def test_fsdp2_trains_as_ddp_does(ranks: RankPool) -> None:
 def weights_and_shards(group: dist.ProcessGroup, name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The weights that a replica computes with, and those that ranks hold, after a step."""
     plan = a_plan(name, parallel="fsdp2")
-    replica = bench._replica(plan, plan.schemes[-1], plan.task.model(0), 1)
+    replica = schemes.replica_of(plan.task, plan.schemes[-1], plan.task.model(0), "adam")
     replica.step(plan.task, plan.task.batch(0, 0, group.rank(), 2), 1e-3)
     held = {key: parameter.full_tensor().detach() for key, parameter in replica.model.named_parameters()}
     return {key: (weight, held[key]) for key, weight in replica.weights().items()}
@@ -497,7 +497,7 @@ def test_a_network_is_judged_by_the_weights_as_they_are_gathered(ranks: RankPool
 def steps_alone(group: dist.ProcessGroup) -> float | None:
     """Only rank 0 steps: it would wait for ever if it sent anything."""
     plan = a_plan(parallel="fsdp2")
-    replica = bench._replica(plan, schemes.ALONE, plan.task.model(0), 1)
+    replica = schemes.replica_of(plan.task, schemes.ALONE, plan.task.model(0), "adam")
     if group.rank():
         return None
     return replica.step(plan.task, plan.task.batch(0, 0, 0, 2), 0.0).item()

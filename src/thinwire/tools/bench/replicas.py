@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.integrations.options import DDPOptions, Feedback, Weigh
@@ -25,6 +24,7 @@ from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
 from thinwire.tools.bench.sources import QUICK, SIZES, Bytes
 from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench.train import TrainingRun
 
 SIMULATED = "simulated"
 WORLD = 8
@@ -49,15 +49,6 @@ class Plan:
         # A list, as JSON makes of the rates.
         return {**task, "rates": [list(rate) for rate in self.task.rates], "world": self.world,
                 "optimizer": self.optimizer, "device": self.device.type, "text": text}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    scheme: TrainScheme
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.scheme}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +95,7 @@ def run(plan: Plan, kept: str | None = None, minutes: float | None = None, progr
 
 
 def rows(plan: Plan, shelf: "Shelf", minutes: float | None, progress: Progress) -> Generator[Row]:
-    runs = [Run(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
+    runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     outcomes: dict[TrainScheme, list[Outcome]] = {scheme: [] for scheme in plan.schemes}
     began = time.monotonic()
     last = 0.0  # seconds
@@ -134,17 +125,17 @@ class Shelf:
         except (ValueError, KeyError, TypeError):
             raise BenchError(f"{path} does not hold runs of `bench train --resume`: name another file") from None
 
-    def get(self, plan: Plan, run: Run) -> Outcome | None:
+    def get(self, plan: Plan, run: TrainingRun) -> Outcome | None:
         return self._found.get(_key(plan, run))
 
-    def put(self, plan: Plan, run: Run, outcome: Outcome) -> None:
+    def put(self, plan: Plan, run: TrainingRun, outcome: Outcome) -> None:
         if self._path is not None:
             line = json.dumps({"run": json.loads(_key(plan, run)), "outcome": asdict(outcome)})
             with self._path.open("a") as file:
                 file.write(f"{line}\n")
 
 
-def _key(plan: Plan, run: Run) -> str:
+def _key(plan: Plan, run: TrainingRun) -> str:
     return json.dumps({**plan.fixed, "scheme": run.scheme.name, "seed": run.seed}, sort_keys=True)
 
 
@@ -188,7 +179,7 @@ def _held_out(outcomes: Sequence[Outcome]) -> list[float]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def train_run(plan: Plan, run: Run) -> Outcome:
+def train_run(plan: Plan, run: TrainingRun) -> Outcome:
     began = time.monotonic()
     trainer = Trainer(plan, run)
     timing.synchronize(plan.device)
@@ -208,7 +199,7 @@ def train_run(plan: Plan, run: Run) -> Outcome:
 class Trainer:
     """One network, the gradients of W replicas, and what averages them."""
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, plan: Plan, run: TrainingRun) -> None:
         task = plan.task
         self._plan = plan
         self._run = run
@@ -217,13 +208,14 @@ class Trainer:
             for block in task.blocks(self._network):
                 block.compile()
         warmup = round(schemes.WARMUP * task.steps)
-        self._optimizers = optimizers_for(run.scheme, plan.optimizer, self._network, warmup)
+        parameters = self._network.parameters()
+        self._optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, parameters, warmup)
         options = DDPOptions(
             run.scheme.codec or NONE,
             feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),
             exempt=run.scheme.exempt,
             weigh=cast(Weigh, run.scheme.weigh),
-            optimizer=self._optimizers,
+            optimizer=self._optimizer,
             measure_every=0,
         )
         self._averager = simulated.Averager(self._network, options, plan.world)
@@ -249,10 +241,9 @@ class Trainer:
         for parameter, gradient in zip(self._averager.parameters, views, strict=True):
             parameter.grad = gradient
         rate = self._plan.task.rate(self._plan.optimizer, step, self._plan.task.steps)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
 
     def finish(self, began: float, step_ms: float) -> Outcome:
         """Judge the network."""
@@ -274,17 +265,6 @@ class Trainer:
             seconds=time.monotonic() - began,
             chosen=self._averager.decisions.why,
         )
-
-
-def optimizers_for(scheme: TrainScheme, kind: str, network: nn.Module, warmup_steps: int) -> list[Optimizer]:
-    """Muon for the matrices inside the network and AdamW for the rest, or one optimiser for all."""
-    if kind != "muon":
-        return [schemes.optimizer_for(scheme, kind, network.parameters(), warmup_steps)]
-    inner = [p for name, p in network.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
-    known = {id(p) for p in inner}
-    rest = [p for p in network.parameters() if id(p) not in known]
-    muon = torch.optim.Muon(inner, lr=0.0, weight_decay=schemes.ADAMS["adamw"], adjust_lr_fn="match_rms_adamw")
-    return [muon, schemes.optimizer_for(scheme, "adamw", rest, warmup_steps)]
 
 
 def autocast(device: torch.device) -> torch.autocast:

@@ -17,7 +17,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, count
@@ -25,8 +25,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
@@ -355,7 +353,8 @@ def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     place = (dist.get_rank(), plan.world)
     network = task.model(run.seed)
     params = sum(parameter.numel() for parameter in network.parameters())
-    replica = _replica(plan, run.scheme, network, round(schemes.WARMUP * task.steps), run.scheme.every)
+    warmup = round(schemes.WARMUP * task.steps)
+    replica = schemes.replica_of(task, run.scheme, network, plan.optimizer, warmup, run.scheme.every)
     losses: list[torch.Tensor] = []
     course: list[tuple[float, Total]] = []
     seconds = 0.0
@@ -413,34 +412,21 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     return samples
 
 
-def _replica(
-    plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: int, every: int | None = None
-) -> Replica:
-    kind: Callable[[TrainScheme, nn.Module, Optimizer], Replica] = Replica
-    if every is not None:
-        from thinwire.tools.bench import across  # as below
-
-        kind = partial(across.OuterReplica, every=every)
-    if plan.parallel == FSDP2:
-        from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
-
-        sharded.shard(scheme, network, plan.task.blocks(network))  # before the optimiser is given the shards
-        kind = sharded.ShardedReplica
-    return kind(scheme, network, schemes.optimizer_for(scheme, plan.optimizer, network.parameters(), warmup))
-
-
 def _replicas(plan: TrainPlan) -> dict[str, Replica]:
     """One per scheme: with DDP on one network, else on one each, and with FSDP2 one that sends nothing.
 
     With DiLoCo every step is a round.
     """
-    if plan.parallel == DILOCO:
-        rounds = {scheme: None if scheme.every is None else 1 for scheme in plan.timed}
-        return {one.name: _replica(plan, one, plan.task.model(0), 1, every) for one, every in rounds.items()}
-    if plan.parallel == FSDP2:
-        each = {COMPUTE: schemes.ALONE, **{scheme.name: scheme for scheme in plan.timed}}
-        return {name: _replica(plan, scheme, plan.task.model(0), 1) for name, scheme in each.items()}
-    network = plan.task.model(0)
+    task = plan.task
+    if plan.parallel != DDP:
+        alone = {COMPUTE: schemes.ALONE} if plan.parallel == FSDP2 else {}
+        each = {**alone, **{scheme.name: scheme for scheme in plan.timed}}
+        rounds = {name: None if scheme.every is None else 1 for name, scheme in each.items()}
+        return {
+            name: schemes.replica_of(task, scheme, task.model(0), plan.optimizer, every=rounds[name])
+            for name, scheme in each.items()
+        }
+    network = task.model(0)
     # One optimiser for all but onebit: at a rate of zero they do not disturb each other, and memory is short.
     shared = schemes.optimizer_for(plan.timed[0], plan.optimizer, network.parameters(), 1)
     replicas = {}
