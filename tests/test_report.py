@@ -362,18 +362,6 @@ def test_points_of_several_series_stand_beside_each_other() -> None:
         assert all(abs(place - round(place)) < 0.5 for series in places for place in series)
 
 
-def test_a_control_that_fails_leaves_the_others_room() -> None:
-    """Its value is written at the edge instead."""
-    ratios = {str(row["codec"]): row["loss_log_ratio"] for row in committed("train_digits.json").rows}
-    chart = next(chart for chart in charts.of(committed("train_digits.json")) if chart.name == "loss_ratio")
-    assert chart.axis.most is not None
-    assert 60 < chart.axis.most < 80  # per cent
-    beyond = {name: 100 * math.expm1(float(str(ratios[name]))) for name in ("sign", "int2")}
-    assert {f"{cells.significant(value)} →" for value in beyond.values()} <= set(words(chart))
-    within = [train_row(codec, loss_log_ratio=0.1, control=codec == "sign") for codec in ("int8", "sign")]
-    assert charts.of(made("train", within))[0].axis.most is None
-
-
 def test_charts_of_what_no_run_measures() -> None:
     """Negative errors, labels that are numbers, numbers that are labels or beyond all axes: drawn, or left out."""
     ratios = {"loss_log_ratio": 0.1, "loss_log_ratio_error": -1.0, "bytes_per_step": 9, "noise_floor": 1e308}

@@ -235,7 +235,7 @@ class Replica:
 def replica_of(
     task: Task, scheme: TrainScheme, network: nn.Module, kind: str, warmup_steps: int = 1, every: int | None = None
 ) -> Replica:
-    """This rank's replica, with an optimiser of its own: in shards (FSDP2), or with a round `every` few steps (DiLoCo)."""
+    """This rank's replica, with an optimiser of its own; of FSDP2 in shards, of DiLoCo with rounds."""
     if scheme.weights is None and every is None:
         return Replica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
     from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
