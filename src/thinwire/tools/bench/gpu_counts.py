@@ -1,4 +1,4 @@
-"""What calls put on a GPU, counted by torch's profiler: launches, torch's own ops, the time of kernels and copies.
+"""What calls put on a GPU, counted by torch's profiler: launches, and the time of kernels and copies.
 
 Counts are steady where times are not. A call's launches are those the host made while it ran; its kernels are those
 that belong to these launches, whenever they ran. A kernel of NCCL that waits for other ranks counts as long as it does.
@@ -32,7 +32,6 @@ class GpuCount:
     """Of one call."""
 
     launches: int
-    aten_ops: int
     busy_ms: float
 
 
@@ -74,24 +73,22 @@ def _start(event: Event) -> float:
 
 
 def _count(events: Iterable[Event], busy: Mapping[Any, float]) -> GpuCount:
-    launched: set[Any] = set()
-    ops = 0
-    for event in events:
-        if event["cat"] in HOST and any(word in event["name"] for word in LAUNCHES):
-            launched.add(event["args"]["correlation"])
-        ops += event["cat"] == "cpu_op" and event["name"].startswith("aten::")
+    launched: set[Any] = {
+        event["args"]["correlation"]
+        for event in events
+        if event["cat"] in HOST and any(word in event["name"] for word in LAUNCHES)
+    }
     if busy:  # a launch inside another has no kernel of its own
         launched &= busy.keys()
-    return GpuCount(len(launched), ops, 1e-3 * sum(busy.get(launch, 0.0) for launch in launched))
+    return GpuCount(len(launched), 1e-3 * sum(busy.get(launch, 0.0) for launch in launched))
 
 
 def columns(by_rank: Sequence[Sequence[GpuCount]]) -> Row:
-    """Of a call: the usual number of launches and ops, the shortest time a GPU was busy with it."""
+    """Of a call: the usual number of launches, the shortest time a GPU was busy with it."""
     every = [count for of_rank in by_rank for count in of_rank]
     if not every:
-        return dict.fromkeys(("gpu_busy_ms", "launches", "aten_ops"))
+        return dict.fromkeys(("gpu_busy_ms", "launches"))
     return {
         "gpu_busy_ms": min(count.busy_ms for count in every) or None,
         "launches": int(median(count.launches for count in every)),
-        "aten_ops": int(median(count.aten_ops for count in every)),
     }
