@@ -35,7 +35,7 @@ from thinwire.tools.report.cells import TextGrid
 
 FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
 MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
-CHECKED = ("check", "kernels", "as_json", "whole")  # the flags that go with --check
+CHECKED = ("check", "kernels", "as_json")  # the flags that go with --check
 DDP_ONLY = ("losses", "memory", "optimizer", "overlap", "bucket", "dtype")  # and those that do not go with --diloco
 LEAST_EFFICIENCY = 0.001
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
@@ -96,7 +96,6 @@ def command(
     kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
     check: Annotated[str | None, typer.Option(metavar="FILE", help=CHECK)] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
-    whole: screen.All = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what to use on your links: predict a training step with every codec, and choose.
