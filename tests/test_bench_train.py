@@ -25,7 +25,6 @@ from thinwire.tools.bench import (
     record,
     replicas,
     schemes,
-    sources,
     tasks,
     train as bench,
     turns,
@@ -222,7 +221,7 @@ def test_flags_know_what_there_is() -> None:
     assert list(cli.Parallel) == [schemes.DDP, schemes.FSDP2, schemes.DILOCO, replicas.SIMULATED]
     assert {s.name for s in bench.lineup("gpt", parallel="fsdp2") if s.control} == {"int8/lloyd4"}
     assert all(task.rate(optimizer, 3, 9) > 0 for task in tasks.TASKS.values() for optimizer in cli.TrainOptimizer)
-    both = [tasks.TASKS["digits"], sources.SIZES["30m"]]
+    both = [tasks.TASKS["digits"], tasks.SIZES["30m"]]
     assert list(cli.TrainOptimizer) == [name for task in both for name in dict(task.rates)]
 
 

@@ -22,8 +22,7 @@ from thinwire.integrations.options import DDPOptions, Feedback, Weigh
 from thinwire.tools.bench import schemes, simulated, tasks, timing, train
 from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
-from thinwire.tools.bench.sources import QUICK, SIZES, Bytes
-from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench.tasks import Batch, Bytes, Task
 from thinwire.tools.bench.train import TrainingRun
 
 SIMULATED = "simulated"
@@ -64,14 +63,6 @@ class Outcome:
     step_ms: float
     seconds: float  # of all of it
     chosen: str
-
-
-def find(
-    name: str, size: str | None, seeds: int | None, steps: int | None, rows: int | None, *, quick: bool = False
-) -> Task:
-    """The task of a name, with what is not None of its own; `size` is that of bytes."""
-    task = (QUICK if quick else SIZES[size or "30m"]) if name == "bytes" else tasks.find(name, quick=quick)
-    return replace(task, seeds=seeds or task.seeds, steps=steps or task.steps, rows=rows or task.rows)
 
 
 def plan_of(

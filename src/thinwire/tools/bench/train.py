@@ -139,8 +139,7 @@ def run(
     every: Sequence[int] | None = None,
 ) -> Record:
     """A record of kind "train", on gloo; what is None is the task's own."""
-    found = tasks.find(task, quick=quick)
-    found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
+    found = tasks.find(task, quick=quick, seeds=seeds, steps=steps, rows=batch)
     lined_up = lineup(task, codecs, optimizer, parallel, every)
     effort = QUICK if quick else FULL
     plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)

@@ -18,6 +18,7 @@ from thinwire.tools.bench import (
     link as links,
     qat as qat_bench,
     replicas as replicas_bench,
+    tasks,
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
@@ -300,7 +301,7 @@ def train_command(
         _refuse({"--size": size if task is not TaskName.bytes else None}, "goes with --task bytes")
         flags.check_device(device)
         with screen.usage_errors(None, BenchError, CodecError):
-            found = replicas_bench.find(task.value, size, seeds, steps, batch, quick=quick)
+            found = tasks.find(task.value, size, quick=quick, seeds=seeds, steps=steps, rows=batch)
             where = torch.device(device.value if device else "cpu")
             plan = replicas_bench.plan_of(found, named, kind, world or replicas_bench.WORLD, where, compiled=compile)
         _deliver(partial(replicas_bench.run, plan, resume, minutes), json)
