@@ -1,9 +1,6 @@
 """The benchmark of quantisation-aware training: what a run hands back, its formulas, its flags."""
 
 import contextlib
-import math
-import multiprocessing
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +45,6 @@ def test_a_speed_run_end_to_end(tmp_path: Path) -> None:
         assert row["ms_p50"] / row["floor_ms"] == row["times_floor"]  # type: ignore[operator]
         assert row["torch_ms"] / row["ms_p50"] == row["times_torch"]  # type: ignore[operator]
         assert (row["peak_bytes_per_element"] is None) == (row["op"] != "forward_backward")
-
-
-@pytest.mark.parametrize(("numel", "shape"), [(1, (1, 1)), (4096, (64, 64)), (5000, (50, 100)), (13, (1, 13))])
-def test_the_matrix_is_nearly_square(numel: int, shape: tuple[int, int]) -> None:
-    assert a_case(numel=numel).shape == shape
 
 
 @pytest.mark.parametrize("grain", qat_speed.GRAINS)
@@ -108,21 +100,6 @@ def test_times_are_held_against_floor_and_torch(monkeypatch: pytest.MonkeyPatch)
     assert (both["times_torch"], both["torch_times_floor"]) == (4, 8)
 
 
-def test_ctrl_c_keeps_the_finished_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = list(a_case().rows())
-
-    def third_is_interrupted(case: qat_speed.SpeedCase) -> Iterator[record.Row]:
-        if case.gradient == "torch":
-            raise KeyboardInterrupt
-        yield from finished
-
-    monkeypatch.setattr(qat_speed.SpeedCase, "rows", third_is_interrupted)
-    with pytest.raises(record.Interrupted) as stop:
-        qat.run(parts=["speed"], quick=True)
-    assert len(stop.value.record.rows) == 2 * len(qat_speed.OPS)
-    assert stop.value.record.conditions["interrupted"]
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 TINY = qat_tasks.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
@@ -154,26 +131,12 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
     assert [row["method"] for row in rows if row["peer"]] == ["torch_learnable"]
 
 
-def test_runs_go_by_bits_then_by_method_and_fp32_is_first() -> None:
-    runs = [str(run) for run in qat.runs(TINY, ("lsq", "fp32"), (2, 4), 2, CPU)]
-    assert runs[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
-    assert runs[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
-
-
 def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
     usual = [(run.bits, run.method) for run in qat.runs(TINY, None, (4, 2), 1, CPU)]
     assert [method for bits, method in usual if bits in (2, 32)] == list(METHODS)
     assert [method for bits, method in usual if bits == 4] == [*list(METHODS)[1:5], "absmax_ste"]
     asked = [(run.bits, run.method) for run in qat.runs(TINY, ("lsq_no_floor",), (4, 2), 1, CPU)]
     assert asked == [(4, "lsq_no_floor"), (2, "lsq_no_floor")]
-
-
-def test_a_pool_maps_in_order_and_leaves_no_process() -> None:
-    """On numbers, since a process that was sent a run would import torch first."""
-    map_runs: Any
-    with qat._pool(2) as map_runs:
-        assert list(map_runs(abs, [-3, 2, -1])) == [3, 2, 1]
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -214,18 +177,6 @@ def test_other_splits_for_other_seeds_and_no_image_in_both_parts() -> None:
     assert torch.equal(together, torch.cat([second.images, second.test_images]).flatten(1).sum(0))
 
 
-def test_what_is_judged() -> None:
-    class Right(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return images * 4
-
-    images, labels = torch.eye(3), torch.tensor([0, 1, 2])
-    found = qat_tasks.judge(Right(), qat_tasks.Split(images, labels, images, torch.tensor([0, 0, 2])))
-    assert found.accuracy == 2 / 3
-    assert found.train_loss == pytest.approx(math.log(math.exp(4) + 2) - 4, rel=1e-6)
-    assert qat_tasks.judge(Right(), qat_tasks.Split(images * math.nan, labels, images, labels)).diverged
-
-
 def started(name: str, bits: int = 2) -> nn.Module:
     model = qat_tasks.network(TINY, 0)
     METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits)
@@ -253,29 +204,6 @@ def test_absmax_starts_clip_nothing() -> None:
     first = layers(started("lsq_absmax_init"))[0].act_quantizer
     assert first is not None
     assert first.scale.item() == pytest.approx(1 / 3, rel=1e-6)  # images reach from 0 to 1, on the integers 0 to 3
-
-
-def test_absmax_without_learning_is_straight_through_and_fresh_every_time() -> None:
-    quantizer = qat_methods.AbsmaxAlways(3, symmetric=True, axis=0)
-    x = torch.tensor([[0.6, -1.5, 0.7], [3.0, 0.2, 30.0]], requires_grad=True)
-    scale = torch.tensor([[1.5 / 3], [30 / 3]])
-    y = quantizer(x)
-    assert torch.equal(y, torch.round(x.detach() / scale) * scale)
-    y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones_like(x))
-    assert all(parameter.grad is None for parameter in quantizer.parameters())
-
-
-def test_the_gradient_without_its_factor() -> None:
-    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    found = []
-    for kind in (LSQ, qat_methods.NoGradientScale, qat_methods.FloorAlone):
-        quantizer = kind(2).initialize(x)
-        quantizer(x).sum().backward()
-        assert quantizer.scale.grad is not None
-        found.append(quantizer.scale.grad.item())
-    assert found[1] == found[2] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
 
 
 def test_what_holds_a_scale_up_and_what_does_not() -> None:

@@ -154,11 +154,6 @@ def test_bytes_of_torch_are_those_the_cost_model_counts(world: int, codec: str) 
     assert bench.ring_bytes(schemes.parse(codec), 250_000, world) == pytest.approx(predicted.bytes, rel=1e-3)
 
 
-def test_bytes_that_nobody_knows() -> None:
-    for name in ("int8", "powersgd1", "onebit"):
-        assert bench.ring_bytes(schemes.parse(name), 9, 2) is None
-
-
 def test_bytes_are_counted_at_the_interface_of_a_shaped_link() -> None:
     plan = TrainPlan(tasks.DEMO, bench.lineup(None), 2, links.parse("1gbit"), "adam", train.QUICK)
     assert bench._bytes_columns(plan, plan.schemes[0], a_row("none")) == {"bytes_from": "interface"}
@@ -316,14 +311,6 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_trained(
     assert (measured / "taken").read_text() == "mine"
 
 
-def test_json_on_standard_output_is_json_alone(measured: Path) -> None:
-    result = call("--json", "-", "--out", "deep/er")
-    assert result.exit_code == 0, result.output
-    assert len(record.loads(result.stdout).rows) == 3
-    assert (measured / "deep" / "er" / "index.html").is_file()
-    assert "wrote deep/er/index.html" in result.stderr
-
-
 def test_without_matplotlib_the_tables_are_printed_and_the_record_is_kept(
     measured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,15 +324,6 @@ def test_without_matplotlib_the_tables_are_printed_and_the_record_is_kept(
     assert result.exit_code == 1
     assert "Error: plots are drawn by matplotlib" in result.stderr
     assert not (measured / "asked-for").exists()
-
-
-def test_a_report_that_cannot_be_written(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_write", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    result = call()
-    assert result.exit_code == 1
-    assert "Measured here: a GPT" in result.stdout  # what was measured is not lost
-    assert "Error: thinwire-report cannot be written: No space left on device" in result.stderr
-    assert list(measured.iterdir()) == []
 
 
 def test_a_record_that_cannot_be_written_costs_nothing_else(measured: Path) -> None:
