@@ -133,7 +133,6 @@ LONG = ("-m", "thinwire", "demo", "--quick", "--steps", "15", "--codecs", "int8,
 def test_on_a_terminal_there_is_a_bar_and_ctrl_c_keeps_what_was_finished(program: Ended) -> None:
     assert program.status == 130, program.told
     assert program.alone
-    assert re.search(r"loading.* \d+ s", program.out)  # before torch is there
     assert re.search(r"step times .* 0/7 ", program.out), program.told  # two seeds of three schemes follow
     assert "\x1b[1mMeasured here" in program.out
     assert re.search(r"interrupted: [12] finished rows kept$", program.out, re.MULTILINE), program.told
@@ -343,9 +342,7 @@ def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: 
     assert result.exit_code == 130
     assert result.stdout == ""
     assert "interrupted: 0 finished rows kept" in result.stderr
-    assert list(measured.iterdir()) == []
-    assert call("--out", "deep/er").exit_code == 130
-    assert list(measured.iterdir()) == []
+    assert list((measured / "thinwire-report").iterdir()) == []
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -79,9 +79,9 @@ def command(
             draw.check()
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
-        with _made(folder):
-            record, status = screen.measured(partial(demo.run, world, named, steps, shaped, quick))
-            written = _deliver(record, folder, json)
+        _make(folder)
+        record, status = screen.measured(partial(demo.run, world, named, steps, shaped, quick))
+        written = _deliver(record, folder, json)
     raise typer.Exit(status if written else 1)
 
 
@@ -141,21 +141,13 @@ def _write(record: Record, machine: Machine, folder: Path) -> None:
     typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)
 
 
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make the directory before anything is trained, or refuse it; afterwards remove what was made and stayed empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+def _make(folder: Path) -> None:
+    """Make the directory before anything is trained, or refuse it."""
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            for path in made:
-                path.rmdir()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
 
 
 def _refuse(why: str) -> NoReturn:
