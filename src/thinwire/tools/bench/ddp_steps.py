@@ -90,18 +90,26 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "nodes": case.cards.nodes if case.cards else None,
             "link": case.cards.link if case.cards else "loopback",
             "numel": samples[0].params,
-            **turns.beside(parts, scheme.name, NONE, bf16),
             "bytes_per_rank": turns.sent(parts, scheme.name, "transport_bytes"),
             **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
-            "cpu_ms_per_rank": turns.cpu_ms(samples),
             "identical": len({sample.digest for sample in samples}) == 1,
-            "rounds": len(samples[0].ms),
-            "threads": launch.THREADS,
-            "cores": os.cpu_count(),
-            "backend": "gloo" if case.cards is None else "nccl",
-            **turns.on_gpu(parts, scheme.name, NONE),
-            **(nccl.columns(case.cards) if case.cards else {}),
+            **time_columns(parts, scheme.name, NONE, bf16, case.cards),
         }
+
+
+def time_columns(parts: turns.Samples, name: str, plain: str, bf16: str, cards: NcclRanks | None) -> Row:
+    """What a call takes beside torch's own in fp32 and bf16, and where it ran."""
+    samples = [part[name] for part in parts]
+    return {
+        **turns.beside(parts, name, plain, bf16),
+        "cpu_ms_per_rank": turns.cpu_ms(samples),
+        "rounds": len(samples[0].ms),
+        "threads": launch.THREADS,
+        "cores": os.cpu_count(),
+        "backend": "gloo" if cards is None else "nccl",
+        **turns.on_gpu(parts, name, plain),
+        **(nccl.columns(cards) if cards else {}),
+    }
 
 
 def _algorithm(case: StepCase) -> str:
