@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner, Result
 
+import compared as comparisons
 import figures
 import thinwire
 from cases import generated
@@ -24,14 +25,14 @@ from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
 from thinwire.errors import AdviceError, RecordError
 from thinwire.integrations import auto
 from thinwire.tools import rule
-from thinwire.tools.advise import check, evidence, machine as machines, measure, model, schemes, units, verdict
+from thinwire.tools.advise import evidence, machine as machines, measure, model, schemes, units, verdict
 from thinwire.tools.advise.evidence import Losses
 from thinwire.tools.advise.links import LATENCY_S, PAYLOAD, Cluster, LinkModel, payload_of
 from thinwire.tools.advise.machine import Machine, NcclCalls
 from thinwire.tools.advise.model import ChunkedSum, Hop, Stage, TrainingJob
 from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench import record
-from thinwire.tools.bench.record import Record, Row
+from thinwire.tools.bench.record import Record
 from thinwire.tools.cli.app import app
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -193,8 +194,8 @@ def test_work_is_what_processors_were_busy_with(row: dict[str, Any]) -> None:
 # --- predictions against shaped links ---------------------------------------------------------------------------------
 
 
-def compared(own: Machine = RECORDED_ON) -> list[check.Checked]:
-    return [item for name in SHAPED for item in check.compare(recorded(name), own)]
+def compared(own: Machine = RECORDED_ON) -> list[comparisons.Checked]:
+    return [item for name in SHAPED for item in comparisons.compare(recorded(name), own)]
 
 
 # DDP with lloyd4 was timed twice in train_mlp_1gbit.json, by its name and as the choice of auto, by turns in one run:
@@ -212,7 +213,7 @@ CROWDED = {
 
 def cases() -> list[tuple[str, str, float, float]]:
     """(what, scheme, measured, predicted), the one that was measured twice once."""
-    found: dict[tuple[str, str], list[check.Checked]] = {}
+    found: dict[tuple[str, str], list[comparisons.Checked]] = {}
     for item in compared():
         found.setdefault((item.what, str(item.scheme)), []).append(item)
     return [
@@ -250,34 +251,6 @@ def test_the_documents_ranges_are_those_that_are_used() -> None:
 
 
 # --- calls on NCCL ----------------------------------------------------------------------------------------------------
-
-
-def on_nccl(world: int = 2, numel: int = 1000, algorithm: str = "one_shot", **more: Any) -> Row:
-    times = {"host_ms": 0.08 if algorithm == "one_shot" else 0.12, "plain_host_ms": 0.05}
-    where = {"backend": "nccl", "verb": "all_reduce", "link": "memory", "world": world, "numel": numel}
-    return {**where, "algorithm": algorithm, **times, **more}
-
-
-def nccl_record(*rows: Row) -> Record:
-    return Record("collectives", {"device": "NVIDIA H200", "date": "2026-11-16T09:00:00+00:00"}, list(rows))
-
-
-def test_calls_are_those_of_the_smallest_sums_on_one_host() -> None:
-    others = [
-        on_nccl(numel=2000, host_ms=9.0),
-        on_nccl(world=4, host_ms=9.0),
-        on_nccl(link="tcp", host_ms=9.0),
-        on_nccl(algorithm="plain", host_ms=9.0),
-        on_nccl(verb="broadcast", host_ms=9.0),
-        on_nccl(backend="gloo", host_ms=None),
-    ]
-    found = machines.calls_from_record(nccl_record(*others, on_nccl(), on_nccl(algorithm="two_phase")), "r.json")
-    assert found.source == "NVIDIA H200, 2 ranks, 2026-11-16 (r.json)"
-    assert (found.plain_s, found.stage_s) == (pytest.approx(50e-6), pytest.approx(40e-6))
-    with pytest.raises(RecordError, match="has no compressed all_reduce on NCCL, on one host"):
-        machines.calls_from_record(nccl_record(*others[2:]), "r.json")
-    with pytest.raises(RecordError, match="column 'host_ms', got None"):
-        machines.calls_from_record(nccl_record(on_nccl(host_ms=None)), "r.json")
 
 
 @pytest.mark.parametrize("world", [2, 64])
@@ -319,52 +292,14 @@ def test_the_comparison_notices_wrong_kernels(spoil: Any) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.75, 1.3])
 def test_the_comparison_notices_wrong_links(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     right = LinkModel.of_rate
-    monkeypatch.setattr(check.LinkModel, "of_rate", lambda rate, latency: right(share * rate, latency))
+    monkeypatch.setattr(evidence.LinkModel, "of_rate", lambda rate, latency: right(share * rate, latency))
     assert sum(abs(item.off) > WITHIN for item in compared()) >= 10
-
-
-def test_what_cannot_be_compared_says_so() -> None:
-    with pytest.raises(RecordError, match="expected a record of kind collectives or train, got 'codec'"):
-        check.compare(recorded("codec_cpu"), RECORDED_ON)
-    with pytest.raises(RecordError, match="no all_reduce or DDP step over a shaped link"):
-        check.compare(recorded("collectives_loopback"), RECORDED_ON)
-    with pytest.raises(RecordError, match="no all_reduce or DDP step over a shaped link"):
-        check.compare(recorded("collectives_verbs_1gbit"), RECORDED_ON)
-
-
-COUNTED = "expected a number from 1 to 1e18"
-POSITIVE = "expected a number from 1e-18 to 1e18"
-
-
-@pytest.mark.parametrize(
-    ("name", "column", "value", "said"),
-    [
-        ("collectives_1gbit", "link", "fast", "column 'link': expected a rate such as 25gbit"),
-        ("collectives_1gbit", "link", None, "column 'link': expected a rate such as 25gbit"),
-        ("collectives_1gbit", "codec", "int99", "unknown codec 'int99'"),
-        ("collectives_1gbit", "algorithm", "three_phase", "one of plain, one_shot, two_phase, got 'three_phase'"),
-        ("collectives_1gbit", "ms_p50", 0, f"{POSITIVE} in column 'ms_p50', got 0"),
-        ("collectives_1gbit", "plain_ms", -1.0, f"{POSITIVE} in column 'plain_ms'"),
-        ("collectives_1gbit", "cores", 0, f"{COUNTED} in column 'cores', got 0"),
-        ("collectives_1gbit", "world", 0, f"{COUNTED} in column 'world', got 0"),
-        ("collectives_1gbit", "world", 2.5, "expected a whole number in column 'world', got 2.5"),
-        ("collectives_1gbit", "numel", -1, f"{COUNTED} in column 'numel', got -1"),
-        ("collectives_1gbit", "numel", 10**400, f"{COUNTED} in column 'numel'"),
-        ("train_mlp_1gbit", "params", 0, f"{COUNTED} in column 'params', got 0"),
-        ("train_mlp_1gbit", "compute_ms", -1, "expected a number from 0 to 1e18 in column 'compute_ms', got -1"),
-        ("train_mlp_1gbit", "step_ms", 0, f"{POSITIVE} in column 'step_ms', got 0"),
-        ("train_mlp_1gbit", "speedup_bf16", 0, f"{POSITIVE} in column 'speedup_bf16', got 0"),
-    ],
-)
-def test_measurements_that_cannot_be_are_named(name: str, column: str, value: object, said: str) -> None:
-    with pytest.raises(RecordError, match=re.escape(said)):
-        check.compare(spoiled(name, column, value), RECORDED_ON)
 
 
 def test_feedback_other_than_the_default_is_not_compared() -> None:
     found = recorded("train_mlp_1gbit")
     changed = replace(found, rows=[{**row, "feedback": "ef21"} for row in found.rows if row["codec"] == "lloyd2"])
-    assert {str(item.scheme) for item in check.compare(changed, RECORDED_ON)} == {"bf16 (ring)"}
+    assert {str(item.scheme) for item in comparisons.compare(changed, RECORDED_ON)} == {"bf16 (ring)"}
 
 
 @pytest.mark.parametrize(
@@ -753,10 +688,11 @@ def test_a_larger_model_may_object() -> None:
 def test_ranges_are_the_misses_of_what_was_compared() -> None:
     """Every measured gain lies within the range that its prediction would have been given."""
     misses = evidence.shipped().misses
-    for item in compared():
+    every = compared()
+    for item in every:
         kind = item.scheme.algorithm if item.scheme.algorithm in misses else "flat"
         low, high = misses[kind]
-        for other in (found for found in compared() if found.what == item.what and found.scheme in (PLAIN, check.BF16)):
+        for other in (one for one in every if one.what == item.what and one.scheme in (PLAIN, comparisons.BF16)):
             if other.scheme != item.scheme:
                 gain, measured = other.predicted_s / item.predicted_s, other.measured_s / item.measured_s
                 assert 0.999 * low * gain <= measured <= 1.001 * high * gain

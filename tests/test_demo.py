@@ -15,9 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from programs import Ended
-from thinwire.codecs import codec
-from thinwire.tools.advise import check, evidence, machine as machines, model, verdict
-from thinwire.tools.advise.schemes import PLAIN
+from thinwire.codecs import Cast, codec
+from thinwire.tools.advise import evidence, machine as machines, model, verdict
+from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench import demo as bench, link as links, record, schemes, tasks, train
 from thinwire.tools.bench.record import Interrupted, Record, Row
 from thinwire.tools.bench.train import TrainPlan
@@ -148,8 +148,8 @@ def test_on_a_terminal_there_is_a_bar_and_ctrl_c_keeps_what_was_finished(program
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_bytes_of_torch_are_those_the_cost_model_counts(world: int, codec: str) -> None:
-    job, cluster, own = check.described(a_row(codec, world=world, link="1gbit"), OWN)
-    predicted = model.predict(job, PLAIN if codec == "none" else check.BF16, cluster, own)
+    job, cluster, own = evidence.described(a_row(codec, world=world, link="1gbit"), OWN)
+    predicted = model.predict(job, PLAIN if codec == "none" else SumScheme("ring", Cast("bf16")), cluster, own)
     assert bench.ring_bytes(schemes.parse(codec), 250_000, world) == pytest.approx(predicted.bytes, rel=1e-3)
 
 
@@ -175,7 +175,7 @@ def printed(found: Record) -> list[str]:
 
 def advised(found: Record, link: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What `thinwire advise` prints of the same job, ranks, link and losses."""
-    job, cluster, own = check.described({**found.rows[0], "link": link}, OWN)
+    job, cluster, own = evidence.described({**found.rows[0], "link": link}, OWN)
     losses = [evidence.losses_of(found, findings.HERE)]
     codecs = [codec(str(row["codec"])) for row in found.rows if not row["peer"]]
     judged = verdict.judge(job, cluster, own, codecs=codecs, losses=losses, buckets=(job.bucket_bytes,))

@@ -1,7 +1,6 @@
 """What a rank works with: seconds of kernels, copies and messages, from a record or measured.
 
-`machines.json` holds what `from_record` and `calls_from_record` make of committed records; `python tests/figures.py`
-writes it.
+`machines.json` holds what `from_record` makes of committed records; `python tests/figures.py` writes it.
 """
 
 import json
@@ -29,7 +28,6 @@ CROWD = 1.1
 TURNS = 1.4
 _PARTS = ("codecs", "sizes")  # of a kernels record: the others time something else
 _OPS = ("encode", "decode", "decode_sum", "recode")
-_STAGES = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
 _LAUNCHES = 3  # kernels in a replayed path: encode, recode, decode
 
 
@@ -119,23 +117,6 @@ class Machine:
         if self.device == "cuda":
             return kernels_s
         return (self.work_s(kernels_s, calls, messages) + nbytes * self.byte_s) / self.cores
-
-
-def calls_from_record(record: Record, source: str) -> NcclCalls:
-    """From a record of `thinwire bench collectives --backend nccl`: its smallest sums, of its smallest world."""
-    rows = [row for row in record.rows if _is_sum_on_one_host(row)]
-    if record.kind != "collectives" or not rows:
-        raise RecordError(f"{source} has no compressed all_reduce on NCCL, on one host: `thinwire bench collectives`")
-    world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
-    least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
-    stages = [column(row, "host_ms") / _STAGES[str(row["algorithm"])] for row in least]
-    told = f"{record.conditions['device']}, {world:g} ranks, {str(record.conditions['date'])[:10]} ({source})"
-    return NcclCalls(told, 1e-3 * median(column(row, "plain_host_ms") for row in least), 1e-3 * median(stages))
-
-
-def _is_sum_on_one_host(row: Row) -> bool:
-    on_nccl = row.get("backend") == "nccl" and row["link"] != "tcp"
-    return on_nccl and row["verb"] == "all_reduce" and row["algorithm"] in _STAGES
 
 
 def _most_like(codec: Codec, known: Sequence[str]) -> str | None:
