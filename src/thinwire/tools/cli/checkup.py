@@ -79,24 +79,24 @@ def _other_backends(follow: Progress, full: bool) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
-            yield _same_bytes(name, backend, device, None if full else selftest.few(), follow)
+            yield _same_bytes(name, backend, device, few=not full, follow=follow)
 
 
 def _same_bytes(
-    name: str, backend: Backend, device: torch.device, extent: selftest.Extent | None = None, follow: Progress = iter
+    name: str, backend: Backend, device: torch.device, few: bool = False, follow: Progress = iter
 ) -> Finding:
     name = f"{name} self-test"
     try:
         if device.type == "cuda":
             with compiling(follow):
-                selftest.differences(backend, device, extent)
-        compared, wrong = selftest.differences(backend, device, extent)
+                selftest.differences(backend, device, few)
+        compared, wrong = selftest.differences(backend, device, few)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
         detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
         return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    of = f" (of {' and '.join(map(str, extent.codecs))}; all: doctor --full)" if extent else ""
+    of = f" (of {' and '.join(selftest.FEW)}; all: doctor --full)" if few else ""
     return Finding(name, True, f"{compared} results have the bytes of the reference{of}")
 
 
