@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from thinwire.qat import LSQ
 from thinwire.qat.layers import QuantizedLayer
-from thinwire.tools.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
+from thinwire.tools.bench import data, qat, qat_methods, qat_speed, record, timing
+from thinwire.tools.bench.qat import Recipe
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.qat_tasks import Recipe
 from thinwire.tools.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -102,14 +102,14 @@ def test_times_are_held_against_floor_and_torch(monkeypatch: pytest.MonkeyPatch)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-TINY = qat_tasks.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
+TINY = qat.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
 
 
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = data.digits()
     monkeypatch.setattr(data, "digits", lambda: (images[:250], labels[:250]))
-    monkeypatch.setattr(qat_tasks, "QUICK", TINY)
+    monkeypatch.setattr(qat, "QUICK", TINY)
     qat._trained_in_fp32.cache_clear()
 
 
@@ -142,13 +142,13 @@ def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
 @pytest.mark.usefixtures("_tiny")
 def test_a_seed_fixes_a_training_and_fp32_is_trained_once_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[tuple[Recipe, int]] = []
-    train = qat_tasks.train
+    train = qat.train
 
-    def counted(model: nn.Module, seen: qat_tasks.Split, recipe: Recipe, seed: int) -> bool:
+    def counted(model: nn.Module, seen: qat.Split, recipe: Recipe, seed: int) -> bool:
         trained.append((recipe, seed))
         return train(model, seen, recipe, seed)
 
-    monkeypatch.setattr(qat_tasks, "train", counted)
+    monkeypatch.setattr(qat, "train", counted)
     first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
     timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
     assert timeless[0] == timeless[1]
@@ -170,7 +170,7 @@ def test_a_scale_that_dies_is_a_row_without_a_loss(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_splits_for_other_seeds_and_no_image_in_both_parts() -> None:
-    first, second = (qat_tasks.split(seed, CPU) for seed in (0, 1))
+    first, second = (qat.split(seed, CPU) for seed in (0, 1))
     assert not torch.equal(first.test_images, second.test_images)
     assert len(first.labels) + len(first.test_labels) == 1797
     together = torch.cat([first.images, first.test_images]).flatten(1).sum(0)
@@ -178,8 +178,8 @@ def test_other_splits_for_other_seeds_and_no_image_in_both_parts() -> None:
 
 
 def started(name: str, bits: int = 2) -> nn.Module:
-    model = qat_tasks.network(TINY, 0)
-    METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits)
+    model = qat.network(TINY, 0)
+    METHODS[name].start(model, qat.split(0, CPU).images[:64], bits)
     return model
 
 
@@ -222,7 +222,7 @@ def test_what_holds_a_scale_up_and_what_does_not() -> None:
 
 def test_torchs_module_and_ours_by_its_names_start_alike() -> None:
     """The same network and images: every output agrees but for a value on the very edge of a step, here none."""
-    images = qat_tasks.split(0, CPU).images[:64]
+    images = qat.split(0, CPU).images[:64]
     ours, theirs = started("learnable"), started("torch_learnable")
     torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
     learned = [sum(p.requires_grad for p in model.parameters()) for model in (ours, theirs)]
@@ -265,6 +265,6 @@ def test_without_scikit_learn_training_is_an_error_before_measuring(monkeypatch:
 
 
 def test_parts_that_are_not_asked_for_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qat_tasks, "check", lambda: pytest.fail("trained"))
+    monkeypatch.setattr(qat, "check", lambda: pytest.fail("trained"))
     monkeypatch.setattr(qat_speed, "cases", lambda *arguments: [])
     assert qat.run(parts=["speed"]).rows == []

@@ -44,7 +44,8 @@ def differences(backend: Backend, device: torch.device, few: bool = False) -> tu
     Sums of fake quantisation may be added in any order: there a bound takes the place of bytes. few: what a DDP model
     uses first, for kernels that are compiled when they are used.
     """
-    compared, ops = ([codec(spec) for spec in FEW], FEW_OPS) if few else (codecs(), OPS)
+    compared = [codec(spec) for spec in FEW] if few else codecs()
+    ops = FEW_OPS if few else OPS
     dtypes = DTYPES[:1] if few else DTYPES
     found = []
     for chosen, numel, dtype in product(compared, SIZES, dtypes):
