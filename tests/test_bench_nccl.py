@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from test_bench_train import Pooled
-from thinwire.tools.bench import collectives as bench, ddp_steps, gpu_counts, launch, nccl, record, tasks
+from thinwire.tools.bench import collectives as bench, ddp_steps, launch, nccl, record, tasks, turns
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.bench.ddp_steps import StepCase, StepSample
-from thinwire.tools.bench.gpu_counts import GpuCount
 from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.timing import Effort
+from thinwire.tools.bench.turns import GpuCount
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import charts, compare, kinds
 
@@ -173,8 +173,8 @@ def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = 
 
 def test_launches_are_those_of_the_call_and_kernels_those_of_the_launches() -> None:
     events = [
-        event("user_annotation", f"{gpu_counts.MARK}int8", 100, 50),
-        event("gpu_user_annotation", f"{gpu_counts.MARK}int8", 100, 50),
+        event("user_annotation", f"{turns.MARK}int8", 100, 50),
+        event("gpu_user_annotation", f"{turns.MARK}int8", 100, 50),
         event("cpu_op", "aten::empty", 101, 1),
         event("cpu_op", "c10d::allreduce_", 102, 9),
         event("cuda_driver", "cuLaunchKernelEx", 105, 2, 7),
@@ -185,24 +185,24 @@ def test_launches_are_those_of_the_call_and_kernels_those_of_the_launches() -> N
         event("gpu_memcpy", "DtoD", 190, 10, 9),
         event("cuda_runtime", "cudaLaunchKernel", 99, 1, 6),  # before it
         event("kernel", "barrier", 120, 99, 6),
-        event("user_annotation", f"{gpu_counts.MARK}plain", 300, 10),
+        event("user_annotation", f"{turns.MARK}plain", 300, 10),
         {"ph": "M", "name": "process_name"},
     ]
-    assert gpu_counts.counts(events) == {"int8": [GpuCount(2, 0.04)], "plain": [GpuCount(0, 0.0)]}
+    assert turns.launches_in(events) == {"int8": [GpuCount(2, 0.04)], "plain": [GpuCount(0, 0.0)]}
 
 
 def test_torchs_own_trace_can_be_counted() -> None:
     x = torch.ones(4)
     met: list[str] = []
-    found = gpu_counts.take({"one": lambda: x.add_(x), "two": lambda: x.add_(x).mul_(x)}, list, lambda: met.append(""))
+    found = turns.profiled({"one": lambda: x.add_(x), "two": lambda: x.add_(x).mul_(x)}, list, lambda: met.append(""))
     assert found == {"one": [GpuCount(0, 0.0)] * 3, "two": [GpuCount(0, 0.0)] * 3}
     assert len(met) == 3 * 2 + 1
 
 
 def test_counts_of_ranks_in_one_row() -> None:
-    found = gpu_counts.columns([[GpuCount(9, 0.5), GpuCount(5, 0.4)], [GpuCount(5, 0.2)]])
+    found = turns.gpu_columns([[GpuCount(9, 0.5), GpuCount(5, 0.4)], [GpuCount(5, 0.2)]])
     assert found == {"gpu_busy_ms": 0.2, "launches": 5}
-    assert set(gpu_counts.columns([[], []]).values()) == {None}
+    assert set(turns.gpu_columns([[], []]).values()) == {None}
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
