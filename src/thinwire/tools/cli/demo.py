@@ -93,17 +93,14 @@ def _start_again_as_own_root() -> NoReturn:
 
 
 def _deliver(record: Record, folder: Path, json: str | None) -> bool:
-    """Print the tables and what they mean, write the record and the report; whether all could be written."""
+    """Write the record and the report, print the tables and what they mean; whether all could be written."""
     own = machines.recorded("cpu")
     writes: dict[str, Callable[[], None]] = {} if json is None else {json: lambda: write(record, json)}
     if record.rows:
         writes[str(folder)] = lambda: _write(record, own, folder)
-    written = False
-    try:
-        if record.rows and json != "-":
-            show(record, own, screen.console())
-    finally:  # the reader of the tables may go away; what was measured is kept
-        written = screen.write_all(writes)
+    written = screen.write_all(writes)  # before the tables, whose reader may go away
+    if record.rows and json != "-":
+        show(record, own, screen.console())
     return written
 
 
