@@ -28,7 +28,7 @@ from thinwire.tools.bench import (
     record,
     selftest,
 )
-from thinwire.tools.cli import checkup
+from thinwire.tools.cli import checkup, screen
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import split_codecs
 
@@ -176,7 +176,7 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["codec", "--numel", "0"], "Invalid value for '--numel'"),
         (["codec", "--numel", "9" * 30], "Invalid value for '--numel'"),
         (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
-        (["codec", "--fast"], "No such option: --fast (Possible options: --codecs, --distributions"),
+        (["codec", "--fast"], "No such option: --fast (Possible options: --all, --codecs, --distributions"),
         (["codek"], "No such command 'codek'. Did you mean 'codec'? The commands are codec, kernels, collectives"),
         (["kernels"], "Missing option '--device'"),
         (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),
@@ -460,3 +460,22 @@ def test_on_a_terminal_there_are_colours_and_a_bar_and_ctrl_c_keeps_rows(program
     assert 1 <= len(kept.rows) < 18
     assert kept.conditions["interrupted"] is True
     assert str(kept.conditions["command"]).startswith("thinwire bench kernels --device cpu")
+
+
+def test_a_narrow_terminal_shows_all_columns_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = screen.console
+
+    def narrow(*, stderr: bool = False) -> Any:
+        console = usual(stderr=stderr)
+        if stderr:
+            return console
+        console.width = 80
+        console._force_terminal = True
+        return console
+
+    monkeypatch.setattr(screen, "console", narrow)
+    path = str(Path(__file__).parent.parent / "benchmarks" / "collectives_1gbit.json")
+    for flags in ([], ["--all"], []):
+        told = call("report", path, *flags).stdout
+        assert ("Left out: " in told) == (not flags)
+        assert ("identical" in told.partition("Left out")[0]) == bool(flags)

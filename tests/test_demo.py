@@ -357,7 +357,7 @@ def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: 
         (["--codecs", "lloyd2@maybe"], "feedback must be one of auto, none, classic, ef21"),
         (["--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
         (["--json", "/no/such/folder/x.json"], "cannot be written"),
-        (["--turbo"], "No such option: --turbo (Possible options: --codecs, --json, --link, --out, --quick"),
+        (["--turbo"], "No such option: --turbo (Possible options: --all, --codecs, --json, --link, --out, --quick"),
     ],
 )
 def test_bad_flags(flags: list[str], complaint: str, measured: Path) -> None:

@@ -120,16 +120,18 @@ def test_numbers_that_are_not_finite_are_dashes(value: float) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 240])
-def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int, whole: bool) -> None:
     grid = dataclasses.replace(kinds.grids(committed("collectives_1gbit.json"))[0], title="title")
     screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    screen.shows_all = whole  # type: ignore[attr-defined]
     tables.show_grid(grid, screen)
     shown = screen.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
     kept = len(grid.header)
-    if columns < 240:
+    if not whole and columns < 240:
         assert max(map(len, shown)) <= columns
         told = " ".join(" ".join(shown).split())
-        left = re.search(r"Left out: (.*)\. In a pipe they are there: \| less -S", told)
+        left = re.search(r"Left out: (.*)\. --all shows them\.", told)
         assert left is not None
         kept -= len(left[1].split(", "))
         assert grid.labels < kept < len(grid.header)

@@ -80,6 +80,7 @@ def command(
     diloco: Annotated[bool, typer.Option("--diloco", help=DILOCO)] = False,
     kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
+    whole: screen.All = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what to use on your links: predict a training step with every codec, and choose.

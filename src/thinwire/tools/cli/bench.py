@@ -69,6 +69,7 @@ def codec_command(
     numel: Annotated[int | None, _count("Elements; default 2**22, quick 2**18.", most=MOST)] = None,
     json: Json = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """Bits on the wire and what they lose (NMSE), on six distributions.
 
@@ -98,6 +99,7 @@ def kernels_command(
     parts: Annotated[Words, _text(f"Among {', '.join(kernels_bench.PARTS)}; default codecs, on a GPU all.")] = None,
     json: Json = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What the kernels cost beside a plain copy and torch eager.
 
@@ -158,6 +160,7 @@ def collectives_command(
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What a collective takes beside torch's own in fp32 and bf16.
 
@@ -241,6 +244,7 @@ def train_command(
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile for simulated replicas.")] = False,
     json: Json = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What compressed gradients, and weights, do to the loss, and to the time of a step.
 
@@ -325,6 +329,7 @@ def qat_command(
     numel: Annotated[int | None, _count("Of the speed part; default 2**22, GPU 2**25.", most=MOST)] = None,
     json: Json = None,
     quick: Quick = False,
+    whole: screen.All = False,
 ) -> None:
     """What fake quantisation costs, and what networks trained with it reach.
 

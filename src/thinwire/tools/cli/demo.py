@@ -44,6 +44,7 @@ def command(
     link: Annotated[str | None, typer.Option(metavar="RATE", help=LINK)] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help=OUT)] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help=JSON)] = None,
+    whole: screen.All = False,
     quick: Annotated[bool, typer.Option("--quick", help="A smaller network and few steps: seconds.")] = False,
 ) -> None:
     """See it work: ranks on this machine train a small GPT, plainly and once per codec.

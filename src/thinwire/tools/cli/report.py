@@ -24,6 +24,7 @@ def command(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
     png: Annotated[str | None, typer.Option(metavar="PATH", help=PNG)] = None,
     html: Annotated[str | None, typer.Option(metavar="PATH", help=HTML)] = None,
+    whole: screen.All = False,
     fail_on_regression: Annotated[bool, typer.Option("--fail-on-regression", help=WORSE)] = False,
 ) -> None:
     """Show records: tables, plots, an HTML page; two of a kind are compared.

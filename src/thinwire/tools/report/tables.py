@@ -30,7 +30,7 @@ def show_grid(laid: TextGrid, console: Console) -> None:
     if not laid.rows:
         return
     whole = _rich(laid, ruled=console.is_terminal)
-    if not console.is_terminal:
+    if not console.is_terminal or getattr(console, "shows_all", False):
         _print_whole(whole, console)
         return
     kept = len(laid.header)
@@ -39,7 +39,7 @@ def show_grid(laid: TextGrid, console: Console) -> None:
         whole = _rich(laid.first(kept), ruled=True)
     console.print(whole)
     if left := laid.header[kept:]:
-        console.print(f"Left out: {', '.join(left)}. In a pipe they are there: | less -S", style="dim")
+        console.print(f"Left out: {', '.join(left)}. --all shows them.", style="dim")
 
 
 def markdown(record: Record) -> str:
