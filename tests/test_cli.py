@@ -1,5 +1,7 @@
 """The command line, end to end: flags, tables, records, Ctrl-C and what goes to which stream."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -116,18 +118,38 @@ def test_json_on_standard_output_is_json_alone() -> None:
     assert len(found.rows) == 4
 
 
-def test_a_file_that_cannot_be_written_costs_nothing_else() -> None:
-    result = call(*SMALL, "--json", "/dev/full")
+def test_csv_on_standard_output_is_csv_alone(tmp_path: Path) -> None:
+    path = tmp_path / "codec.json"
+    result = call(*SMALL, "--csv", "-", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    written, found = record.read(str(path)), list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [float(row["nmse"]) for row in found] == [row["nmse"] for row in written.rows]
+    assert {row["conditions.cpu"] for row in found} == {written.conditions["cpu"]}
+
+
+@pytest.mark.parametrize(("json", "csv"), [("-", "-"), ("x.out", "./x.out"), ("x.out", "link.out")])
+def test_json_and_csv_cannot_share_a_file(json: str, csv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.out").symlink_to("x.out")
+    result = call(*SMALL, "--csv", csv, "--json", json)
+    assert result.exit_code == 2
+    assert f"--json writes to {json} already; name another file" in " ".join(result.stderr.split())
+
+
+def test_a_file_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "codec.csv"
+    result = call(*SMALL, "--json", "/dev/full", "--csv", str(path))
     assert result.exit_code == 1
     assert "Error: /dev/full cannot be written: No space left on device" in result.stderr
     assert "lloyd2" in result.stdout
+    assert "lloyd2" in path.read_text()
 
 
-def test_every_benchmark_writes_json_and_has_a_quick_run() -> None:
+def test_every_benchmark_writes_json_and_csv_and_has_a_quick_run() -> None:
     bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
     for name, command in bench.commands.items():
         known = {name for flag in command.params for name in flag.opts}
-        assert {"--json", "--quick"} <= known, name
+        assert {"--json", "--csv", "--quick"} <= known, name
 
 
 def test_repeated_flags_add_up() -> None:
@@ -176,7 +198,11 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["codec", "--numel", "0"], "Invalid value for '--numel'"),
         (["codec", "--numel", "9" * 30], "Invalid value for '--numel'"),
         (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
-        (["codec", "--fast"], "No such option: --fast (Possible options: --all, --codecs, --distributions"),
+        (["codec", "--csv", "/no/such/folder/x.csv"], "cannot be written"),
+        (
+            ["codec", "--fast"],
+            "No such option: --fast (Possible options: --all, --codecs, --csv, --distributions",
+        ),
         (["codek"], "No such command 'codek'. Did you mean 'codec'? The commands are codec, kernels, collectives"),
         (["kernels"], "Missing option '--device'"),
         (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),

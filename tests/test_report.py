@@ -1,6 +1,7 @@
-"""Reports: charts, the page (in a real browser where there is one), and two records compared."""
+"""Reports: CSV, charts, the page (in a real browser where there is one), and two records compared."""
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import html
@@ -74,14 +75,35 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), prog_name="thinwire")
 
 
-# --- records and their curves -----------------------------------------------------------------------------------------
+# --- records as CSV, and their curves ---------------------------------------------------------------------------------
 
 
-def test_a_curve_survives_json() -> None:
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+
+
+@generated(40)
+@given(st.lists(st.dictionaries(st.text(min_size=1), VALUES, max_size=4), max_size=4))
+def test_csv_holds_what_the_rows_hold(rows: list[Row]) -> None:
+    written = record.as_csv(Record("codec", {"date": "today"}, rows))
+    header, *lines = csv.reader(io.StringIO(written, newline=""))
+    assert written.count("\n") == len(lines) + 1 == len(rows) + 1
+    assert header[-1] == "conditions.date"
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for row, line in zip(rows, lines, strict=True):
+        assert line[-1] == "today"
+        for name, told in zip(names, line, strict=False):
+            value = row.get(name)
+            same = told == " ".join((value or "").splitlines()) if isinstance(value, str | None) else None
+            assert json.loads(told) == value if same is None else same
+
+
+def test_a_curve_survives_json_and_csv() -> None:
     row = {**dict.fromkeys(record.COLUMNS["train"]), "curve": [[0, 2.5], [10, math.inf]]}
     written = made("train", [row])
     kept = [[0, 2.5], [10, None]]  # JSON has no infinity
     assert record.loads(record.dumps(written)).rows[0]["curve"] == kept
+    (line,) = csv.DictReader(io.StringIO(record.as_csv(written)))
+    assert json.loads(line["curve"]) == kept
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ Flat: a column holds one value. The one exception is `curve`, [[step, loss], ...
 """
 
 import contextlib
+import csv
+import io
 import itertools
 import json
 import math
@@ -125,11 +127,26 @@ def dumps(record: Record) -> str:
     return f'{head}"rows": [\n  {rows}\n ]}}\n' if record.rows else f'{head}"rows": []}}\n'
 
 
-def write(record: Record, path: str) -> None:
+def as_csv(record: Record) -> str:
+    """The rows with a header, every column that a row has, then the conditions as `conditions.date` and so on.
+
+    A number is written so that it reads back the same, a missing one as nothing, a curve as its JSON text. Line breaks
+    become spaces: a row is a line.
+    """
+    conditions = {f"conditions.{name}": value for name, value in record.conditions.items()}
+    header = list(dict.fromkeys([*(name for row in record.rows for name in row), *conditions]))
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(map(_cell, header))
+    lines.writerows([_cell({**row, **conditions}.get(name)) for name in header] for row in record.rows)
+    return text.getvalue()
+
+
+def write(record: Record, path: str, form: Callable[[Record], str] = dumps) -> None:
     if path == "-":
-        sys.stdout.write(dumps(record))
+        sys.stdout.write(form(record))
     else:
-        Path(path).write_text(dumps(record), encoding="utf-8")
+        Path(path).write_text(form(record), encoding="utf-8")
 
 
 def read(path: str) -> Record:
@@ -215,6 +232,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_number(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(value: Value) -> str:
+    if isinstance(value, str) or value is None:
+        return " ".join((value or "").splitlines())
+    return _json(_number(value))
 
 
 def _installed(*names: str) -> str | None:

@@ -1,5 +1,6 @@
 """`thinwire bench`: run a benchmark, print its table, write its record."""
 
+import os
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
@@ -23,7 +24,7 @@ from thinwire.tools.bench import (
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.record import BenchError, Record, write
+from thinwire.tools.bench.record import BenchError, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.report import tables
@@ -31,7 +32,7 @@ from thinwire.tools.report import tables
 app = typer.Typer(
     cls=screen.Commands,
     help="Measure codecs, kernels, collectives and training. A record holds every number with its conditions.",
-    epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json",
+    epilog="\b\nExample:\n  thinwire bench codec --quick\n  thinwire bench train --json train.json --csv train.csv",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -58,6 +59,7 @@ LinkRate = Annotated[
     str | None, _text("A shaped link for every rank, such as 1gbit, 20mbit+50ms or 20mbit+50ms+1%; needs root.", "RATE")
 ]
 Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
+Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
 DeviceOption = Annotated[Device, typer.Option(help="Where the tensors are.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: seconds, and rougher numbers.")]
 
@@ -68,6 +70,7 @@ def codec_command(
     distributions: Annotated[Words, _text(f"Among {', '.join(DISTRIBUTIONS)}; default all.")] = None,
     numel: Annotated[int | None, _count("Elements; default 2**22, quick 2**18.", most=MOST)] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
     whole: screen.All = False,
 ) -> None:
@@ -83,7 +86,7 @@ def codec_command(
     chosen = flags.codecs(codecs, codec_bench.CODECS)
     names = flags.words(distributions, DISTRIBUTIONS, "--distributions") or list(DISTRIBUTIONS)
     size = numel or (codec_bench.QUICK_NUMEL if quick else codec_bench.NUMEL)
-    _deliver(partial(codec_bench.run, chosen, names, size), json)
+    _deliver(partial(codec_bench.run, chosen, names, size), json, csv)
 
 
 @app.command("kernels")
@@ -98,6 +101,7 @@ def kernels_command(
     threads: Annotated[Words, _text("CPU threads, each measured; default 1 and all.", "N,M")] = None,
     parts: Annotated[Words, _text(f"Among {', '.join(kernels_bench.PARTS)}; default codecs, on a GPU all.")] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
     whole: screen.All = False,
 ) -> None:
@@ -133,7 +137,7 @@ def kernels_command(
         parts=flags.words(parts, kernels_bench.PARTS, "--parts") or (),
         quick=quick,
     )
-    _deliver(run, json)
+    _deliver(run, json, csv)
 
 
 @app.command("collectives")
@@ -159,6 +163,7 @@ def collectives_command(
     connections: Annotated[Words, _text("Of gloo: TCP connections between two ranks; default 1.", "N,M")] = None,
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
     whole: screen.All = False,
 ) -> None:
@@ -209,7 +214,7 @@ def collectives_command(
         each = flags.counts(connections, "--connections") or [1]
         gloo = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick)
         run = partial(gloo, nodes=nodes, connections=each)
-    _deliver(run, json)
+    _deliver(run, json, csv)
 
 
 @app.command("train")
@@ -243,6 +248,7 @@ def train_command(
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile for simulated replicas.")] = False,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
     whole: screen.All = False,
 ) -> None:
@@ -308,7 +314,7 @@ def train_command(
             found = tasks.find(task.value, size, quick=quick, seeds=seeds, steps=steps, rows=batch)
             where = torch.device(device.value if device else "cpu")
             plan = replicas_bench.plan_of(found, named, kind, world or replicas_bench.WORLD, where, compiled=compile)
-        _deliver(partial(replicas_bench.run, plan, resume, minutes), json)
+        _deliver(partial(replicas_bench.run, plan, resume, minutes), json, csv)
         return
     only = {"--device": device, "--size": size, "--resume": resume, "--minutes": minutes, "--compile": compile or None}
     _refuse(only, "goes with --parallel simulated")
@@ -316,7 +322,7 @@ def train_command(
         train_bench.lineup(task.value, named, kind, chosen.value, apart)
     ranks = world or train_bench.WORLD
     run = partial(train_bench.run, task.value, ranks, named, kind, seeds, flags.shaped(link), steps, quick)
-    _deliver(partial(run, parallel=chosen.value, batch=batch, every=apart), json)
+    _deliver(partial(run, parallel=chosen.value, batch=batch, every=apart), json, csv)
 
 
 @app.command("qat")
@@ -328,6 +334,7 @@ def qat_command(
     device: DeviceOption = Device.cpu,
     numel: Annotated[int | None, _count("Of the speed part; default 2**22, GPU 2**25.", most=MOST)] = None,
     json: Json = None,
+    csv: Csv = None,
     quick: Quick = False,
     whole: screen.All = False,
 ) -> None:
@@ -360,7 +367,7 @@ def qat_command(
     if not all(width in BITS for width in widths or ()):
         raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
     run = partial(qat_bench.run, device.value, pieces, chosen, widths, seeds, numel, quick)
-    _deliver(run, json)
+    _deliver(run, json, csv)
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
@@ -382,17 +389,17 @@ def _names(given: list[str]) -> list[str]:
 
 
 @links.sigterm_as_ctrl_c()
-def _deliver(measure: Callable[..., Record], json: str | None) -> None:
+def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) -> None:
     """Measure, write the record, print the table. After Ctrl-C the finished rows are kept, and the status is 130.
 
-    What a row notes goes to standard error; where one has no time, or the file could not be written, the status is 1.
+    What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
-    flags.writable(json, "--json")
+    _check_targets(json, csv)
     with screen.plain_errors(), screen.usage_errors(None, BenchError):
         record, status = screen.measured(measure)
-    # Before the table, whose reader may go away.
-    written = json is None or screen.write_all({json: partial(write, record, json)})
-    if json != "-":
+    files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
+    written = screen.write_all(files)  # before the table, whose reader may go away
+    if "-" not in (json, csv):
         tables.show(record, screen.console())
     for row in record.rows:
         if row.get("note"):
@@ -400,3 +407,11 @@ def _deliver(measure: Callable[..., Record], json: str | None) -> None:
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
     raise typer.Exit(status or int(failed) if written else 1)
+
+
+def _check_targets(json: str | None, csv: str | None) -> None:
+    """Refuse files that cannot be written before anything is measured; "-" is standard output."""
+    flags.writable(json, "--json")
+    flags.writable(csv, "--csv")
+    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
+        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
