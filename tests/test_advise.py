@@ -33,6 +33,7 @@ from thinwire.tools.advise.model import ChunkedSum, Hop, Stage, TrainingJob
 from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
+from thinwire.tools.cli import advise as command
 from thinwire.tools.cli.app import app
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -738,8 +739,8 @@ LARGE = "--params 1.3e9 --world 64 --gpus-per-node 8 --inter 25gbit --intra 400G
 SMALL = "--params 25M --world 2 --inter 1gbit --step 200ms --device cpu"
 
 
-def call(line: str) -> Result:
-    return CliRunner().invoke(app, ["advise", *line.split()], prog_name="thinwire")
+def call(line: str, answers: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["advise", *line.split()], prog_name="thinwire", input=answers)
 
 
 @pytest.fixture(autouse=True)
@@ -957,6 +958,18 @@ def test_torchrun_measures_and_rank_0_prints(program: Ended) -> None:
     assert found["machine"]["source"] == "measured by 2 ranks"
     assert found["cluster"]["world"] == found["cluster"]["per_node"] == 2
     assert [scheme["scheme"] for scheme in found["schemes"] if scheme["codec"] == "int8"] == ["int8 one_shot"]
+
+
+def test_on_a_terminal_missing_values_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_somebody_listens", lambda: True)
+    answers = "25M\n4\n2\nfast\n1gbit\n10GB/s\n200ms\n"  # "fast" is answered with what is allowed, and asked again
+    result = call("--device cpu", answers)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Parameters of the model")
+    assert "expected a rate such as 25gbit" in result.output
+    assert "4 ranks in nodes of 2. Compute per step: 200 ms" in result.stdout
+    given = call(f"{SMALL} --gpus-per-node 1", "")
+    assert given.stdout.startswith("25000000 parameters"), given.output
 
 
 def test_under_torchrun_what_is_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -51,12 +52,16 @@ def _bucket_size(text: str) -> int:
     return found
 
 
-def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     def parsed(given: str) -> Any:
         with screen.usage_errors(None, AdviceError):
             return parse(given)
 
-    return typer.Option(*names, parser=parsed, metavar=metavar, help=text)
+    return parsed
+
+
+def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, parser=_parser(parse), metavar=metavar, help=text)
 
 
 def command(
@@ -88,7 +93,7 @@ def command(
     The advice is the fastest scheme among those whose loss stays within what another seed does. It may be not to
     compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
     committed records (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it
-    was compared.
+    was compared. Values that are missing are asked for on a terminal; elsewhere they are an error.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
@@ -120,6 +125,13 @@ def command(
     place = None if no_measure else _place()
     chosen = flags.codecs(codecs, rounds.CODECS if diloco else schemes.CODECS)
     known = _losses(losses)
+    if place is None and _somebody_listens():
+        params = _asked("--params", params)
+        world = _asked("--world", world)
+        per_node = _asked("--gpus-per-node", per_node, default="1") if world > 1 else per_node
+        inter = _asked("--inter", inter) if world > (per_node or 1) else inter
+        intra = _asked("--intra", intra) if (per_node or 1) > 1 else intra
+        step = _asked("--step", step)
     node = per_node or 1
     needed: dict[str, object] = {"--params": params, "--step": step}
     if place is None:  # where the number of ranks is missing too, there are several nodes
@@ -150,6 +162,26 @@ def command(
     buckets = (bucket,) if bucket else verdict.BUCKETS
     judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)
     (advice.print_json if as_json else advice.print_verdict)(job, cluster, own, judged)
+
+
+def _somebody_listens() -> bool:
+    return sys.stdin.isatty()
+
+
+_QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--params": ("Parameters of the model (such as 7e9)", units.count),
+    "--world": ("Ranks in all", units.count),
+    "--gpus-per-node": ("Ranks per node", units.count),
+    "--inter": ("Link of a node to the others (such as 25gbit)", units.rate),
+    "--intra": ("Link of a rank to the others of its node (such as 400GB/s)", units.rate),
+    "--step": ("Compute per step, without communication (such as 1.2s)", units.seconds),
+}
+
+
+def _asked(flag: str, given: Any, default: str | None = None) -> Any:
+    """A value that was given, or else that somebody types."""
+    question, parse = _QUESTIONS[flag]
+    return typer.prompt(question, default=default, value_proc=_parser(parse)) if given is None else given
 
 
 def _losses(path: str | None) -> list[evidence.Losses]:
