@@ -15,14 +15,17 @@ import json
 import re
 from dataclasses import asdict, astuple
 from pathlib import Path
+from statistics import median
 
 import typer
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from compared import Checked, compare, misses
 from thinwire.tools import rule
-from thinwire.tools.advise import check, evidence, machine as machines, units
+from thinwire.tools.advise import evidence, machine as machines, units
+from thinwire.tools.advise.machine import column
 from thinwire.tools.bench import record
 from thinwire.tools.cli import demo
 from thinwire.tools.cli.app import app
@@ -68,21 +71,32 @@ def shipped() -> str:
     }
     figures = {name: _figures(machine) for name, machine in found.items()}
     for path in sorted((ROOT / "benchmarks").glob(ON_NCCL))[-1:]:
-        calls = machines.calls_from_record(record.read(str(path)), path.name)
-        times = {"plain_s": _rounded(calls.plain_s), "stage_s": _rounded(calls.stage_s)}
-        figures["nccl"] = {"source": calls.source, **times}
+        figures["nccl"] = _calls(record.read(str(path)), path.name)
     text = json.dumps(figures, indent=1)
     return re.sub(r"\[[^]]*\]", lambda speed: json.dumps(json.loads(speed[0])), text) + "\n"  # one codec per line
+
+
+def _calls(found: record.Record, source: str) -> dict[str, object]:
+    """What calls on NCCL take of the host: torch's own, and a stage of ours; from the smallest sums on one host."""
+    stages = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
+    sums = [row for row in found.rows if row["verb"] == "all_reduce" and row["link"] != "tcp"]
+    rows = [row for row in sums if row["algorithm"] in stages]
+    world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
+    least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
+    plain_s = 1e-3 * median(column(row, "plain_host_ms") for row in least)
+    stage_s = 1e-3 * median(column(row, "host_ms") / stages[str(row["algorithm"])] for row in least)
+    told = f"{found.conditions['device']}, {world:g} ranks, {str(found.conditions['date'])[:10]} ({source})"
+    return {"source": told, "plain_s": _rounded(plain_s), "stage_s": _rounded(stage_s)}
 
 
 def recorded(name: str) -> record.Record:
     return record.read(str(ROOT / "benchmarks" / name))
 
 
-def compared() -> list[check.Checked]:
+def compared() -> list[Checked]:
     """Every measurement on a shaped link beside its prediction, on the machine that they were measured on."""
     own = machines.recorded("cpu", "aarch64")
-    return [item for name in SHAPED for item in check.compare(recorded(f"{name}.json"), own)]
+    return [item for name in SHAPED for item in compare(recorded(f"{name}.json"), own)]
 
 
 def proven() -> str:
@@ -93,15 +107,27 @@ def proven() -> str:
     losses = [evidence.losses_of(found, name) for name, found in asked]
     rows = [row for name in SHAPED for row in recorded(f"{name}.json").rows]
     found = {
-        "losses": [asdict(one) for one in evidence.by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
-        "misses": check.misses(compared()),
+        "losses": [asdict(one) for one in _by_size(losses) if one.seeds >= rule.LEAST_SEEDS],
+        "misses": misses(compared()),
         "most_ranks": max(row["world"] for row in rows),
         "fastest_bytes_per_s": max(units.rate(str(row["link"])) for row in rows),
-        "fsdp": evidence.steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
+        "fsdp": _steps_of(recorded(FSDP_STEPS), FSDP_STEPS),
     }
     short = json.loads(json.dumps(found), parse_float=lambda text: _rounded(float(text)))
     lines = (f'"{name}": {json.dumps(value)}'.replace("}, {", "},\n  {") for name, value in short.items())
     return "{\n " + ",\n ".join(lines) + "\n}\n"  # one record per line
+
+
+def _steps_of(found: record.Record, source: str) -> dict[str, object]:
+    """Where FSDP2 took its steps, and their seconds (p20, p50, p80) by scheme."""
+    times = ("step_ms_p20", "step_ms", "step_ms_p80")
+    seconds = {rule.scheme_of(row): [1e-3 * column(row, name) for name in times] for row in found.rows}
+    return {"where": f"{found.rows[0]['world']} ranks over {found.rows[0]['link']}, {source}", "seconds": seconds}
+
+
+def _by_size(found: list[evidence.Losses]) -> list[evidence.Losses]:
+    """The largest model and world first, and more seeds before fewer: its word counts."""
+    return sorted(found, key=lambda losses: (-losses.params, -losses.world, -losses.seeds, losses.source))
 
 
 def _figures(machine: machines.Machine) -> dict[str, object]:

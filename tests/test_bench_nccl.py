@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from test_bench_train import Pooled
-from thinwire.tools.bench import collectives as bench, ddp_steps, gpu_counts, launch, nccl, record, tasks
+from thinwire.tools.bench import collectives as bench, ddp_steps, launch, nccl, record, tasks, turns
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
 from thinwire.tools.bench.ddp_steps import StepCase, StepSample
-from thinwire.tools.bench.gpu_counts import GpuCount
 from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.timing import Effort
+from thinwire.tools.bench.turns import GpuCount
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import charts, compare, kinds
 
-GPU_COLUMNS = {"backend", "host_ms", "gpu_busy_ms", "launches", "aten_ops"}
+GPU_COLUMNS = {"backend", "host_ms", "gpu_busy_ms", "launches"}
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, cards: int = 1, version: tuple[int, ...] = (2, 31, 2)) -> None:
@@ -173,8 +173,8 @@ def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = 
 
 def test_launches_are_those_of_the_call_and_kernels_those_of_the_launches() -> None:
     events = [
-        event("user_annotation", f"{gpu_counts.MARK}int8", 100, 50),
-        event("gpu_user_annotation", f"{gpu_counts.MARK}int8", 100, 50),
+        event("user_annotation", f"{turns.MARK}int8", 100, 50),
+        event("gpu_user_annotation", f"{turns.MARK}int8", 100, 50),
         event("cpu_op", "aten::empty", 101, 1),
         event("cpu_op", "c10d::allreduce_", 102, 9),
         event("cuda_driver", "cuLaunchKernelEx", 105, 2, 7),
@@ -185,31 +185,31 @@ def test_launches_are_those_of_the_call_and_kernels_those_of_the_launches() -> N
         event("gpu_memcpy", "DtoD", 190, 10, 9),
         event("cuda_runtime", "cudaLaunchKernel", 99, 1, 6),  # before it
         event("kernel", "barrier", 120, 99, 6),
-        event("user_annotation", f"{gpu_counts.MARK}plain", 300, 10),
+        event("user_annotation", f"{turns.MARK}plain", 300, 10),
         {"ph": "M", "name": "process_name"},
     ]
-    assert gpu_counts.counts(events) == {"int8": [GpuCount(2, 1, 0.04)], "plain": [GpuCount(0, 0, 0.0)]}
+    assert turns.launches_in(events) == {"int8": [GpuCount(2, 0.04)], "plain": [GpuCount(0, 0.0)]}
 
 
 def test_torchs_own_trace_can_be_counted() -> None:
     x = torch.ones(4)
     met: list[str] = []
-    found = gpu_counts.take({"one": lambda: x.add_(x), "two": lambda: x.add_(x).mul_(x)}, list, lambda: met.append(""))
-    assert [[count.aten_ops for count in found[name]] for name in ("one", "two")] == [[1] * 3, [2] * 3]
+    found = turns.profiled({"one": lambda: x.add_(x), "two": lambda: x.add_(x).mul_(x)}, list, lambda: met.append(""))
+    assert found == {"one": [GpuCount(0, 0.0)] * 3, "two": [GpuCount(0, 0.0)] * 3}
     assert len(met) == 3 * 2 + 1
 
 
 def test_counts_of_ranks_in_one_row() -> None:
-    found = gpu_counts.columns([[GpuCount(9, 3, 0.5), GpuCount(5, 3, 0.4)], [GpuCount(5, 3, 0.2)]])
-    assert found == {"gpu_busy_ms": 0.2, "launches": 5, "aten_ops": 3}
-    assert set(gpu_counts.columns([[], []]).values()) == {None}
+    found = turns.gpu_columns([[GpuCount(9, 0.5), GpuCount(5, 0.4)], [GpuCount(5, 0.2)]])
+    assert found == {"gpu_busy_ms": 0.2, "launches": 5}
+    assert set(turns.gpu_columns([[], []]).values()) == {None}
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def timed(kind: Any, ms: float, **more: Any) -> Any:
-    counted = [GpuCount(5, 40, 0.1 * ms)]
+    counted = [GpuCount(5, 0.1 * ms)]
     host = {"host_ms": [ms / 2] * 3, "steady_ms": [ms / 4] * 3}
     return kind([ms] * 3, [1.0] * 3, [0] * 3, [64] * 3, gpu=counted, **host, **more)
 
@@ -234,12 +234,8 @@ def test_rows_have_the_columns_of_the_schema(monkeypatch: pytest.MonkeyPatch) ->
     found = a_record(monkeypatch)
     for row in record.loads(record.dumps(found)).rows:  # reading checks the columns that every kind has
         assert set(row) >= GPU_COLUMNS | {"nccl", "cards", "mps", "plain_host_ms", "plain_launches"}
-        assert (row["backend"], row["host_ms"], row["launches"], row["aten_ops"]) == (
-            "nccl",
-            1.0 if row["verb"] == "all_reduce" else 2.0,
-            5,
-            40,
-        )
+        usual = 1.0 if row["verb"] == "all_reduce" else 2.0
+        assert (row["backend"], row["host_ms"], row["launches"]) == ("nccl", usual, 5)
     sums = [row for row in found.rows if row["verb"] == "all_reduce"]
     assert {row["link"] for row in sums} == {"memory", "tcp"}
     assert {(row["ms_p50"], row["plain_ms"], row["bf16_ms"], row["plain_host_ms"]) for row in sums} == {(2, 1, 3, 0.5)}

@@ -1,9 +1,6 @@
 """The benchmark of quantisation-aware training: what a run hands back, its formulas, its flags."""
 
 import contextlib
-import math
-import multiprocessing
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from thinwire.qat import LSQ
 from thinwire.qat.layers import QuantizedLayer
-from thinwire.tools.bench import data, qat, qat_methods, qat_speed, qat_tasks, record, timing
+from thinwire.tools.bench import data, qat, qat_methods, qat_speed, record, timing
+from thinwire.tools.bench.qat import Recipe
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.qat_tasks import Recipe
 from thinwire.tools.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -48,11 +45,6 @@ def test_a_speed_run_end_to_end(tmp_path: Path) -> None:
         assert row["ms_p50"] / row["floor_ms"] == row["times_floor"]  # type: ignore[operator]
         assert row["torch_ms"] / row["ms_p50"] == row["times_torch"]  # type: ignore[operator]
         assert (row["peak_bytes_per_element"] is None) == (row["op"] != "forward_backward")
-
-
-@pytest.mark.parametrize(("numel", "shape"), [(1, (1, 1)), (4096, (64, 64)), (5000, (50, 100)), (13, (1, 13))])
-def test_the_matrix_is_nearly_square(numel: int, shape: tuple[int, int]) -> None:
-    assert a_case(numel=numel).shape == shape
 
 
 @pytest.mark.parametrize("grain", qat_speed.GRAINS)
@@ -108,31 +100,16 @@ def test_times_are_held_against_floor_and_torch(monkeypatch: pytest.MonkeyPatch)
     assert (both["times_torch"], both["torch_times_floor"]) == (4, 8)
 
 
-def test_ctrl_c_keeps_the_finished_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = list(a_case().rows())
-
-    def third_is_interrupted(case: qat_speed.SpeedCase) -> Iterator[record.Row]:
-        if case.gradient == "torch":
-            raise KeyboardInterrupt
-        yield from finished
-
-    monkeypatch.setattr(qat_speed.SpeedCase, "rows", third_is_interrupted)
-    with pytest.raises(record.Interrupted) as stop:
-        qat.run(parts=["speed"], quick=True)
-    assert len(stop.value.record.rows) == 2 * len(qat_speed.OPS)
-    assert stop.value.record.conditions["interrupted"]
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
-TINY = qat_tasks.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
+TINY = qat.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
 
 
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = data.digits()
     monkeypatch.setattr(data, "digits", lambda: (images[:250], labels[:250]))
-    monkeypatch.setattr(qat_tasks, "QUICK", TINY)
+    monkeypatch.setattr(qat, "QUICK", TINY)
     qat._trained_in_fp32.cache_clear()
 
 
@@ -154,12 +131,6 @@ def test_a_training_run_end_to_end(tmp_path: Path) -> None:
     assert [row["method"] for row in rows if row["peer"]] == ["torch_learnable"]
 
 
-def test_runs_go_by_bits_then_by_method_and_fp32_is_first() -> None:
-    runs = [str(run) for run in qat.runs(TINY, ("lsq", "fp32"), (2, 4), 2, CPU)]
-    assert runs[:3] == ["train, fp32, seed 0", "train, fp32, seed 1", "train, lsq W2A2, seed 0"]
-    assert runs[3:] == ["train, lsq W2A2, seed 1", "train, lsq W4A4, seed 0", "train, lsq W4A4, seed 1"]
-
-
 def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
     usual = [(run.bits, run.method) for run in qat.runs(TINY, None, (4, 2), 1, CPU)]
     assert [method for bits, method in usual if bits in (2, 32)] == list(METHODS)
@@ -168,24 +139,16 @@ def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
     assert asked == [(4, "lsq_no_floor"), (2, "lsq_no_floor")]
 
 
-def test_a_pool_maps_in_order_and_leaves_no_process() -> None:
-    """On numbers, since a process that was sent a run would import torch first."""
-    map_runs: Any
-    with qat._pool(2) as map_runs:
-        assert list(map_runs(abs, [-3, 2, -1])) == [3, 2, 1]
-    assert multiprocessing.active_children() == []
-
-
 @pytest.mark.usefixtures("_tiny")
 def test_a_seed_fixes_a_training_and_fp32_is_trained_once_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[tuple[Recipe, int]] = []
-    train = qat_tasks.train
+    train = qat.train
 
-    def counted(model: nn.Module, seen: qat_tasks.Split, recipe: Recipe, seed: int) -> bool:
+    def counted(model: nn.Module, seen: qat.Split, recipe: Recipe, seed: int) -> bool:
         trained.append((recipe, seed))
         return train(model, seen, recipe, seed)
 
-    monkeypatch.setattr(qat_tasks, "train", counted)
+    monkeypatch.setattr(qat, "train", counted)
     first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
     timeless = [[{**row, "seconds": None} for row in each.rows] for each in (first, again)]
     assert timeless[0] == timeless[1]
@@ -207,28 +170,16 @@ def test_a_scale_that_dies_is_a_row_without_a_loss(monkeypatch: pytest.MonkeyPat
 
 
 def test_other_splits_for_other_seeds_and_no_image_in_both_parts() -> None:
-    first, second = (qat_tasks.split(seed, CPU) for seed in (0, 1))
+    first, second = (qat.split(seed, CPU) for seed in (0, 1))
     assert not torch.equal(first.test_images, second.test_images)
     assert len(first.labels) + len(first.test_labels) == 1797
     together = torch.cat([first.images, first.test_images]).flatten(1).sum(0)
     assert torch.equal(together, torch.cat([second.images, second.test_images]).flatten(1).sum(0))
 
 
-def test_what_is_judged() -> None:
-    class Right(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return images * 4
-
-    images, labels = torch.eye(3), torch.tensor([0, 1, 2])
-    found = qat_tasks.judge(Right(), qat_tasks.Split(images, labels, images, torch.tensor([0, 0, 2])))
-    assert found.accuracy == 2 / 3
-    assert found.train_loss == pytest.approx(math.log(math.exp(4) + 2) - 4, rel=1e-6)
-    assert qat_tasks.judge(Right(), qat_tasks.Split(images * math.nan, labels, images, labels)).diverged
-
-
 def started(name: str, bits: int = 2) -> nn.Module:
-    model = qat_tasks.network(TINY, 0)
-    METHODS[name].start(model, qat_tasks.split(0, CPU).images[:64], bits)
+    model = qat.network(TINY, 0)
+    METHODS[name].start(model, qat.split(0, CPU).images[:64], bits)
     return model
 
 
@@ -255,29 +206,6 @@ def test_absmax_starts_clip_nothing() -> None:
     assert first.scale.item() == pytest.approx(1 / 3, rel=1e-6)  # images reach from 0 to 1, on the integers 0 to 3
 
 
-def test_absmax_without_learning_is_straight_through_and_fresh_every_time() -> None:
-    quantizer = qat_methods.AbsmaxAlways(3, symmetric=True, axis=0)
-    x = torch.tensor([[0.6, -1.5, 0.7], [3.0, 0.2, 30.0]], requires_grad=True)
-    scale = torch.tensor([[1.5 / 3], [30 / 3]])
-    y = quantizer(x)
-    assert torch.equal(y, torch.round(x.detach() / scale) * scale)
-    y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones_like(x))
-    assert all(parameter.grad is None for parameter in quantizer.parameters())
-
-
-def test_the_gradient_without_its_factor() -> None:
-    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    found = []
-    for kind in (LSQ, qat_methods.NoGradientScale, qat_methods.FloorAlone):
-        quantizer = kind(2).initialize(x)
-        quantizer(x).sum().backward()
-        assert quantizer.scale.grad is not None
-        found.append(quantizer.scale.grad.item())
-    assert found[1] == found[2] == pytest.approx(found[0] * math.sqrt(100 * 1), rel=1e-5)
-
-
 def test_what_holds_a_scale_up_and_what_does_not() -> None:
     x = torch.linspace(-1, 1, 100)
     for kind in (LSQ, qat_methods.FloorAlone, qat_methods.NoFloor, qat_methods.NoGradientScale):
@@ -294,7 +222,7 @@ def test_what_holds_a_scale_up_and_what_does_not() -> None:
 
 def test_torchs_module_and_ours_by_its_names_start_alike() -> None:
     """The same network and images: every output agrees but for a value on the very edge of a step, here none."""
-    images = qat_tasks.split(0, CPU).images[:64]
+    images = qat.split(0, CPU).images[:64]
     ours, theirs = started("learnable"), started("torch_learnable")
     torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
     learned = [sum(p.requires_grad for p in model.parameters()) for model in (ours, theirs)]
@@ -337,6 +265,6 @@ def test_without_scikit_learn_training_is_an_error_before_measuring(monkeypatch:
 
 
 def test_parts_that_are_not_asked_for_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qat_tasks, "check", lambda: pytest.fail("trained"))
+    monkeypatch.setattr(data, "check_digits", lambda *told: pytest.fail("trained"))
     monkeypatch.setattr(qat_speed, "cases", lambda *arguments: [])
     assert qat.run(parts=["speed"]).rows == []

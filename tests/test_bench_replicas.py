@@ -17,7 +17,7 @@ from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.options import DDPOptions
 from thinwire.optim import OneBitAdam
-from thinwire.tools.bench import replicas, simulated, sources
+from thinwire.tools.bench import simulated, tasks
 from thinwire.tools.cli.app import app
 
 SHAPES = {"a": (40, 50), "c": (33, 61), "e": (64, 32), "b": (70,), "d": (9,)}  # what travels in 16 bits comes last
@@ -99,8 +99,8 @@ def invoke(*flags: str) -> Any:
 
 def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = torch.arange(4000, dtype=torch.uint8)
-    monkeypatch.setattr(sources, "texts", lambda: (text, text))
-    monkeypatch.setattr(replicas, "QUICK", replace(sources.QUICK, steps=3))
+    monkeypatch.setattr(tasks, "texts", lambda: (text, text))
+    monkeypatch.setattr(tasks, "QUICK_BYTES", replace(tasks.QUICK_BYTES, steps=3))
     shelf, record = tmp_path / "runs.jsonl", tmp_path / "record.json"
     flags = ["--codecs", "lloyd2@none,bf16", "--resume", str(shelf), "--json", str(record)]
     first = invoke(*flags, "--seeds", "1")
@@ -142,17 +142,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     assert (result.exit_code, "does not hold runs" in result.stderr) == (2, True)
 
 
-def test_muon_has_the_inner_matrices_and_adamw_the_rest() -> None:
-    network = sources.QUICK.network()
-    muon, adamw = replicas.optimizers_for(replicas.schemes.parse("none"), "muon", network, 1)
-    mine = [p for group in muon.param_groups for p in group["params"]]
-    assert {p.ndim for p in mine} == {2}
-    assert len(mine) == 4
-    assert len(mine) + sum(len(group["params"]) for group in adamw.param_groups) == len(list(network.parameters()))
-
-
 def test_whole_packages_are_held_out() -> None:
-    named = dict(sources._files())
+    named = dict(tasks._files())
     assert {"torch/nn/__init__.py", "pydoc_data/topics.py", "asyncio/__init__.py"} <= set(named)
     assert not any("site-packages" in name for name in named)
 
@@ -160,4 +151,4 @@ def test_whole_packages_are_held_out() -> None:
 @pytest.mark.parametrize(("size", "weights"), [("250k", 273_024), ("3m", 3_290_624), ("30m", 28_634_624)])
 def test_sizes(size: str, weights: int) -> None:
     with torch.device("meta"):
-        assert sum(p.numel() for p in sources.SIZES[size].network().parameters()) == weights
+        assert sum(p.numel() for p in tasks.SIZES[size].network().parameters()) == weights

@@ -3,8 +3,6 @@
 import json
 import re
 import socket
-import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ from programs import Ended
 from ranks import RankPool
 from thinwire.errors import ThinwireError
 from thinwire.tools.advise.measure import Place
-from thinwire.tools.cli import addresses, peers
+from thinwire.tools.cli import peers
 from thinwire.tools.cli.app import app
-from thinwire.tools.cli.peers import Card, Meeting
+from thinwire.tools.cli.peers import Meeting
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "thinwire", "doctor")
-CARD = Card("a", "eth0", "10.0.0.1", "10.0.0.1", "eth0", "cpu", "gloo", 2, "0.1.0", "2.13.0", "3.11", 1)
+CARD = {"host": "a", "interface": "eth0", "route": "10.0.0.1", "backend": "gloo", "world": 2, "torch": "2.13.0"}
 
 
 @pytest.mark.program(*TORCHRUN, "--peers", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -31,7 +29,7 @@ def test_under_torchrun_rank_0_prints_one_table(program: Ended) -> None:
     assert title.startswith("2 of 2 ranks.")
     assert " ".join(header.split()) == "rank host interface device thinwire torch python wire Gbit/s slowest"
     for rank, row in enumerate(rows):
-        assert re.match(rf"{rank} +\S+ +lo 127\.0\.0\.1 +cpu +{re.escape(thinwire.__version__)} ", row), row
+        assert re.match(rf"{rank} +\S+ +lo +cpu +{re.escape(thinwire.__version__)} ", row), row
         assert re.search(rf" [\d.]+ +[\d.]+ from {1 - rank}$", row), row
         assert 0.01 < float(row.split()[-4]) < 1000  # loopback: between a slow disk's rate and memory's
     assert len(rows) == 2
@@ -106,23 +104,10 @@ def refuse(device: object) -> Any:
 
 def test_an_exchange_that_fails(ranks: RankPool) -> None:
     patch = ("thinwire.tools.cli.peers._rates", refuse)
-    (status, out, _), (other, _, _) = ranks(2).run(doctor, NOBODY, {0: patch, 1: patch})
+    (status, out, _), (other, _, err) = ranks(2).run(doctor, NOBODY, {0: patch, 1: patch})
     assert (status, other) == (1, 1)
-    assert out.splitlines()[-2].startswith("✗ rank 0 could not exchange: timed out connecting; see whether the")
-    assert out.splitlines()[-1].startswith("✗ rank 1 could not exchange: timed out connecting; see whether the")
-
-
-def hang(group: dist.ProcessGroup) -> peers.Exchanged:
-    over = threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "_rates", lambda device: over.wait())
-        found = peers.exchange(Place(0, 1, 0, 1), 0.2)
-    over.set()
-    return found
-
-
-def test_an_exchange_without_an_end_is_given_up(ranks: RankPool) -> None:
-    assert ranks(1).run(hang) == [peers.Exchanged({}, "no end within 0.2 s", stuck=True)]
+    assert out.splitlines()[-1].startswith("✗ rank 0 could not exchange: timed out connecting; see whether the")
+    assert err.startswith("Error: rank 1 could not exchange: timed out connecting; see whether the")
 
 
 @pytest.mark.parametrize(
@@ -130,30 +115,26 @@ def test_an_exchange_without_an_end_is_given_up(ranks: RankPool) -> None:
     [
         ({}, []),
         ({"torch": "2.12.0"}, ["torch differs: 2.13.0 on rank 0; 2.12.0 on rank 1. Install the same everywhere"]),
-        ({"python": "3.12"}, ["python differs: 3.11 on rank 0; 3.12 on rank 1. Install the same everywhere"]),
+        ({"python": "3.12"}, ["python differs: ? on rank 0; 3.12 on rank 1. Install the same everywhere"]),
         ({"world": 3}, ["WORLD_SIZE differs: 2 on rank 0; 3 on rank 1. Start all ranks with the same number"]),
     ],
 )
 def test_what_ranks_have_to_agree_on(changes: dict[str, Any], said: list[str]) -> None:
-    assert peers.disagreements({0: CARD, 1: replace(CARD, host="b", address="10.0.0.2", **changes)}) == said
+    assert peers.disagreements({0: CARD, 1: {**CARD, "host": "b", **changes}}) == said
 
 
-def test_loopback_between_machines_is_named() -> None:
-    trapped = replace(CARD, host="b", address="127.0.1.1", route="10.0.0.2", route_interface="ens5")
+def test_loopback_between_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # where a distribution has it so
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    trapped = {**CARD, "host": "b", "interface": peers.way_out("gloo"), "route": "10.0.0.2"}
     (told,) = peers.unreachable({0: CARD, 1: trapped})
     assert told.startswith("rank 1 on b uses 127.0.1.1, which no other machine reaches: set GLOO_SOCKET_IFNAME there")
-    assert told.endswith("towards the others, ens5")
-    (told,) = peers.unreachable(
-        {0: replace(CARD, address="127.0.1.1", route="127.0.0.1", route_interface="lo"), 1: CARD}
-    )
+    assert told.endswith("towards the others, the one of 10.0.0.2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first = {**CARD, "interface": peers.way_out("gloo"), "route": "127.0.0.1"}
+    (told,) = peers.unreachable({0: first, 1: CARD})
     assert told.endswith("towards the others")
-    local = replace(CARD, address="127.0.0.1", route="127.0.0.1")
-    assert peers.unreachable({0: local, 1: local}) == []
-
-
-def test_a_card_of_another_version_is_read() -> None:
-    assert peers._card({"host": "b", "mood": "good"}).host == "b"
-    assert peers._card({"host": "b"}).wire == "?"
+    assert peers.unreachable({0: first, 1: first}) == []
 
 
 @pytest.mark.parametrize(
@@ -185,34 +166,3 @@ def test_localhost_is_no_address_of_another_machine(monkeypatch: pytest.MonkeyPa
         ThinwireError, match=r"rank 1 did not reach localhost:.* torchrun has --master-addr and --local"
     ):
         Meeting(Place(1, 2, 0, 1), 0.1)
-
-
-@pytest.mark.parametrize(
-    ("backend", "wanted", "way"),
-    [
-        ("gloo", "eth1", ("eth1", "10.0.1.5")),
-        ("gloo", "eth1,eth0", ("eth1", "10.0.1.5")),
-        ("gloo", "eth", ("eth", "")),
-        ("gloo", "", ("lo", "127.0.1.1")),
-        ("nccl", "eth", ("eth0", "10.0.0.5")),
-        ("nccl", "=eth1", ("eth1", "10.0.1.5")),
-        ("nccl", "^docker", ("eth1", "10.0.1.5")),
-        ("nccl", "", ("eth1", "10.0.1.5")),
-    ],
-)
-def test_the_interface_a_rank_uses(
-    backend: str, wanted: str, way: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gloo goes by the host's name, 127.0.1.1 where a distribution has it so; NCCL by the route."""
-    interfaces = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.0.1.5"}
-    monkeypatch.setattr(addresses, "_by_interface", lambda: interfaces)
-    monkeypatch.setattr(addresses, "route", lambda: "10.0.1.5")
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setenv(f"{backend.upper()}_SOCKET_IFNAME", wanted)
-    assert addresses.way_out(backend) == way
-
-
-def test_loopback_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert addresses.interface_of(addresses.route()).startswith("lo")

@@ -36,7 +36,6 @@ from thinwire.tools.cli.app import app
 from thinwire.tools.report import cells, charts, compare, kinds, page, tables
 from thinwire.tools.report.charts import Bars, Lines, draw, look
 from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
-from thinwire.tools.report.page import element
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"
@@ -153,26 +152,13 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_broken_number(columns: int,
     kept = len(grid.header)
     if not whole and columns < 240:
         assert max(map(len, shown)) <= columns
-        (told,) = (line for line in [" ".join(shown)] if "Left out: " in line)
+        told = " ".join(" ".join(shown).split())
         left = re.search(r"Left out: (.*)\. --all shows them\.", told)
         assert left is not None
         kept -= len(left[1].split(", "))
         assert grid.labels < kept < len(grid.header)
     rows = [line.split() for line in shown if "─" not in line][1:][: len(grid.rows)]
     assert rows == [" ".join(row[:kept]).split() for row in grid.rows]
-
-
-def test_a_pipe_gets_every_column_on_one_line() -> None:
-    grid = dataclasses.replace(kinds.grids(committed("collectives_1gbit.json"))[0], title="title")
-    screen = Console(file=io.StringIO(), width=50)
-    tables.show_grid(grid, screen)
-    shown = screen.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
-    assert [line.split() for line in shown] == [" ".join(row).split() for row in grid.rows]
-
-
-def test_pipes_do_not_break_markdown() -> None:
-    grid = cells.TextGrid("title", ["a|b", "c"], [["x|y", "1"]])
-    assert "| x\\|y | 1 |" in tables.markdown_grid(grid)
 
 
 def test_markdown_shows_what_a_record_says_and_obeys_none_of_it() -> None:
@@ -253,11 +239,6 @@ def test_a_chart_takes_its_colours_from_the_page_and_nothing_from_elsewhere() ->
         assert "http" not in picture
         identifiers = set(re.findall(r'id="([^"]*)"', picture))
         assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', picture)) == identifiers
-
-
-def test_the_same_chart_has_the_same_bytes() -> None:
-    chart, picture = drawn()[2]
-    assert draw.svg(chart, "part3c0") == picture
 
 
 def test_a_png_has_the_chart_on_white() -> None:
@@ -367,35 +348,6 @@ def test_a_logarithmic_axis_has_numbers_whatever_it_holds(ends: tuple[float, flo
     assert len([number for number in numbers if 0.9 * ends[0] < number < 1.1 * ends[1]]) in range(3, 10)
 
 
-@pytest.mark.parametrize(
-    ("count", "letters", "lines", "columns"), [(4, 12, 2, 2), (5, 12, 2, 3), (7, 9, 3, 3), (2, 58, 2, 1)]
-)
-def test_a_legend_has_lines_of_about_one_length(count: int, letters: int, lines: int, columns: int) -> None:
-    curves = [charts.Curve(f"{number}".rjust(letters, "x"), [(0, 1)]) for number in range(count)]
-    chart = Lines("x", "title", charts.Axis("x"), charts.Axis("y"), curves)
-    assert (draw._legend_lines(chart), draw._legend_columns(chart)) == (lines, columns)
-
-
-def test_points_of_several_series_stand_beside_each_other() -> None:
-    for chart in charts.of(committed("qat_digits.json")):
-        assert isinstance(chart, Bars)
-        places = [draw._places(chart, number) for number in range(len(chart.series))]
-        assert len({place for series in places for place in series}) == len(chart.series) * len(chart.labels)
-        assert all(abs(place - round(place)) < 0.5 for series in places for place in series)
-
-
-def test_a_control_that_fails_leaves_the_others_room() -> None:
-    """Its value is written at the edge instead."""
-    ratios = {str(row["codec"]): row["loss_log_ratio"] for row in committed("train_digits.json").rows}
-    chart = next(chart for chart in charts.of(committed("train_digits.json")) if chart.name == "loss_ratio")
-    assert chart.axis.most is not None
-    assert 60 < chart.axis.most < 80  # per cent
-    beyond = {name: 100 * math.expm1(float(str(ratios[name]))) for name in ("sign", "int2")}
-    assert {f"{cells.significant(value)} →" for value in beyond.values()} <= set(words(chart))
-    within = [train_row(codec, loss_log_ratio=0.1, control=codec == "sign") for codec in ("int8", "sign")]
-    assert charts.of(made("train", within))[0].axis.most is None
-
-
 def test_charts_of_what_no_run_measures() -> None:
     """Negative errors, labels that are numbers, numbers that are labels or beyond all axes: drawn, or left out."""
     ratios = {"loss_log_ratio": 0.1, "loss_log_ratio_error": -1.0, "bytes_per_step": 9, "noise_floor": 1e308}
@@ -498,15 +450,6 @@ def test_the_page_has_a_structure() -> None:
     assert {head.get("scope") for head in outline.all("th")} == {"col", "row"}
 
 
-def test_headings_name_their_subject(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "svg", lambda chart, prefix: "")
-    text = page.page([committed("train_mlp_1gbit.json"), committed("kernels_cpu_x86_64.json"), qat_record()])
-    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert headings == [
-        *("Training: mlp, 1gbit", "Kernels: Intel(R) Xeon(R) Processor", "Quantisation-aware training: digits"),
-    ]
-
-
 def test_the_page_refers_to_itself_alone() -> None:
     outline = Outline(whole_page())
     identifiers = [found["id"] for _, found in outline.elements if "id" in found]
@@ -538,13 +481,6 @@ def test_every_string_is_escaped() -> None:
     assert not any(name.startswith("on") for _, found in outline.elements for name in found)
     assert "document.title='broken'" in "".join(outline.words)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\ud800]", text)
-
-
-def test_elements_escape_what_is_not_html() -> None:
-    inner = element("b", "<&>")
-    assert element("p", inner, ['"', inner], class_='"x"') == (
-        '<p class="&quot;x&quot;"><b>&lt;&amp;&gt;</b>&quot;<b>&lt;&amp;&gt;</b></p>'
-    )
 
 
 def test_write_gives_a_page_and_a_png_of_every_chart(tmp_path: Path) -> None:
@@ -735,7 +671,7 @@ def test_a_record_is_as_good_as_itself(name: str) -> None:
 @pytest.mark.parametrize("error", [0, 0.1, 10**400])
 def test_nothing_is_as_good_as_nothing(kind: str, error: float) -> None:
     """A number may be 0 in both records, or none that a computer can hold."""
-    columns = {metric.column for metric in compare.METRICS[kind]} - {"identical", "diverged"}
+    columns = set(compare.METRICS[kind]) - {"identical", "diverged"}
     names = {"ms_p20", "ms_p80", "step_ms_p20", "step_ms_p80"}
     errors = {f"{column}_error" for column in columns} | {"val_gap_error"}
     row: Row = {
@@ -744,12 +680,6 @@ def test_nothing_is_as_good_as_nothing(kind: str, error: float) -> None:
         **dict.fromkeys(errors, error),
     }
     assert set(verdicts(kind, row, row).values()) <= {compare.SAME, compare.UNKNOWN}
-
-
-def test_a_loss_that_grew_beyond_all_numbers_is_worse() -> None:
-    old = train_row("int8", loss_log_ratio=-1e6, loss_log_ratio_error=0.1)
-    assert verdicts("train", old, {**old, "loss_log_ratio": 1e6})["loss_log_ratio"] == compare.REGRESSION
-    assert verdicts("train", {**old, "loss_log_ratio": 1e6}, old)["loss_log_ratio"] == compare.BETTER
 
 
 @generated(40)
@@ -792,13 +722,6 @@ def test_a_loss_is_worse_beyond_three_standard_errors(change: float, before: flo
 )
 def test_what_becomes_of_a_training_row(old: Row, new: Row, column: str, verdict: str) -> None:
     assert verdicts("train", train_row("int8", **old), train_row("int8", **new))[column] == verdict
-
-
-def test_more_accuracy_is_better_and_more_loss_is_not() -> None:
-    old = qat_record().rows[0]
-    new = {**old, "accuracy": 0.5, "accuracy_error": 0.001, "train_loss": 0.0001}
-    found = verdicts("qat", {**old, "accuracy_error": 0.001}, new)
-    assert found == {"accuracy": compare.REGRESSION, "train_loss": compare.BETTER}
 
 
 def test_errors_are_compared_to_the_last_digit_that_is_not_rounding() -> None:
@@ -882,20 +805,7 @@ def test_records_that_cannot_be_compared_are_printed_and_say_why(tmp_path: Path)
 def test_every_kind_has_labels_and_metrics_of_its_schema() -> None:
     for kind, known in record.COLUMNS.items():
         mine = (*known, *(record.QAT_SPEED if kind == "qat" else ()))
-        # Added, not required:
-        extra = {
-            "every",
-            "numel",
-            "part",
-            "steps",
-            "nodes",
-            "asked",
-            "weights",
-            "gradient",
-            "granularity",
-            "dtype",
-            "threads",
-        }
+        extra = {"every", "numel", "part", "steps", "nodes", "asked", "weights"}  # added, not required
+        extra |= {"gradient", "granularity", "dtype", "threads"}
         assert set(compare.LABELS[kind]) <= set(mine) | extra
-        assert {metric.column for metric in compare.METRICS[kind]} <= set(mine) | {"diverged", "identical"}
-        assert all(dataclasses.is_dataclass(metric) for metric in compare.METRICS[kind])
+        assert set(compare.METRICS[kind]) <= set(mine) | {"diverged", "identical"}

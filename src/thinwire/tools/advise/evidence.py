@@ -1,18 +1,23 @@
-"""What committed records say: losses by scheme, steps of FSDP2, and how far predicted gains were from measured ones.
+"""What records say: losses by scheme, and the job, ranks and links of a training row.
+
+Committed ones also tell of steps of FSDP2, and how far predicted gains were from measured ones.
 
 `evidence.json` ships it with the package; `python tests/figures.py` writes that file from `benchmarks/`.
 """
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from thinwire.errors import RecordError
+from thinwire.errors import AdviceError, RecordError
 from thinwire.tools import rule
-from thinwire.tools.advise.machine import column
+from thinwire.tools.advise import model, units
+from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, Cluster, LinkModel
+from thinwire.tools.advise.machine import BYTE_S, Machine, column
+from thinwire.tools.advise.model import TrainingJob
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.rule import Loss, Way
 
@@ -89,19 +94,6 @@ def shipped() -> Evidence:
     return Evidence(losses, misses, **kept)
 
 
-def steps_of(record: Record, source: str) -> dict[str, Any]:
-    """What `shipped` keeps of a record of FSDP2 steps."""
-    first = record.rows[0]
-    times = ("step_ms_p20", "step_ms", "step_ms_p80")
-    seconds = {rule.scheme_of(row): [1e-3 * column(row, name) for name in times] for row in record.rows}
-    return {"where": f"{first['world']} ranks over {first['link']}, {source}", "seconds": seconds}
-
-
-def by_size(found: Iterable[Losses]) -> list[Losses]:
-    """The largest model and world first, and more seeds before fewer: its word counts."""
-    return sorted(found, key=lambda losses: (-losses.params, -losses.world, -losses.seeds, losses.source))
-
-
 def sharded(evidence: Evidence) -> rule.Choice:
     """What to use with FSDP2, from its committed steps and losses."""
     ways = []
@@ -114,3 +106,41 @@ def sharded(evidence: Evidence) -> rule.Choice:
         loss = find(scheme, evidence.losses, "fsdp2")
         ways.append(Way(scheme, torchs.get(scheme, code), p50, p50 / p80, p50 / p20, loss, scheme in torchs))
     return rule.choose(ways, f"measured by {evidence.fsdp['where']}; not predicted for your links")
+
+
+# Two tensors hold 99 % of the weights of `bench train --task mlp`, and DDP cuts no tensor.
+_BUCKETS = {"mlp": 2}
+
+
+def described(row: Row, machine: Machine) -> tuple[TrainingJob, Cluster, Machine]:
+    """What a train row says of its job, its ranks and their links, and what the machine is for each of them."""
+    params = count(row, "params")
+    buckets = _BUCKETS.get(str(row["task"]))
+    job = TrainingJob(
+        params,
+        1e-3 * column(row, "compute_ms", 0.0),
+        bucket_bytes=-(-4 * params // buckets) if buckets else model.BUCKET_BYTES,
+        family="linear" if row["optimizer"] == "sgd" else "adaptive",
+    )
+    return job, *placed(row, machine)
+
+
+def placed(row: Row, machine: Machine) -> tuple[Cluster, Machine]:
+    """Every rank, or every node, behind a link of its own, all on one computer: inside a node it is the limit."""
+    try:
+        across = LinkModel.of_rate(units.rate(str(row["link"])), LATENCY_S["gloo"])
+    except AdviceError as error:
+        raise RecordError(f"column 'link': {error}") from None
+    world = count(row, "world")
+    nodes = world if row.get("nodes") is None else count(row, "nodes")
+    inside = LinkModel(1 / BYTE_S["cpu"], INSIDE_LATENCY_S["gloo"]) if nodes < world else None
+    cluster = Cluster(world, world // nodes, across=across, inside=inside, transport="gloo")
+    return cluster, machine.shared(world, count(row, "cores"))
+
+
+def count(row: Row, name: str) -> int:
+    """The whole number in a column, from 1 on."""
+    value = column(row, name, 1)
+    if not value.is_integer():
+        raise RecordError(f"expected a whole number in column {name!r}, got {row[name]!r}")
+    return int(value)

@@ -1,11 +1,9 @@
 """What a rank works with: seconds of kernels, copies and messages, from a record or measured.
 
-`machines.json` holds what `from_record` and `calls_from_record` make of committed records; `python tests/figures.py`
-writes it.
+`machines.json` holds what `from_record` makes of committed records; `python tests/figures.py` writes it.
 """
 
 import json
-import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -14,10 +12,9 @@ from statistics import median
 from typing import Any
 
 from thinwire.codecs import BlockInt, Cast, Codec, Lloyd, Trellis
-from thinwire.errors import AdviceError, RecordError
+from thinwire.errors import RecordError
 from thinwire.tools.bench.record import Record, Row
 
-DEVICES = ("cpu", "cuda")
 # Of gloo on a CPU, where torch and Python hand over every message (a send or a receive) and the system copies every
 # byte: processor time of plain sums in collectives_1gbit.json, and what is left of collectives_100mbit.json's when
 # kernels and bytes are taken away. On a GPU it is the host's time for one message of NCCL: an assumption, for where
@@ -31,7 +28,6 @@ CROWD = 1.1
 TURNS = 1.4
 _PARTS = ("codecs", "sizes")  # of a kernels record: the others time something else
 _OPS = ("encode", "decode", "decode_sum", "recode")
-_STAGES = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
 _LAUNCHES = 3  # kernels in a replayed path: encode, recode, decode
 
 
@@ -51,10 +47,6 @@ class CodecSpeed:
         wire = max(0.0, (decode_sum - decode) / further) if further else 0.0
         return cls(encode, decode, wire, max(0.0, recode - wire * further))
 
-    def __post_init__(self) -> None:
-        if not all(0 <= seconds < math.inf for seconds in astuple(self)):
-            raise AdviceError(f"seconds per element must be 0 or more and finite, got {self}")
-
     def decode_sum(self, wires: int) -> float:
         return self.decode + self.wire * (wires - 1)
 
@@ -70,10 +62,6 @@ class NcclCalls:
     plain_s: float  # torch's own all_reduce
     stage_s: float  # one stage of ours: its kernels, and the message after them
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.plain_s < math.inf and 0 <= self.stage_s < math.inf):
-            raise AdviceError(f"seconds of a call must be 0 or more and finite, got {self}")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -88,12 +76,6 @@ class Machine:
     byte_s: float = 0.0  # of the processor, for one byte sent and another received
     cores: float = 1.0  # per rank; what the codec takes is then missed by the backward pass on one of them
     nccl: NcclCalls | None = None  # instead of call_s and message_s; None: nobody has measured it
-
-    def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise AdviceError(f"device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if not (self.copy_s > 0 and self.cores >= 1):
-            raise AdviceError(f"copy_s must be above 0 and cores 1 or more, got {self.copy_s} and {self.cores}")
 
     def speed(self, codec: Codec) -> CodecSpeed:
         """Of a codec, or of the one measured that is most like it."""
@@ -135,23 +117,6 @@ class Machine:
         if self.device == "cuda":
             return kernels_s
         return (self.work_s(kernels_s, calls, messages) + nbytes * self.byte_s) / self.cores
-
-
-def calls_from_record(record: Record, source: str) -> NcclCalls:
-    """From a record of `thinwire bench collectives --backend nccl`: its smallest sums, of its smallest world."""
-    rows = [row for row in record.rows if _is_sum_on_one_host(row)]
-    if record.kind != "collectives" or not rows:
-        raise RecordError(f"{source} has no compressed all_reduce on NCCL, on one host: `thinwire bench collectives`")
-    world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
-    least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
-    stages = [column(row, "host_ms") / _STAGES[str(row["algorithm"])] for row in least]
-    told = f"{record.conditions['device']}, {world:g} ranks, {str(record.conditions['date'])[:10]} ({source})"
-    return NcclCalls(told, 1e-3 * median(column(row, "plain_host_ms") for row in least), 1e-3 * median(stages))
-
-
-def _is_sum_on_one_host(row: Row) -> bool:
-    on_nccl = row.get("backend") == "nccl" and row["link"] != "tcp"
-    return on_nccl and row["verb"] == "all_reduce" and row["algorithm"] in _STAGES
 
 
 def _most_like(codec: Codec, known: Sequence[str]) -> str | None:

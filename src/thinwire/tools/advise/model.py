@@ -24,8 +24,6 @@ import torch
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.errors import AdviceError
-from thinwire.integrations import policy
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.schemes import SumScheme
@@ -37,6 +35,10 @@ MOST_PLAYED = 256  # chunks of a message; of longer ones as many groups of chunk
 RING_AT_ONCE = {"gloo": 2, "nccl": 1}  # see [Note: Latency in a row]
 # Passes of feedback over the gradients beside encode and decode, in copies (8 bytes of memory traffic per element).
 FEEDBACK_COPIES = {"": 0.0, "classic": 5.0, "ef21": 7.5}
+GPU_BYTES = 80 * 10**9  # of an A100 or an H100, where nothing else is said
+STATE_BYTES = {"adaptive": 8, "linear": 4}  # of the optimizer, per parameter: Adam's two moments, SGD's momentum
+MASTER_BYTES = 4  # of the fp32 copy of a parameter that trains in 16 bits
+ACTIVATIONS = 0.25  # of all the rest, with activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,6 @@ class TrainingJob:
     bucket_bytes: int = BUCKET_BYTES  # more => fewer messages, less overlap
     overlap: float | None = None  # share of step_s that communication may hide behind; None: by the buckets
     family: str = "adaptive"  # of the optimiser: what feedback narrow codecs get
-
-    def __post_init__(self) -> None:
-        if self.params < 1 or self.bucket_bytes < 1:
-            raise AdviceError(f"params and bucket_bytes must be 1 or more, got {self.params} and {self.bucket_bytes}")
-        if not 0 <= self.step_s < math.inf:
-            raise AdviceError(f"step_s must be 0 or more and finite, got {self.step_s}")
-        if self.overlap is not None and not 0 <= self.overlap <= 1:
-            raise AdviceError(f"overlap must be 0 .. 1, got {self.overlap}")
-        if self.dtype not in DTYPES.values():
-            raise AdviceError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
-        if self.family not in policy.FAMILIES:
-            raise AdviceError(f"family must be one of {', '.join(policy.FAMILIES)}, got {self.family!r}")
 
     @property
     def buckets(self) -> int:
@@ -76,6 +66,15 @@ class TrainingJob:
         """Of the backward pass, after the first bucket is ready: what communication may hide behind."""
         share = BACKWARD * (1 - 1 / self.buckets) * machine.spare if self.overlap is None else self.overlap
         return share * self.step_s
+
+
+def memory(job: TrainingJob) -> dict[str, float]:
+    """Bytes that a rank needs under DDP, by rule of thumb and by what holds them. DDP copies gradients into buckets."""
+    width = job.dtype.itemsize
+    state = STATE_BYTES[job.family] + (MASTER_BYTES if width < MASTER_BYTES else 0)
+    parts = {"weights": width, "gradients and DDP's buckets": 2 * width, "optimizer": state}
+    found = {name: float(job.params * size) for name, size in parts.items()}
+    return {**found, "activations": ACTIVATIONS * sum(found.values())}
 
 
 class Hop(NamedTuple):

@@ -63,11 +63,11 @@ def size(text: str) -> int:
     return round(_within(float(found[1]) * _BYTES[found[2].lower()], 1, MOST, text, f"{SIZES}, from 1B to 1e9GB"))
 
 
-def share(text: str, least: float = 0.0) -> float:
-    """A number from `least` to 1, or per cent."""
+def share(text: str) -> float:
+    """A number from 0 to 1, or per cent."""
     found = re.fullmatch(rf"{_NUMBER} *(%?)", text.strip())
     value = float(found[1]) / (100 if found[2] else 1) if found else math.nan
-    return _within(value, least, 1.0, text, f"{SHARES}, at least {least:g}" if least else SHARES)
+    return _within(value, 0.0, 1.0, text, SHARES)
 
 
 def _within(value: float, least: float, most: float, text: str, what: str) -> float:

@@ -10,7 +10,6 @@ and across them in the second; a single one is summed flat, whoever is where.
 """
 
 import math
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -295,21 +294,15 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "nodes": case.nodes,
             "link": case.told_link,
             "numel": case.numel,
-            **turns.beside(parts, entry.key, FP32, BF16),
             **_byte_columns(case, entry, parts),
-            "cpu_ms_per_rank": turns.cpu_ms(samples),
             "rel_error": _rel_error(samples),
             "identical": _identical(case.verb, samples),
             "auto": entry.algorithm == "auto",
-            "rounds": len(samples[0].ms),
-            "threads": launch.THREADS,
-            "cores": os.cpu_count(),
             "plain_cpu_ms": turns.cpu_ms(plain),
             "bf16_cpu_ms": turns.cpu_ms(bf16),
             "bf16_rel_error": _rel_error(bf16),
-            "backend": "gloo" if case.cards is None else "nccl",
-            **turns.on_gpu(parts, entry.key, FP32),
-            **({} if case.cards is None else {"asked": entry.algorithm, **nccl.columns(case.cards)}),
+            **ddp_steps.time_columns(parts, entry.key, FP32, BF16, case.cards),
+            **({} if case.cards is None else {"asked": entry.algorithm}),
         }
 
 

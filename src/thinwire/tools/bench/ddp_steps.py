@@ -23,7 +23,7 @@ from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import Row
-from thinwire.tools.bench.schemes import BF16, MIXED, NONE, Replica, TrainScheme
+from thinwire.tools.bench.schemes import BF16, MIXED, NONE, TrainScheme
 from thinwire.tools.bench.tasks import TASKS, Digits
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import CPU, NOTHING, Sample
@@ -90,18 +90,26 @@ def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[
             "nodes": case.cards.nodes if case.cards else None,
             "link": case.cards.link if case.cards else "loopback",
             "numel": samples[0].params,
-            **turns.beside(parts, scheme.name, NONE, bf16),
             "bytes_per_rank": turns.sent(parts, scheme.name, "transport_bytes"),
             **dict.fromkeys(("bytes_formula", "wire_limit_share", "rel_error")),
-            "cpu_ms_per_rank": turns.cpu_ms(samples),
             "identical": len({sample.digest for sample in samples}) == 1,
-            "rounds": len(samples[0].ms),
-            "threads": launch.THREADS,
-            "cores": os.cpu_count(),
-            "backend": "gloo" if case.cards is None else "nccl",
-            **turns.on_gpu(parts, scheme.name, NONE),
-            **(nccl.columns(case.cards) if case.cards else {}),
+            **time_columns(parts, scheme.name, NONE, bf16, case.cards),
         }
+
+
+def time_columns(parts: turns.Samples, name: str, plain: str, bf16: str, cards: NcclRanks | None) -> Row:
+    """What a call takes beside torch's own in fp32 and bf16, and where it ran."""
+    samples = [part[name] for part in parts]
+    return {
+        **turns.beside(parts, name, plain, bf16),
+        "cpu_ms_per_rank": turns.cpu_ms(samples),
+        "rounds": len(samples[0].ms),
+        "threads": launch.THREADS,
+        "cores": os.cpu_count(),
+        "backend": "gloo" if cards is None else "nccl",
+        **turns.on_gpu(parts, name, plain),
+        **(nccl.columns(cards) if cards else {}),
+    }
 
 
 def _algorithm(case: StepCase) -> str:
@@ -119,7 +127,9 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     task = case.task
     images = torch.randn(task.rows, task.sizes[0], generator=generator)
     batch = (images.to(device), torch.randint(task.sizes[-1], (task.rows,), generator=generator).to(device))
-    replicas = {scheme.name: _replica(task, scheme, device) for scheme in case.schemes}
+    # A network each: where several wrap one, each is called for the gradients of all.
+    networks = {scheme: task.model(0).to(device) for scheme in case.schemes}
+    replicas = {scheme.name: schemes.replica_of(task, scheme, own, "sgd") for scheme, own in networks.items()}
     calls: dict[str, Call] = {name: partial(replica.step, task, batch, 0.0) for name, replica in replicas.items()}
     samples = {NOTHING: StepSample()}
     for name, replica in replicas.items():
@@ -142,15 +152,3 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
     calls.clear()
     gc.collect()
     return samples
-
-
-def _replica(task: Digits, scheme: TrainScheme, device: torch.device) -> Replica:
-    """With a network of its own: where several wrap one, each is called for the gradients of all."""
-    network = task.model(0).to(device)
-    if scheme.weights is not None:
-        from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
-
-        sharded.shard(scheme, network, task.blocks(network), device.type)
-        own = schemes.optimizer_for(scheme, "sgd", network.parameters(), 1)
-        return sharded.ShardedReplica(scheme, network, own)
-    return Replica(scheme, network, schemes.optimizer_for(scheme, "sgd", network.parameters(), 1))

@@ -7,8 +7,8 @@ that reads x and the gradient of y and writes that of x. Together: the sum of th
 y, the parameters) and beyond y, over the elements of x; the gradient of x is counted. On a GPU torch's allocator tells
 it, on the CPU torch's profiler: what C code takes for itself there is not seen.
 
-[Note: Host] Times are those of the device: it is kept waiting until the host has queued all calls of a measurement, as
-it does where a model keeps it busy. `host_ms` is the time of a call, launched several times in a row, where it is not.
+Times are those of the device: it is kept waiting until the host has queued all calls of a measurement, as it does where
+a model keeps it busy.
 """
 
 import contextlib
@@ -151,22 +151,7 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
-    return {
-        op: {
-            **_times(op, times, peaks),
-            "host_ms": _host_ms(case, calls.get(f"ours {op}")),
-            "torch_host_ms": _host_ms(case, calls.get(f"torch {op}")),
-            **notes,
-        }
-        for op in OPS
-    }
-
-
-def _host_ms(case: SpeedCase, call: Call | None) -> float | None:
-    if call is None or case.device.type != "cuda":
-        return None
-    taken = [timing.launched_ms(call, case.effort.launches, case.device) for _ in range(case.effort.rounds)]
-    return timing.percentiles(taken)[1]
+    return {op: {**_times(op, times, peaks), **notes} for op in OPS}
 
 
 @contextlib.contextmanager

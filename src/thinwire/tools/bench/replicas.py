@@ -8,29 +8,26 @@ gradients and optimiser stay in fp32.
 
 import gc
 import json
-import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.integrations.options import DDPOptions, Feedback, Weigh
 from thinwire.tools.bench import schemes, simulated, tasks, timing, train
 from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
-from thinwire.tools.bench.sources import QUICK, SIZES, Bytes
-from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench.tasks import Batch, Bytes, Task
+from thinwire.tools.bench.train import TrainingRun
 
 SIMULATED = "simulated"
 WORLD = 8
 CODECS = (BF16, "int8", "lloyd4", "lloyd2", "lloyd2@none", schemes.ONEBIT, "auto:2.5", *schemes.CONTROLS)
-_POINTS = 60  # of a curve
 
 
 @dataclass(frozen=True)
@@ -54,35 +51,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Run:
-    scheme: TrainScheme
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.scheme}, seed {self.seed}"
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What is kept of a run."""
 
     loss: float
     val_loss: float | None
-    curve: list[list[float]]  # [step, mean loss of the batches since the last point]
+    curve: Sequence[tuple[float, float]]  # see tasks.curve
     feedback: str
     params: int
     bytes_per_step: int
     step_ms: float
     seconds: float  # of all of it
     chosen: str
-
-
-def find(
-    name: str, size: str | None, seeds: int | None, steps: int | None, rows: int | None, *, quick: bool = False
-) -> Task:
-    """The task of a name, with what is not None of its own; `size` is that of bytes."""
-    task = (QUICK if quick else SIZES[size or "30m"]) if name == "bytes" else tasks.find(name, quick=quick)
-    return replace(task, seeds=seeds or task.seeds, steps=steps or task.steps, rows=rows or task.rows)
 
 
 def plan_of(
@@ -106,7 +86,7 @@ def run(plan: Plan, kept: str | None = None, minutes: float | None = None, progr
 
 
 def rows(plan: Plan, shelf: "Shelf", minutes: float | None, progress: Progress) -> Generator[Row]:
-    runs = [Run(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
+    runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     outcomes: dict[TrainScheme, list[Outcome]] = {scheme: [] for scheme in plan.schemes}
     began = time.monotonic()
     last = 0.0  # seconds
@@ -136,17 +116,17 @@ class Shelf:
         except (ValueError, KeyError, TypeError):
             raise BenchError(f"{path} does not hold runs of `bench train --resume`: name another file") from None
 
-    def get(self, plan: Plan, run: Run) -> Outcome | None:
+    def get(self, plan: Plan, run: TrainingRun) -> Outcome | None:
         return self._found.get(_key(plan, run))
 
-    def put(self, plan: Plan, run: Run, outcome: Outcome) -> None:
+    def put(self, plan: Plan, run: TrainingRun, outcome: Outcome) -> None:
         if self._path is not None:
             line = json.dumps({"run": json.loads(_key(plan, run)), "outcome": asdict(outcome)})
             with self._path.open("a") as file:
                 file.write(f"{line}\n")
 
 
-def _key(plan: Plan, run: Run) -> str:
+def _key(plan: Plan, run: TrainingRun) -> str:
     return json.dumps({**plan.fixed, "scheme": run.scheme.name, "seed": run.seed}, sort_keys=True)
 
 
@@ -190,7 +170,7 @@ def _held_out(outcomes: Sequence[Outcome]) -> list[float]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def train_run(plan: Plan, run: Run) -> Outcome:
+def train_run(plan: Plan, run: TrainingRun) -> Outcome:
     began = time.monotonic()
     trainer = Trainer(plan, run)
     timing.synchronize(plan.device)
@@ -210,7 +190,7 @@ def train_run(plan: Plan, run: Run) -> Outcome:
 class Trainer:
     """One network, the gradients of W replicas, and what averages them."""
 
-    def __init__(self, plan: Plan, run: Run) -> None:
+    def __init__(self, plan: Plan, run: TrainingRun) -> None:
         task = plan.task
         self._plan = plan
         self._run = run
@@ -219,13 +199,14 @@ class Trainer:
             for block in task.blocks(self._network):
                 block.compile()
         warmup = round(schemes.WARMUP * task.steps)
-        self._optimizers = optimizers_for(run.scheme, plan.optimizer, self._network, warmup)
+        parameters = self._network.parameters()
+        self._optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, parameters, warmup)
         options = DDPOptions(
             run.scheme.codec or NONE,
             feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),
             exempt=run.scheme.exempt,
             weigh=cast(Weigh, run.scheme.weigh),
-            optimizer=self._optimizers,
+            optimizer=self._optimizer,
             measure_every=0,
         )
         self._averager = simulated.Averager(self._network, options, plan.world)
@@ -251,10 +232,9 @@ class Trainer:
         for parameter, gradient in zip(self._averager.parameters, views, strict=True):
             parameter.grad = gradient
         rate = self._plan.task.rate(self._plan.optimizer, step, self._plan.task.steps)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
 
     def finish(self, began: float, step_ms: float) -> Outcome:
         """Judge the network."""
@@ -262,16 +242,13 @@ class Trainer:
         with torch.no_grad(), autocast(self._plan.device):
             loss = tasks.mean([task.train_loss(self._network, 0, 1)])
             held_out = task.val_loss(self._network, 0, 1)
-        losses = self._losses.tolist()
-        each = max(1, len(losses) // _POINTS)
-        parts = [losses[at : at + each] for at in range(0, len(losses), each)]
         numel = self._rows_WN.shape[1]
         ring = 2 * (self._plan.world - 1) * numel // self._plan.world  # numbers that torch's own sum sends
         sent = self._averager.bytes_per_step or (2 if self._run.scheme.label == BF16 else 4) * ring
         return Outcome(
             loss=loss,
             val_loss=None if held_out is None else tasks.mean([held_out]),
-            curve=[[min((i + 1) * each, len(losses)), math.fsum(part) / len(part)] for i, part in enumerate(parts)],
+            curve=tasks.curve(self._losses.tolist()),
             feedback=self._averager.feedback,
             params=numel,
             bytes_per_step=sent,
@@ -279,17 +256,6 @@ class Trainer:
             seconds=time.monotonic() - began,
             chosen=self._averager.decisions.why,
         )
-
-
-def optimizers_for(scheme: TrainScheme, kind: str, network: nn.Module, warmup_steps: int) -> list[Optimizer]:
-    """Muon for the matrices inside the network and AdamW for the rest, or one optimiser for all."""
-    if kind != "muon":
-        return [schemes.optimizer_for(scheme, kind, network.parameters(), warmup_steps)]
-    inner = [p for name, p in network.named_parameters() if p.ndim == 2 and name.startswith("blocks.")]
-    known = {id(p) for p in inner}
-    rest = [p for p in network.parameters() if id(p) not in known]
-    muon = torch.optim.Muon(inner, lr=0.0, weight_decay=schemes.ADAMS["adamw"], adjust_lr_fn="match_rms_adamw")
-    return [muon, schemes.optimizer_for(scheme, "adamw", rest, warmup_steps)]
 
 
 def autocast(device: torch.device) -> torch.autocast:

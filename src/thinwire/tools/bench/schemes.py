@@ -1,7 +1,7 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
 To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
-sharded.py. DiLoCo is in across.py.
+sharded.py, where DiLoCo is too.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class TrainScheme:
         return self.name if self.every is None else f"{self.name} every {self.every}"
 
 
-ALONE = TrainScheme("alone", None)  # FSDP2 that copies as ever, and sends nothing
+ALONE = TrainScheme("alone", None, weights="none")  # FSDP2 that copies as ever, and sends nothing
 SYNCHRONOUS = TrainScheme(DDP, NONE, peer=True)  # beside DiLoCo: fp32 gradients at every step
 
 
@@ -230,6 +230,21 @@ class Replica:
     def close(self) -> None:
         if self._handle is not None:
             self._handle.close()
+
+
+def replica_of(
+    task: Task, scheme: TrainScheme, network: nn.Module, kind: str, warmup_steps: int = 1, every: int | None = None
+) -> Replica:
+    """This rank's replica, with an optimiser of its own; of FSDP2 in shards, of DiLoCo with rounds."""
+    if scheme.weights is None and every is None:
+        return Replica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
+    from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
+
+    if every is not None:
+        optimizer = optimizer_for(scheme, kind, network.parameters(), warmup_steps)
+        return sharded.OuterReplica(scheme, network, optimizer, every)
+    sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
+    return sharded.ShardedReplica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
 
 
 # DDP refuses torch's own by its name where torch was built without CUDA.

@@ -1,4 +1,4 @@
-"""FSDP2 in `bench train`: a network in shards, whose gradients and weights travel in a scheme's way."""
+"""FSDP2 and DiLoCo in `bench train`: networks in shards, and networks that train alone."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.collectives import transport
 from thinwire.integrations import compress_fsdp
+from thinwire.integrations.diloco import DiLoCo
 from thinwire.integrations.options import Feedback
 from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
 
@@ -23,9 +24,9 @@ _DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, an
 }
 
 
-def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module], device: str = "cpu") -> None:
+def shard(scheme: TrainScheme, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Replace the network's parameters by this rank's shards: each block is a group, and what is left is one."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(network.parameters()).device.type, (dist.get_world_size(),))
     policy = _DTYPES.get(scheme.name, MixedPrecisionPolicy())
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -114,3 +115,28 @@ class _NoScatter(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+class OuterReplica(Replica):
+    """A network of this rank, which shares nothing with others; `every` steps lie between two rounds."""
+
+    def __init__(self, scheme: TrainScheme, network: nn.Module, optimizer: Optimizer, every: int) -> None:
+        assert scheme.codec is not None
+        self.scheme = scheme
+        self.optimizer = optimizer
+        self.model = network
+        self._power = None
+        feedback = cast(Feedback, scheme.feedback)
+        self._handle = DiLoCo(network, optimizer, every=every, codec=scheme.codec, feedback=feedback)
+
+    def weights(self) -> dict[str, Tensor]:
+        self._handle.close()
+        return dict(self.model.named_parameters())
+
+    @property
+    def extra_bytes(self) -> int | None:
+        """Outer parameters and what the outer optimizer remembers of them are held, too."""
+        outer = self._handle.outer_optimizer
+        kept = [p for group in outer.param_groups for p in group["params"]]
+        kept += [value for state in outer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return (super().extra_bytes or 0) + sum(int(tensor.nbytes) for tensor in kept)

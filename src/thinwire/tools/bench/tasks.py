@@ -1,16 +1,22 @@
 """What `bench train` trains: models, data and rates. A seed fixes the weights and every rank's batches.
 
 To add a task: write a class with the methods of `Task`, enter one of it in `TASKS` and a small one in `QUICK_TASKS`.
-Nothing is downloaded: the digits come with scikit-learn, the text with CPython.
+Nothing is downloaded: the digits come with scikit-learn, the text of `gpt` with CPython. That of `bytes` is the Python
+sources of the standard library, help pages included, and of torch. It depends on the installed versions: `digest` tells
+texts apart.
 """
 
+import hashlib
 import importlib
 import math
+import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -22,6 +28,10 @@ from thinwire.tools.bench.record import BenchError
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 RAMP = 0.03
+POINTS = 60  # of a curve
+HELD_OUT = ("asyncio", "email", "logging", "xml", "torch/distributions", "torch/onnx", "torch/optim")
+_ELSEWHERE = {"site-packages", "dist-packages", "__pycache__"}  # what else is installed differs between machines
+
 _RATES = {"adamw": "adam", "muon": "adam"}  # optimizers with the rate of another, where a task gives them none
 
 
@@ -35,6 +45,13 @@ class Total:
 
 def mean(totals: Sequence[Total]) -> float:
     return math.fsum(total.loss for total in totals) / sum(total.count for total in totals)
+
+
+def curve(losses: Sequence[float]) -> list[tuple[float, float]]:
+    """(step, mean loss of the batches since the point before it) of a training."""
+    each = -(-len(losses) // POINTS)
+    parts = [losses[at : at + each] for at in range(0, len(losses), each)]
+    return [(min((place + 1) * each, len(losses)), math.fsum(part) / len(part)) for place, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)
@@ -182,6 +199,35 @@ class Gpt(Task):
         return Total(math.fsum(self.loss(network, batch, "sum").item() for batch in batches), targets.numel())
 
 
+@dataclass(frozen=True)
+class Bytes(Gpt):
+    """A transformer on bytes; the rate rises for a tenth of the steps, since a large network wants that."""
+
+    ramp: float = field(default=0.1, kw_only=True)
+    judged: int = 1 << 20
+
+    def network(self) -> nn.Module:
+        """Rotary positions and small weights: with learned positions 600 steps end at twice the loss."""
+        network = Transformer(256, self.context, self.width, self.heads, self.depth, rotary=True)
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Linear):
+                adds = name.endswith(("out", "narrow"))  # to what the next blocks see
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.depth) if adds else 0.02)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+        return network
+
+    def training_text(self) -> Tensor:
+        return texts()[0]
+
+    def held_out_text(self) -> Tensor:
+        return texts()[1]
+
+    def digest(self) -> str:
+        """The same for the same text."""
+        return hashlib.sha256(b"".join(bytes(text.numpy()) for text in texts())).hexdigest()[:16]
+
+
 class Transformer(nn.Module):
     """Normalisation before each part, causal attention, a head of its own; positions are learned, or rotary."""
 
@@ -266,14 +312,37 @@ DEMO = replace(_GPT, steps=150, seeds=3, rows=4, judged=1 << 14)
 QUICK_DEMO = replace(_GPT, steps=12, seeds=2, width=32, depth=1, judged=1 << 12)
 
 
-def find(name: str, *, quick: bool = False) -> Task:
-    """The task of that name, or what is wrong: an unknown name, or scikit-learn missing."""
-    if name not in TASKS:
-        raise BenchError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
-    task = (QUICK_TASKS if quick else TASKS)[name]
+def _bytes(size: str, rate: float, width: int, heads: int, depth: int, context: int = 1024, rows: int = 4) -> Bytes:
+    rates = (("adamw", rate), ("muon", rate))
+    return Bytes(f"bytes-{size}", 600, 2, rates, width, heads, depth, context, rows=rows)
+
+
+SIZES = {
+    "250k": _bytes("250k", 3e-3, 96, 4, 2, context=128, rows=8),
+    "3m": _bytes("3m", 2e-3, 256, 4, 4, context=512, rows=8),
+    "30m": _bytes("30m", 1e-3, 512, 8, 9),
+    "124m": _bytes("124m", 6e-4, 768, 12, 17),
+}
+QUICK_BYTES = replace(
+    SIZES["250k"], name="bytes-quick", steps=6, width=32, heads=2, depth=1, context=64, rows=4, judged=1 << 12
+)
+
+
+def find(name: str, size: str | None = None, *, quick: bool = False, **own: int | None) -> Task:
+    """The task of that name, with steps, seeds and rows of one's own; `size` is that of bytes.
+
+    BenchError where the name is unknown, ThinwireError where scikit-learn is missing.
+    """
+    if name == "bytes":
+        task: Task = QUICK_BYTES if quick else SIZES[size or "30m"]
+    elif name in TASKS:
+        task = (QUICK_TASKS if quick else TASKS)[name]
+    else:
+        raise BenchError(f"unknown task {name!r}; known: {', '.join(TASKS)}, bytes")
     if isinstance(task, Digits):
         data.check_digits(f"task {name!r}", "take --task gpt, which needs nothing")
-    return task
+    changes: dict[str, Any] = {column: value for column, value in own.items() if value is not None}
+    return replace(task, **changes) if changes else task
 
 
 @lru_cache(maxsize=2)
@@ -307,6 +376,31 @@ def _corpus() -> tuple[str, Tensor]:
     letters = "".join(sorted(set(text)))
     places = {letter: code for code, letter in enumerate(letters)}
     return letters, torch.tensor([places[letter] for letter in text])
+
+
+@lru_cache(maxsize=1)
+def texts() -> tuple[Tensor, Tensor]:
+    """Of `bytes`: to train on, and whole packages that are held out.
+
+    Files are in the order of the hash of their names, so that every rank's part is like the others.
+    """
+    files = sorted(_files(), key=lambda named: hashlib.sha256(named[0].encode()).digest())
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for name, path in files:
+        parts[any(name.startswith(f"{package}/") for package in HELD_OUT)].append(path.read_bytes())
+    train, held_out = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+    return train, held_out
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """Every source with its name: from the root of the standard library, or from torch's parent."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    package = Path(torch.__file__).parent
+    for root, base in ((stdlib, stdlib), (package, package.parent)):
+        for path in root.rglob("*.py"):
+            name = path.relative_to(base)
+            if path.is_file() and not _ELSEWHERE.intersection(name.parts):
+                yield name.as_posix(), path
 
 
 def _part(whole: Tensor, rank: int, world: int) -> Tensor:

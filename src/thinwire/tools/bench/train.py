@@ -17,7 +17,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, count
@@ -25,14 +25,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
-from thinwire.tools.bench.launch import World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.record import CURVE, Progress, Record, Row, collect
+from thinwire.tools.bench.record import CURVE, Curve, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import (
     ADAMS,
     BF16,
@@ -119,6 +116,7 @@ class Trained:
     feedback: str
     params: int
     course: tuple[tuple[float, Total], ...] = ()  # of DiLoCo and of DDP beside it: seconds of training, loss by then
+    curve: Sequence[tuple[float, float]] = ()  # of this rank's batches, see tasks.curve
 
 
 Times = Sequence[dict[str, StepSample]]  # by rank, then by scheme
@@ -141,8 +139,7 @@ def run(
     every: Sequence[int] | None = None,
 ) -> Record:
     """A record of kind "train", on gloo; what is None is the task's own."""
-    found = tasks.find(task, quick=quick)
-    found = replace(found, seeds=seeds or found.seeds, steps=steps or found.steps, rows=batch or found.rows)
+    found = tasks.find(task, quick=quick, seeds=seeds, steps=steps, rows=batch)
     lined_up = lineup(task, codecs, optimizer, parallel, every)
     effort = QUICK if quick else FULL
     plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)
@@ -180,10 +177,8 @@ def lineup(
     return tuple(dict.fromkeys([parse(NONE), *found]))
 
 
-def rows(
-    plan: TrainPlan, progress: Progress, train_on: "Callable[[World, TrainingRun], list[Trained]] | None" = None
-) -> Generator[Row]:
-    """Times first: then a row is complete as soon as its last seed is. `train_on` trains on the ranks of a world."""
+def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
+    """Times first: then a row is complete as soon as its last seed is."""
     runs = [TrainingRun(scheme, seed) for scheme in plan.schemes for seed in range(plan.task.seeds)]
     results: dict[TrainScheme, Results] = {scheme: [] for scheme in plan.schemes}
     times: Times = []
@@ -192,7 +187,7 @@ def rows(
             if case == STEP_TIMES:
                 times = world.run(time_steps, plan)
                 continue
-            results[case.scheme].append(train_on(world, case) if train_on else world.run(train, plan, case))
+            results[case.scheme].append(world.run(train, plan, case))
             if case.seed == plan.task.seeds - 1:
                 yield row_of(plan, case.scheme, results, times)
 
@@ -205,7 +200,7 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
         "parallel": DDP if scheme == SYNCHRONOUS else plan.parallel,
         "optimizer": plan.optimizer,
         "codec": NONE if scheme == SYNCHRONOUS else scheme.label,
-        **_outer_columns(plan, scheme, results),
+        **(_outer_columns(scheme, results) if plan.parallel == DILOCO else {CURVE: _curve(mine)}),
         "weights": scheme.weights,
         "feedback": mine[0][0].feedback,
         "world": plan.world,
@@ -225,10 +220,15 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
     }
 
 
-def _outer_columns(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
+def _curve(results: Results) -> Curve:
+    """The mean over seeds and ranks."""
+    curves = [trained.curve for ranks in results for trained in ranks]
+    points = ([list(column) for column in zip(*point, strict=True)] for point in zip(*curves, strict=True))
+    return [[steps[0], timing.mean(losses)] for steps, losses in points]
+
+
+def _outer_columns(scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
     """Of DiLoCo and of DDP beside it: steps between two messages, ln(loss / DDP's), and who is sooner at a loss."""
-    if plan.parallel != DILOCO:
-        return {}
     ratios = log_ratios(losses(results[scheme]), losses(results[SYNCHRONOUS]))
     mine, ddp = ([course(ranks) for ranks in results[one]] for one in (scheme, SYNCHRONOUS))
     reached = [both_reached(*pair) for pair in zip(mine, ddp, strict=True)]
@@ -347,59 +347,37 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
 
 
 def train(plan: TrainPlan, run: TrainingRun) -> Trained:
-    """Train this rank's replica; all ranks run it together."""
-    trainer = Trainer(plan, run)
-    found: list[tuple[float, Total]] = []
+    """Train this rank's replica and judge it; all ranks run it together."""
+    task = plan.task
+    place = (dist.get_rank(), plan.world)
+    network = task.model(run.seed)
+    params = sum(parameter.numel() for parameter in network.parameters())
+    warmup = round(schemes.WARMUP * task.steps)
+    replica = schemes.replica_of(task, run.scheme, network, plan.optimizer, warmup, run.scheme.every)
+    losses: list[torch.Tensor] = []
+    course: list[tuple[float, Total]] = []
     seconds = 0.0
-    pause = run.scheme.every or max(1, plan.task.steps // _POINTS)
-    for step in range(1, plan.task.steps + 1):
+    pause = run.scheme.every or max(1, task.steps // _POINTS)
+    for step in range(task.steps):
         begun = time.perf_counter()
-        trainer.step()
+        batch = task.batch(step, run.seed, *place)
+        losses.append(replica.step(task, batch, task.rate(plan.optimizer, step, task.steps)))
         seconds += time.perf_counter() - begun
-        if plan.parallel == DILOCO and step % pause == 0:
-            found.append((seconds, trainer.judge()))
+        if plan.parallel == DILOCO and (step + 1) % pause == 0:
+            with torch.no_grad():
+                course.append((seconds, task.train_loss(replica.model, *place)))
             dist.barrier()
-    return replace(trainer.finish(), course=tuple(found))
-
-
-class Trainer:
-    """This rank's replica in a training run; all ranks take every step together."""
-
-    def __init__(self, plan: TrainPlan, run: TrainingRun) -> None:
-        self._plan = plan
-        self._seed = run.seed
-        self._steps = 0
-        network = plan.task.model(run.seed)
-        self.params = sum(parameter.numel() for parameter in network.parameters())
-        warmup = round(schemes.WARMUP * plan.task.steps)
-        self.replica = _replica(plan, run.scheme, network, warmup, run.scheme.every)
-
-    def step(self) -> torch.Tensor:
-        """The next step, and the loss of this rank's batch before it."""
-        plan = self._plan
-        batch = plan.task.batch(self._steps, self._seed, dist.get_rank(), plan.world)
-        rate = plan.task.rate(plan.optimizer, self._steps, plan.task.steps)
-        self._steps += 1
-        return self.replica.step(plan.task, batch, rate)
-
-    def judge(self) -> Total:
-        """The loss of the network as this rank has it now, over this rank's part."""
-        with torch.no_grad():
-            return self._plan.task.train_loss(self.replica.model, dist.get_rank(), self._plan.world)
-
-    def finish(self) -> Trained:
-        """Judge the network and let go of the replica; nothing can follow."""
-        task = self._plan.task
-        network = task.model(self._seed)
-        network.load_state_dict(self.replica.weights())
-        with torch.no_grad():
-            train_loss = task.train_loss(network, dist.get_rank(), self._plan.world)
-            val_loss = task.val_loss(network, dist.get_rank(), self._plan.world)
-        trained = Trained(train_loss, val_loss, turns.digest(network.parameters()), self.replica.feedback, self.params)
-        self.replica.close()
-        del self.replica
-        gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
-        return trained
+    judged = task.model(run.seed)
+    judged.load_state_dict(replica.weights())
+    with torch.no_grad():
+        found = (task.train_loss(judged, *place), task.val_loss(judged, *place))
+    digest = turns.digest(judged.parameters())
+    curve = tasks.curve(torch.stack(losses).tolist())
+    trained = Trained(*found, digest, replica.feedback, params, tuple(course), curve)
+    replica.close()
+    del replica
+    gc.collect()  # DDP and its hooks hold each other: 25 million weights per run would not wait
+    return trained
 
 
 def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
@@ -433,34 +411,21 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     return samples
 
 
-def _replica(
-    plan: TrainPlan, scheme: TrainScheme, network: nn.Module, warmup: int, every: int | None = None
-) -> Replica:
-    kind: Callable[[TrainScheme, nn.Module, Optimizer], Replica] = Replica
-    if every is not None:
-        from thinwire.tools.bench import across  # as below
-
-        kind = partial(across.OuterReplica, every=every)
-    if plan.parallel == FSDP2:
-        from thinwire.tools.bench import sharded  # much of torch comes with it, and ranks alone need it
-
-        sharded.shard(scheme, network, plan.task.blocks(network))  # before the optimiser is given the shards
-        kind = sharded.ShardedReplica
-    return kind(scheme, network, schemes.optimizer_for(scheme, plan.optimizer, network.parameters(), warmup))
-
-
 def _replicas(plan: TrainPlan) -> dict[str, Replica]:
     """One per scheme: with DDP on one network, else on one each, and with FSDP2 one that sends nothing.
 
     With DiLoCo every step is a round.
     """
-    if plan.parallel == DILOCO:
-        rounds = {scheme: None if scheme.every is None else 1 for scheme in plan.timed}
-        return {one.name: _replica(plan, one, plan.task.model(0), 1, every) for one, every in rounds.items()}
-    if plan.parallel == FSDP2:
-        each = {COMPUTE: schemes.ALONE, **{scheme.name: scheme for scheme in plan.timed}}
-        return {name: _replica(plan, scheme, plan.task.model(0), 1) for name, scheme in each.items()}
-    network = plan.task.model(0)
+    task = plan.task
+    if plan.parallel != DDP:
+        alone = {COMPUTE: schemes.ALONE} if plan.parallel == FSDP2 else {}
+        each = {**alone, **{scheme.name: scheme for scheme in plan.timed}}
+        rounds = {name: None if scheme.every is None else 1 for name, scheme in each.items()}
+        return {
+            name: schemes.replica_of(task, scheme, task.model(0), plan.optimizer, every=rounds[name])
+            for name, scheme in each.items()
+        }
+    network = task.model(0)
     # One optimiser for all but onebit: at a rate of zero they do not disturb each other, and memory is short.
     shared = schemes.optimizer_for(plan.timed[0], plan.optimizer, network.parameters(), 1)
     replicas = {}

@@ -1,18 +1,28 @@
-"""Calls that all ranks make together, timed by turns: the ranks' side (`take`) and what is made of it."""
+"""Calls that all ranks make together, timed by turns: the ranks' side (`take`) and what is made of it.
+
+[Note: Counts] What calls put on a GPU is counted by torch's profiler, since counts are steady where times are not. A
+call's launches are those the host made while it ran; its kernels are those that belong to these launches, whenever they
+ran. A kernel of NCCL that waits for other ranks counts as long as it does.
+"""
 
 import hashlib
+import json
+import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile, record_function
 
-from thinwire.tools.bench import gpu_counts, link as links, timing
-from thinwire.tools.bench.gpu_counts import GpuCount
+from thinwire.tools.bench import link as links, timing
 from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.timing import Call, Effort
 
@@ -20,6 +30,20 @@ CPU = torch.device("cpu")
 STEADY_S = 0.3  # of calls in a row, at most
 STEADY = (6, 24)  # calls in a row, at least and at most; the first third only warms up
 NOTHING = "nothing"  # a call beside the others: it shows what the barriers around a call send
+MARK = "thinwire bench: "  # before the name of a call
+PROFILED = 3  # calls of each
+LAUNCHES = ("Launch", "Memcpy", "Memset")  # in the names of what the host asks of CUDA
+HOST = ("cuda_runtime", "cuda_driver")
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+Event = Mapping[str, Any]  # of a trace, as torch's profiler exports it
+
+
+@dataclass(frozen=True)
+class GpuCount:
+    """Of one call: [Note: Counts]."""
+
+    launches: int
+    busy_ms: float
 
 
 @dataclass
@@ -65,7 +89,7 @@ def take(
     if device.type == "cuda":
         for name, call in calls.items():
             samples[name].steady_ms = _in_a_row(call, samples[name], device)
-        for name, counted in gpu_counts.take(calls, prepare, partial(meet, device)).items():
+        for name, counted in profiled(calls, prepare, partial(meet, device)).items():
             samples[name].gpu = counted
 
 
@@ -143,7 +167,7 @@ def beside(samples: Samples, name: str, plain: str, bf16: str) -> Row:
 
 def on_gpu(samples: Samples, name: str, plain: str) -> Row:
     """What a call costs the host and the GPU, and what torch's own does; nothing where there was no GPU."""
-    counted, usual = (gpu_counts.columns([part[call].gpu for part in samples]) for call in (name, plain))
+    counted, usual = (gpu_columns([part[call].gpu for part in samples]) for call in (name, plain))
     if counted["launches"] is None:
         return {"host_ms": None, **counted}
     host_ms, plain_host_ms = (median(slowest(samples, call, "host_ms")) for call in (name, plain))
@@ -164,3 +188,62 @@ def sent(samples: Samples, name: str, counter: str) -> float | None:
         if getattr(part[name], counter)
     ]
     return max(counted, default=None)
+
+
+def profiled(calls: Mapping[str, Call], prepare: Call, meet: Call) -> dict[str, list[GpuCount]]:
+    """Counts of PROFILED calls each, after `prepare`; `meet` returns when nothing is under way on any rank."""
+    with profile() as seen:
+        for name, call in [*calls.items()] * PROFILED:
+            prepare()
+            meet()
+            with record_function(f"{MARK}{name}"):
+                call()
+        meet()
+    with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        return launches_in(json.loads(path.read_text())["traceEvents"])
+
+
+def launches_in(events: Sequence[Event]) -> dict[str, list[GpuCount]]:
+    """By name, in the order of the calls."""
+    timed = sorted((event for event in events if "dur" in event and "cat" in event), key=_start)
+    starts = list(map(_start, timed))
+    busy: dict[Any, float] = {}
+    for event in timed:
+        if event["cat"] in DEVICE:
+            launch = event["args"]["correlation"]
+            busy[launch] = busy.get(launch, 0.0) + event["dur"]
+    found: dict[str, list[GpuCount]] = {}
+    for event in timed:
+        if event["cat"] == "user_annotation" and event["name"].startswith(MARK):
+            end = _start(event) + event["dur"]
+            within = timed[bisect_left(starts, _start(event)) : bisect_left(starts, end)]
+            found.setdefault(event["name"].removeprefix(MARK), []).append(_count(within, busy))
+    return found
+
+
+def _start(event: Event) -> float:
+    return float(event["ts"])
+
+
+def _count(events: Iterable[Event], busy: Mapping[Any, float]) -> GpuCount:
+    launched: set[Any] = {
+        event["args"]["correlation"]
+        for event in events
+        if event["cat"] in HOST and any(word in event["name"] for word in LAUNCHES)
+    }
+    if busy:  # a launch inside another has no kernel of its own
+        launched &= busy.keys()
+    return GpuCount(len(launched), 1e-3 * sum(busy.get(launch, 0.0) for launch in launched))
+
+
+def gpu_columns(by_rank: Sequence[Sequence[GpuCount]]) -> Row:
+    """Of a call: the usual number of launches, the shortest time a GPU was busy with it."""
+    every = [count for of_rank in by_rank for count in of_rank]
+    if not every:
+        return dict.fromkeys(("gpu_busy_ms", "launches"))
+    return {
+        "gpu_busy_ms": min(count.busy_ms for count in every) or None,
+        "launches": int(median(count.launches for count in every)),
+    }

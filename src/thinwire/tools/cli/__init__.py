@@ -1,10 +1,6 @@
 """The command line: parse, call, print."""
 
-import time
-
-__all__ = ["BEGUN", "main"]
-
-BEGUN = time.monotonic()  # of the command: what it imports counts
+__all__ = ["main"]
 
 
 def main() -> None:

@@ -1,12 +1,10 @@
 """`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,54 +12,37 @@ import typer
 from thinwire.codecs import Codec
 from thinwire.errors import AdviceError, RecordError
 from thinwire.tools.advise import (
-    check as checks,
     evidence,
     machine as machines,
     measure,
-    memory as memories,
     model,
     rounds,
     schemes,
     units,
     verdict,
 )
-from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, PAYLOAD, TRANSPORTS, Cluster, LinkModel, payload_of
+from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, TRANSPORTS, Cluster, LinkModel, payload_of
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.model import TrainingJob
-from thinwire.tools.advise.verdict import duration
 from thinwire.tools.bench import record
 from thinwire.tools.cli import advice, flags, screen
 from thinwire.tools.cli.flags import Device, Optimizer
-from thinwire.tools.report import tables
-from thinwire.tools.report.cells import TextGrid
 
-T = TypeVar("T")
 FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
-MEASURED = ("world", "inter", "intra", "latency", "intra_latency", "efficiency", "cores", "kernels")
-CHECKED = ("check", "kernels", "as_json", "whole")  # the flags that go with --check
-DDP_ONLY = ("losses", "memory", "optimizer", "overlap", "bucket", "dtype")  # and those that do not go with --diloco
-LEAST_EFFICIENCY = 0.001
+MEASURED = ("world", "inter", "intra", "latency", "cores", "kernels")  # under torchrun
+DDP_ONLY = ("losses", "memory", "optimizer", "overlap", "bucket", "dtype")  # what does not go with --diloco
 LEAST_BUCKET = 1 << 20  # bytes; below, a bucket's messages are all latency
 PER_NODE = ("--gpus-per-node", "--ranks-per-node")
-EFFICIENCY = f"Of a link's rate that is payload; default {PAYLOAD:.3f} for TCP, 1 for NVLink and InfiniBand."
+LATENCY = "Per message between nodes; default 10us, on the CPU 300us."
 DEVICE = "cpu: processes on gloo; cuda: one GPU per rank, on NCCL. Default cuda."
 OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a CPU with one core per rank 0."
 CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
 LOSSES = "Losses of a record of `bench train` or `demo`, which counts before the committed ones."
 MEMORY = "Per GPU; default 80GB. On a CPU it is judged only where it is given."
 DILOCO = "DiLoCo on these links instead of DDP: steps between rounds, and codecs."
-CHECK = "Compare the model with a record of bench collectives or train --link."
 Whole = int | None
 Number = float | None
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16"])
-
-
-def _flag(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def parsed(text: str) -> T:
-        with screen.usage_errors(None, AdviceError):
-            return parse(text)
-
-    return parsed
 
 
 def _bucket_size(text: str) -> int:
@@ -71,12 +52,16 @@ def _bucket_size(text: str) -> int:
     return found
 
 
-def _efficiency(text: str) -> float:
-    return units.share(text, LEAST_EFFICIENCY)
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(given: str) -> Any:
+        with screen.usage_errors(None, AdviceError):
+            return parse(given)
+
+    return parsed
 
 
 def _option(parse: Callable[[str], Any], metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, parser=_flag(parse), metavar=metavar, help=text)
+    return typer.Option(*names, parser=_parser(parse), metavar=metavar, help=text)
 
 
 def command(
@@ -87,9 +72,7 @@ def command(
     inter: Annotated[Number, _option(units.rate, "RATE", "A node's link to others, one way: 25gbit, 3GB/s.")] = None,
     intra: Annotated[Number, _option(units.rate, "RATE", "A rank's link to others of its node: 400GB/s.")] = None,
     step: Annotated[Number, _option(units.seconds, "TIME", "Compute per step, no communication: 1.2s, 350ms.")] = None,
-    latency: Annotated[Number, _option(units.seconds, "TIME", "Per message; default 10us, on the CPU 250us.")] = None,
-    intra_latency: Annotated[Number, _option(units.seconds, "TIME", "Inside a node; default 3us, CPU 250us.")] = None,
-    efficiency: Annotated[Number, _option(_efficiency, "SHARE", EFFICIENCY)] = None,
+    latency: Annotated[Number, _option(units.seconds, "TIME", LATENCY)] = None,
     device: Annotated[Device | None, typer.Option(help=DEVICE)] = None,
     cores: Annotated[Whole, typer.Option(min=1, metavar="N", help="Per node of CPUs; default one per rank.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the gradients.")] = Dtype.float32,
@@ -101,7 +84,6 @@ def command(
     memory: Annotated[Whole, _option(units.size, "SIZE", MEMORY)] = None,
     diloco: Annotated[bool, typer.Option("--diloco", help=DILOCO)] = False,
     kernels: Annotated[str | None, typer.Option(metavar="FILE", help="Kernel times: `bench kernels --json`.")] = None,
-    check: Annotated[str | None, typer.Option(metavar="FILE", help=CHECK)] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Under torchrun too, trust the flags.")] = False,
     whole: screen.All = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -109,9 +91,9 @@ def command(
     """Say what to use on your links: predict a training step with every codec, and choose.
 
     The advice is the fastest scheme among those whose loss stays within what another seed does. It may be not to
-    compress; where DDP cannot hold the model, it is FSDP2. Values that are missing are asked for on a terminal;
-    elsewhere they are an error. Steps are predicted from the links and from kernel times of committed records
-    (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it was compared.
+    compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
+    committed records (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it
+    was compared. Values that are missing are asked for on a terminal; elsewhere they are an error.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
@@ -137,49 +119,69 @@ def command(
       thinwire advise --params 25M --world 4 --inter 100mbit --step 200ms --device cpu --json
       torchrun --nproc-per-node 8 -m thinwire advise --params 1.3e9 --step 1.2s
       thinwire advise --params 1.3e9 --world 4 --inter 100mbit --step 1.2s --diloco
-      thinwire advise --check collectives.json --kernels kernels.json
     """
-    if check is not None:
-        others = [name for name in context.params if name not in CHECKED]
-        _refuse(context, others, "--check reads it from the record: leave it out")
-        _compare(check, kernels, as_json)
-        return
     if diloco:
         _refuse(context, DDP_ONLY, "it is for DDP: leave it out, or leave --diloco out")
     place = None if no_measure else _place()
     chosen = flags.codecs(codecs, rounds.CODECS if diloco else schemes.CODECS)
     known = _losses(losses)
-    links = _Links(inter, intra, latency, intra_latency, efficiency)
+    if place is None and _somebody_listens():
+        params = _asked("--params", params)
+        world = _asked("--world", world)
+        per_node = _asked("--gpus-per-node", per_node, default="1") if world > 1 else per_node
+        inter = _asked("--inter", inter) if world > (per_node or 1) else inter
+        intra = _asked("--intra", intra) if (per_node or 1) > 1 else intra
+        step = _asked("--step", step)
+    node = per_node or 1
     needed: dict[str, object] = {"--params": params, "--step": step}
-    if place is None:
-        needed |= {"--world": world, **links.needed(world, per_node or 1)}
+    if place is None:  # where the number of ranks is missing too, there are several nodes
+        needed |= {"--world": world, **({"--inter": inter} if world is None or world > node else {})}
+        needed |= {"--intra": intra} if node > 1 else {}
     else:
         _refuse(context, MEASURED, "under torchrun it is measured: leave it out, or add --no-measure")
-    ask = _Ask(place is None and _somebody_listens())
     missing = ", ".join(flag for flag, value in needed.items() if value is None)
-    if missing and not ask.asking:
-        context.fail(f"Missing: {missing}. There is no terminal to ask on; see thinwire advise --help")
-    count = ask("--params", params)
+    if missing or params is None or step is None:
+        context.fail(f"Missing: {missing}; see thinwire advise --help")
     if place is None:
-        cluster, own = _described(ask, world, per_node, links, _machine(device, kernels), cores)
+        cluster, own = _described(world or 1, node, inter, intra, latency, _machine(device, kernels), cores)
     else:
         cluster, own = _measured(place, device, per_node, chosen)
     family = FAMILIES[optimizer]
-    job = TrainingJob(count, ask("--step", step), model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
+    job = TrainingJob(params, step, model.DTYPES[dtype], bucket or model.BUCKET_BYTES, overlap, family)
     if place is not None and place.rank:
         return
     if diloco:
         found = list(rounds.rounds(job, cluster, own, chosen, rounds.EVERY))
         (advice.print_rounds_json if as_json else advice.print_rounds)(job, cluster, own, found)
         return
-    needs = memories.needed(job)
-    has = memory or (memories.GPU_BYTES if own.device == Device.cuda else None)
+    needs = model.memory(job)
+    has = memory or (model.GPU_BYTES if own.device == Device.cuda else None)
     if has is not None and sum(needs.values()) > has:
         (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has)
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)
     (advice.print_json if as_json else advice.print_verdict)(job, cluster, own, judged)
+
+
+def _somebody_listens() -> bool:
+    return sys.stdin.isatty()
+
+
+_QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--params": ("Parameters of the model (such as 7e9)", units.count),
+    "--world": ("Ranks in all", units.count),
+    "--gpus-per-node": ("Ranks per node", units.count),
+    "--inter": ("Link of a node to the others (such as 25gbit)", units.rate),
+    "--intra": ("Link of a rank to the others of its node (such as 400GB/s)", units.rate),
+    "--step": ("Compute per step, without communication (such as 1.2s)", units.seconds),
+}
+
+
+def _asked(flag: str, given: Any, default: str | None = None) -> Any:
+    """A value that was given, or else that somebody types."""
+    question, parse = _QUESTIONS[flag]
+    return typer.prompt(question, default=default, value_proc=_parser(parse)) if given is None else given
 
 
 def _losses(path: str | None) -> list[evidence.Losses]:
@@ -207,74 +209,25 @@ def _place() -> measure.Place | None:
         raise typer.BadParameter(hint, param_hint="environment") from None
 
 
-def _somebody_listens() -> bool:
-    return sys.stdin.isatty()
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Values that have no default: given, or asked for where somebody can answer."""
-
-    asking: bool
-
-    def __call__(self, flag: str, given: T | None, default: str | None = None) -> T:
-        if given is not None:
-            return given
-        assert self.asking, flag
-        question, parse = _QUESTIONS[flag]
-        answer: T = typer.prompt(question, default=default, value_proc=_flag(parse))
-        return answer
-
-
-_QUESTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--params": ("Parameters of the model (such as 7e9)", units.count),
-    "--world": ("Ranks in all", units.count),
-    "--gpus-per-node": ("Ranks per node", units.count),
-    "--inter": ("Link of a node to the others (such as 25gbit)", units.rate),
-    "--intra": ("Link of a rank to the others of its node (such as 400GB/s)", units.rate),
-    "--step": ("Compute per step, without communication (such as 1.2s)", units.seconds),
-}
-
-
-class _Links(NamedTuple):
-    inter: float | None
-    intra: float | None
-    latency: float | None
-    intra_latency: float | None
-    efficiency: float | None
-
-    def needed(self, ranks: int | None, node: int) -> dict[str, float | None]:
-        """The rates that have to be given; where the number of ranks is not known yet, several nodes."""
-        across = {"--inter": self.inter} if ranks is None or ranks > node else {}
-        return {**across, "--intra": self.intra} if node > 1 else across
-
-    def link(self, ask: _Ask, flag: str, transport: str, needed: bool) -> LinkModel | None:
-        """Between nodes (--inter) or inside a node (--intra), where there is somebody to send to."""
-        inter = flag == "--inter"
-        rate = self.inter if inter else self.intra
-        if not needed and rate is not None:
-            raise typer.BadParameter("there is nobody at the end of that link: leave it out", param_hint=flag)
-        if not needed:
-            return None
-        latency = self.latency if inter else self.intra_latency
-        usual = LATENCY_S[transport] if inter else INSIDE_LATENCY_S[transport]
-        known: float = ask(flag, rate)
-        payload = payload_of(known, transport, inside=not inter) if self.efficiency is None else self.efficiency
-        return LinkModel.of_rate(known, usual if latency is None else latency, payload=payload)
-
-
 def _described(
-    ask: _Ask, world: int | None, per_node: int | None, links: _Links, own: Machine, cores: int | None
+    ranks: int, per_node: int, inter: Number, intra: Number, latency: Number, own: Machine, cores: int | None
 ) -> tuple[Cluster, Machine]:
-    ranks: int = ask("--world", world)
-    if per_node is None and ask.asking and ranks > 1:
-        per_node = ask("--gpus-per-node", per_node, default="1")
-    node = _node(ranks, per_node or 1)
-    transport = TRANSPORTS[own.device]
-    across = links.link(ask, "--inter", transport, ranks > node)
-    inside = links.link(ask, "--intra", transport, node > 1)
+    """What the flags say of the links, and what the machine is for each rank."""
+    node = _node(ranks, per_node)
+    for flag, rate, needed in (("--inter", inter, ranks > node), ("--intra", intra, node > 1)):
+        if rate is not None and not needed:
+            raise typer.BadParameter("there is nobody at the end of that link: leave it out", param_hint=flag)
     if cores is not None and own.device == Device.cuda:
         raise typer.BadParameter("goes with --device cpu", param_hint="--cores")
+    transport = TRANSPORTS[own.device]
+
+    def link(rate: Number, latency_s: float, inside: bool) -> LinkModel | None:
+        if rate is None:
+            return None
+        return LinkModel.of_rate(rate, latency_s, payload=payload_of(rate, transport, inside))
+
+    across = link(inter, LATENCY_S[transport] if latency is None else latency, inside=False)
+    inside = link(intra, INSIDE_LATENCY_S[transport], inside=True)
     return Cluster(ranks, node, across, inside, transport), own.shared(node, cores or node)
 
 
@@ -304,19 +257,3 @@ def _measured(
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
-
-
-def _compare(path: str, kernels: str | None, as_json: bool) -> None:
-    own = _machine(Device.cpu, kernels)
-    with screen.usage_errors("--check", RecordError):
-        found = checks.compare(record.read(path), own)
-    if as_json:
-        rows = [asdict(item) | {"scheme": str(item.scheme), "off": item.off} for item in found]
-        typer.echo(json.dumps({"machine": own.source, "rows": rows}, indent=1, allow_nan=False))
-        return
-    cells = [
-        [item.what, str(item.scheme), duration(item.measured_s), duration(item.predicted_s), f"{item.off:+.1%}"]
-        for item in found
-    ]
-    grid = TextGrid(f"Kernels: {own.source}", ["what", "scheme", "measured", "predicted", "off"], cells, labels=2)
-    tables.show_grid(grid, screen.console())

@@ -42,8 +42,7 @@ class _Commands(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         super().__getitem__(name)
-        with screen.waiting("loading"):
-            module = importlib.import_module(f"thinwire.tools.cli.{name}")
+        module = importlib.import_module(f"thinwire.tools.cli.{name}")
         holder = typer.Typer(rich_markup_mode=None, add_completion=False, callback=root)
         if hasattr(module, "app"):
             holder.add_typer(module.app, name=name)
@@ -64,7 +63,6 @@ class _Root(screen.Group):
 
 def start() -> None:
     """Run the command line. Where the terminal cannot show a character, a question mark stands for it."""
-    screen.fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -19,11 +19,12 @@ from thinwire.tools.bench import (
     link as links,
     qat as qat_bench,
     replicas as replicas_bench,
+    tasks,
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
 from thinwire.tools.bench.qat_methods import METHODS
-from thinwire.tools.bench.record import BenchError, Interrupted, Record, as_csv, dumps, write
+from thinwire.tools.bench.record import BenchError, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
 from thinwire.tools.report import tables
@@ -310,7 +311,7 @@ def train_command(
         _refuse({"--size": size if task is not TaskName.bytes else None}, "goes with --task bytes")
         flags.check_device(device)
         with screen.usage_errors(None, BenchError, CodecError):
-            found = replicas_bench.find(task.value, size, seeds, steps, batch, quick=quick)
+            found = tasks.find(task.value, size, quick=quick, seeds=seeds, steps=steps, rows=batch)
             where = torch.device(device.value if device else "cpu")
             plan = replicas_bench.plan_of(found, named, kind, world or replicas_bench.WORLD, where, compiled=compile)
         _deliver(partial(replicas_bench.run, plan, resume, minutes), json, csv)
@@ -394,15 +395,8 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
     What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
     _check_targets(json, csv)
-    status = 0
     with screen.plain_errors(), screen.usage_errors(None, BenchError):
-        try:
-            with screen.progress() as progress:
-                record = measure(progress=progress)
-        except Interrupted as stop:
-            record = stop.record
-            status = screen.INTERRUPTED
-            typer.echo(f"interrupted: {len(record.rows)} finished rows kept", err=True)
+        record, status = screen.measured(measure)
     files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
     written = screen.write_all(files)  # before the table, whose reader may go away
     if "-" not in (json, csv):

@@ -4,7 +4,7 @@ import importlib
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,24 +79,24 @@ def _other_backends(follow: Progress, full: bool) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
-            yield _same_bytes(name, backend, device, None if full else selftest.few(), follow)
+            yield _same_bytes(name, backend, device, few=not full, follow=follow)
 
 
 def _same_bytes(
-    name: str, backend: Backend, device: torch.device, extent: selftest.Extent | None = None, follow: Progress = iter
+    name: str, backend: Backend, device: torch.device, few: bool = False, follow: Progress = iter
 ) -> Finding:
     name = f"{name} self-test"
     try:
         if device.type == "cuda":
             with compiling(follow):
-                selftest.differences(backend, device, extent)
-        compared, wrong = selftest.differences(backend, device, extent)
+                selftest.differences(backend, device, few)
+        compared, wrong = selftest.differences(backend, device, few)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:
         detail = f"{len(wrong)} of {compared} results differ from the reference, the first: {wrong[0]}"
         return Finding(name, False, detail, "set THINWIRE_BACKEND=reference, and report it")
-    of = f" (of {' and '.join(map(str, extent.codecs))}; all: doctor --full)" if extent else ""
+    of = f" (of {' and '.join(selftest.FEW)}; all: doctor --full)" if few else ""
     return Finding(name, True, f"{compared} results have the bytes of the reference{of}")
 
 
@@ -140,30 +140,25 @@ def _told(interface: str, what: str) -> str:
 
 
 def _chosen_interfaces() -> Iterator[Finding]:
+    """Whether the interfaces that the environment names are there.
+
+    gloo takes whole names, NCCL prefixes, or names after "="; after "^" are those not to use, which need not be there.
+    """
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable)
-        if wanted is None:
+        wanted = os.environ.get(variable, "")
+        nccl = variable.startswith("NCCL")
+        if len(wanted) < SHORTEST or (nccl and wanted.startswith("^")):
             continue
-        if len(wanted) < SHORTEST:
-            detail = f"{wanted!r} is overlooked, being shorter than {SHORTEST} letters"
-            yield Finding(variable, None, detail, "unset it")
-            continue
-        absent = ", ".join(name or "''" for name in _absent(wanted, there, nccl=variable.startswith("NCCL")))
-        todo = f"there is no {absent} here: unset it, or name one of {', '.join(there)}" if absent else ""
+        starts = nccl and not wanted.startswith("=")
+        asked = wanted.removeprefix("=" if nccl else "").split(",")
+        absent = [
+            name or "''"
+            for name in asked
+            if not any(one == name or (starts and name and one.startswith(name)) for one in there)
+        ]
+        todo = f"there is no {', '.join(absent)} here: unset it, or name one of {', '.join(there)}" if absent else ""
         yield Finding(variable, not absent, wanted, todo)
-
-
-def _absent(wanted: str, there: Sequence[str], *, nccl: bool) -> list[str]:
-    """Of "eth0,eth1" every name has to be there.
-
-    For NCCL "eth,ib" are prefixes, "=eth0,ib0" names; after "^" they are those not to use, and need not be there.
-    """
-    if nccl and wanted.startswith("^"):
-        return []
-    if nccl and not wanted.startswith("="):
-        return [start for start in wanted.split(",") if not start or not any(name.startswith(start) for name in there)]
-    return [name for name in wanted.removeprefix("=" if nccl else "").split(",") if name not in there]
 
 
 def _host_name() -> Finding:

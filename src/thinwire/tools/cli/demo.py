@@ -1,25 +1,22 @@
 """`thinwire demo`: train a small GPT plainly and compressed, show what that did, and write a report of it."""
 
 import contextlib
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
 
 from thinwire.errors import CodecError, RecordError
 from thinwire.tools.advise import machine as machines
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
-from thinwire.tools.bench.demo import Tick, Watch
-from thinwire.tools.bench.record import Interrupted, Record, read, write
-from thinwire.tools.bench.schemes import TrainScheme
+from thinwire.tools.bench.record import Record, read, write
 from thinwire.tools.cli import findings, flags, screen
 from thinwire.tools.report import charts, page, tables
 from thinwire.tools.report.charts import draw
@@ -27,8 +24,6 @@ from thinwire.tools.report.charts import draw
 FOLDER = Path("thinwire-report")
 RECORD = "demo.json"
 TITLE = "thinwire demo: a small GPT, its gradients compressed"
-
-
 CODECS = (
     f"Beside the uncompressed run; default {','.join(demo.CODECS)}. Also what bench train knows: auto, lloyd2@none. "
     "bf16 is torch's own hook."
@@ -85,9 +80,9 @@ def command(
             draw.check()
         if shaped is not None and os.geteuid() != 0:
             _start_again_as_own_root()
-        with _made(folder):
-            record, status = _measure(lambda watch: demo.run(watch, world, named, steps, shaped, quick))
-            written = _deliver(record, folder, json)
+        _make(folder)
+        record, status = screen.measured(partial(demo.run, world, named, steps, shaped, quick))
+        written = _deliver(record, folder, json)
     raise typer.Exit(status if written else 1)
 
 
@@ -98,64 +93,15 @@ def _start_again_as_own_root() -> NoReturn:
     os.execvp(again[0], again)
 
 
-def _measure(run: Callable[[Watch], Record]) -> tuple[Record, int]:
-    try:
-        with _watching() as watch:
-            return run(watch), 0
-    except Interrupted as stop:
-        kept = ", ".join(str(row["codec"]) for row in stop.record.rows)
-        typer.echo(f"interrupted; {f'kept: {kept}' if kept else 'no codec was finished, nothing is kept'}", err=True)
-        return stop.record, screen.INTERRUPTED
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[Watch]:
-    """A bar for each codec on standard error; a line for each, when it is done, where that is no terminal.
-
-    The last column counts from the first second of the command.
-    """
-    console = screen.console(stderr=True)
-    texts = [TextColumn(f"{{task.fields[{name}]}}", justify="right") for name in ("steps", "loss", "sent", "time")]
-    columns = (TextColumn("{task.description}"), BarColumn(20), *texts, screen.SinceTheFirstSecond())
-    bars: dict[TrainScheme, TaskID] = {}
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        before = bar.add_task("starting ranks, timing steps", total=None, steps="", loss="", sent="", time="")
-
-        def watch(tick: Tick) -> None:
-            shown = _shown(tick)
-            bar.update(before, visible=False)
-            if tick.scheme not in bars:
-                bars[tick.scheme] = bar.add_task(str(tick.scheme), total=tick.steps, **shown)
-            bar.update(bars[tick.scheme], completed=tick.step, **shown)
-            if tick.step == tick.steps and not console.is_terminal:
-                told = f"{tick.scheme}: {tick.steps} steps, {shown['loss']}, {shown['sent']} sent, {shown['time']}"
-                typer.echo(told, err=True)
-
-        yield watch
-
-
-def _shown(tick: Tick) -> dict[str, Any]:
-    left = tick.seconds / tick.step * (tick.steps - tick.step)
-    return {
-        "steps": f"{tick.step}/{tick.steps}",
-        "loss": f"batch loss {tick.loss:.3f}",
-        "sent": "bytes unknown" if tick.sent is None else f"{tick.sent / 1e6:.1f} MB",
-        "time": f"{math.ceil(left)} s left" if left else f"{tick.seconds:.1f} s",
-    }
-
-
 def _deliver(record: Record, folder: Path, json: str | None) -> bool:
-    """Print the tables and what they mean, write the record and the report; whether all could be written."""
+    """Write the record and the report, print the tables and what they mean; whether all could be written."""
     own = machines.recorded("cpu")
     writes: dict[str, Callable[[], None]] = {} if json is None else {json: lambda: write(record, json)}
     if record.rows:
         writes[str(folder)] = lambda: _write(record, own, folder)
-    written = False
-    try:
-        if record.rows and json != "-":
-            show(record, own, screen.console())
-    finally:  # the reader of the tables may go away; what was measured is kept
-        written = screen.write_all(writes)
+    written = screen.write_all(writes)  # before the tables, whose reader may go away
+    if record.rows and json != "-":
+        show(record, own, screen.console())
     return written
 
 
@@ -193,21 +139,13 @@ def _write(record: Record, machine: Machine, folder: Path) -> None:
     typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)
 
 
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make the directory before anything is trained, or refuse it; afterwards remove what was made and stayed empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+def _make(folder: Path) -> None:
+    """Make the directory before anything is trained, or refuse it."""
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            for path in made:
-                path.rmdir()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        _refuse(f"{folder} cannot be written ({error.strerror}): name a directory that can be made")
 
 
 def _refuse(why: str) -> NoReturn:

@@ -99,30 +99,20 @@ def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is in the findings
     from thinwire.errors import AdviceError
     from thinwire.tools.advise import measure
-    from thinwire.tools.cli.peers import Meeting
+    from thinwire.tools.cli import peers
 
     with screen.usage_errors("environment", AdviceError):
         place = measure.place()
     with screen.plain_errors():
-        meeting = Meeting(place, timeout)
-        found = meeting.examine()
-        if found is None:
-            works = meeting.verdict()
-        else:
-            works = not found.problems
-            (_print_json if as_json else _print_table)(found)
-            meeting.close(found)
-    if meeting.exchanged.stuck:  # the thread that waits would keep the process
-        sys.stdout.flush()
-        os._exit(1)
-    raise typer.Exit(int(not works))
+        found = peers.examine(place, timeout)
+    if place.rank == 0:
+        (_print_json if as_json else _print_table)(found)
+    raise typer.Exit(int(bool(found.problems)))
 
 
 def _print_json(found: "Found") -> None:
-    ranks = [
-        {"rank": rank, **asdict(card), "received": found.exchanged[rank].received if rank in found.exchanged else {}}
-        for rank, card in found.cards.items()
-    ]
+    came = dict(enumerate(found.received))
+    ranks = [{"rank": rank, **card, "received": came.get(rank, {})} for rank, card in found.cards.items()]
     told = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
     typer.echo(json.dumps(told, indent=1))
 
@@ -131,17 +121,16 @@ def _print_table(found: "Found") -> None:
     from thinwire.tools.report.cells import TextGrid, significant
     from thinwire.tools.report.tables import show_grid
 
+    header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire", "Gbit/s", "slowest"]
     rows = []
     for rank, card in found.cards.items():
-        came = found.exchanged[rank].received if rank in found.exchanged else {}
+        came = found.received[rank] if found.received else {}
         slowest = min(came, key=lambda sender: came[sender], default=None)
         before = significant(came.get((rank - 1) % found.world), 8e-9)
         least = "–" if slowest is None else f"{significant(came[slowest], 8e-9)} from {slowest}"
-        way = f"{card.interface or '?'} {card.address}".strip()
-        said = (card.host, way, card.device, card.thinwire, card.torch, card.python, str(card.wire))
+        said = [str(card.get(name, "?")) for name in header[1:-2]]
         rows.append([str(rank), *said, before, least])
     how = "Gbit/s: what comes from the rank before; slowest: from any rank. All send at once"
-    header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire", "Gbit/s", "slowest"]
     show_grid(TextGrid(f"{len(rows)} of {found.world} ranks. {how}", header, rows, labels=8), screen.console())
     for problem in found.problems:
         _say(False, problem)

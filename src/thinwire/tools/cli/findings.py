@@ -7,7 +7,7 @@ from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
 from thinwire.integrations import policy
 from thinwire.tools import rule
-from thinwire.tools.advise import check, evidence, schemes, verdict
+from thinwire.tools.advise import evidence, schemes, verdict
 from thinwire.tools.advise.evidence import Losses
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench.record import Record, Row
@@ -50,7 +50,7 @@ def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlo
 
 def predicted(row: Row, link: str, machine: Machine, codecs: Sequence[Codec], losses: Losses) -> Outlook:
     """What `thinwire advise` says of the same job, ranks and link."""
-    job, cluster, own = check.described({**row, "link": link}, machine)
+    job, cluster, own = evidence.described({**row, "link": link}, machine)
     found = verdict.judge(job, cluster, own, codecs=codecs, losses=[losses], buckets=(job.bucket_bytes,))
     return Outlook(link, found.choice, list(found.ways.values()))
 

@@ -4,19 +4,16 @@ import contextlib
 import errno
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
 from rich.console import Console
-from rich.text import Text
 from typer.core import TyperGroup
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench.record import Progress
-from thinwire.tools.cli import BEGUN
+from thinwire.tools.bench.record import Interrupted, Progress, Record
 from thinwire.tools.rule import Choice
 
 WIDE = 240  # columns of what is not a terminal: a pipe has no edge to wrap at
@@ -46,13 +43,13 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _say_how_it_ended() -> Iterator[None]:
-    """Ctrl-C at a question, an output whose reader went away or whose disk is full: a status, and no traceback."""
+    """Ctrl-C, an output whose reader went away or whose disk is full: a status, and no traceback."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
-    except typer.Abort:
+    except KeyboardInterrupt:
         typer.echo("\ninterrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
@@ -72,13 +69,6 @@ def _discard_the_output() -> None:
     """What is left in the buffer would fail again when python ends."""
     with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def fill_closed_streams() -> None:
-    """A stream that was closed (`>&-`) is None in python: nothing comes from it, and what goes there is lost."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the process ends
 
 
 @contextlib.contextmanager
@@ -163,21 +153,14 @@ def progress() -> Iterator[Progress]:
         yield follow
 
 
-class SinceTheFirstSecond(bars.ProgressColumn):
-    """Seconds since the command began, its imports included."""
-
-    def render(self, task: bars.Task) -> Text:
-        return Text(f"{time.monotonic() - BEGUN:.0f} s")
-
-
-@contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Say on a terminal what takes a while, and for how long."""
-    shown = console(stderr=True)
-    parts = (bars.TextColumn("{task.description}"), SinceTheFirstSecond())
-    with bars.Progress(*parts, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        bar.add_task(what, total=None)
-        yield
+def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
+    """What a run measures, with a bar, and the exit status. After Ctrl-C the finished rows are kept."""
+    try:
+        with progress() as shown:
+            return measure(progress=shown), 0
+    except Interrupted as stop:
+        typer.echo(f"interrupted: {len(stop.record.rows)} finished rows kept", err=True)
+        return stop.record, INTERRUPTED
 
 
 def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
@@ -206,23 +189,9 @@ def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error thinwire raises on purpose, or a lack of memory: its text, and exit status 1."""
+    """An error thinwire raises on purpose: its text, and exit status 1."""
     try:
         yield
     except ThinwireError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
-    except (MemoryError, RuntimeError) as error:
-        if not _is_lack_of_memory(error):
-            raise
-        typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or any(text in str(error) for text in _NO_MEMORY)
-
-
-_NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")

@@ -42,18 +42,11 @@ class Range:
     high: float | None = None
 
 
-Judge = Callable[[float, float, Row, Row], Range | None]  # of the old and the new number, and of their rows
+# Of the old and the new number, and of their rows: upwards is worse. None: there is nothing to say.
+Judge = Callable[[float, float, Row, Row], Range | None]
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A column to compare, and how: upwards is worse. Nothing is said where a row has no number."""
-
-    column: str
-    judge: Judge
-
-
-def _timed(column: str, p20: str, p80: str, control: str) -> Metric:
+def _timed(p20: str, p80: str, control: str) -> Judge:
     """A median with the columns of its 20th and 80th percentile, and of a time that should not have changed."""
 
     def judge(before: float, after: float, old: Row, new: Row) -> Range:
@@ -64,10 +57,10 @@ def _timed(column: str, p20: str, p80: str, control: str) -> Metric:
         drift = _ratio(new.get(control), old.get(control)) or 1.0
         return Range(_quotient(after, before), low / max(1.0, drift), high / min(1.0, drift))
 
-    return Metric(column, judge)
+    return judge
 
 
-def _mean(column: str, error: str, over: Callable[[float, float], float], least: float = 0.0) -> Metric:
+def _mean(error: str, over: Callable[[float, float], float], least: float = 0.0) -> Judge:
     """A mean over seeds, with the column of its standard error; `over` says how much worse a number is than another."""
 
     def judge(before: float, after: float, old: Row, new: Row) -> Range:
@@ -78,27 +71,27 @@ def _mean(column: str, error: str, over: Callable[[float, float], float], least:
         ends = [max(least, after - slack), after + slack]
         return Range(over(after, before), *sorted(over(end, before) for end in ends))
 
-    return Metric(column, judge)
+    return judge
 
 
-def _computed(column: str, relative: float = ROUNDING, absolute: float = 0.0) -> Metric:
+def _computed(relative: float = ROUNDING, absolute: float = 0.0) -> Judge:
     """A number that a run computes rather than times."""
 
     def judge(before: float, after: float, old: Row, new: Row) -> Range:
         slack = relative * abs(before) + absolute
         return Range(*(_quotient(end, before) for end in (after, max(0.0, after - slack), after + slack)))
 
-    return Metric(column, judge)
+    return judge
 
 
-def _promise(column: str, kept: bool) -> Metric:
+def _promise(kept: bool) -> Judge:
     """Something that has to hold, true or false; that it no longer does is always a regression."""
 
     def judge(before: float, after: float, old: Row, new: Row) -> Range | None:
         change = 0.0 if after == kept else math.inf
         return None if before == after else Range(change, change, change)
 
-    return Metric(column, judge)
+    return judge
 
 
 @dataclass(frozen=True)
@@ -199,15 +192,14 @@ def _keyed(record: Record) -> Iterator[tuple[tuple[str, ...], Row]]:
 
 
 def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator[Change]:
-    for metric in METRICS[kind]:
-        column = metric.column
+    for column, judge in METRICS[kind].items():
         # A number was there and now is not: the run diverged, or a kernel failed.
         gone = number(old.get(column)) is not None and column in new and new[column] is None
         before = number(old.get(column))
         after = number(new.get(column))
         found = Range(math.inf, math.inf, math.inf) if gone else None
         if before is not None and after is not None:
-            found = metric.judge(before, after, old, new)
+            found = judge(before, after, old, new)
         if found is not None:
             yield Change(labels, column, _shown(old.get(column)), _shown(new.get(column)), found)
 
@@ -239,28 +231,28 @@ LABELS: dict[str, tuple[str, ...]] = {
     "qat": ("task", "method", "weight_bits", "act_bits", *SPEED_LABELS),
     "soak": ("world",),
 }
-METRICS: dict[str, tuple[Metric, ...]] = {
-    "codec": (_computed("wire_bits"), _computed("nmse")),
-    "kernels": (_timed("ms_p50", "ms_p20", "ms_p80", control="copy_ms"),),
-    "collectives": (
-        _timed("ms_p50", "ms_p20", "ms_p80", control="plain_ms"),
-        _computed("bytes_formula"),
-        _computed("rel_error", absolute=FP32),
-        _promise("identical", kept=True),
-    ),
-    "train": (
-        _mean("loss_log_ratio", "loss_log_ratio_error", _log_quotient, -math.inf),
-        _mean("val_gap_nats", "val_gap_error", _log_quotient, -math.inf),
-        _timed("step_ms", "step_ms_p20", "step_ms_p80", control="compute_ms"),
-        _computed("bytes_per_step", relative=HEADERS),
-        _promise("diverged", kept=False),
-        _promise("identical", kept=True),
-    ),
-    "qat": (
-        _mean("train_loss", "train_loss_error", _quotient),
-        _mean("accuracy", "accuracy_error", lambda new, old: _quotient(old, new)),
-        _timed("ms_p50", "ms_p20", "ms_p80", control="floor_ms"),
-        _computed("peak_bytes_per_element"),
-    ),
-    "soak": (_computed("mismatches"), _computed("hangs"), _computed("leaks")),
+METRICS: dict[str, dict[str, Judge]] = {  # the columns to compare, and how
+    "codec": {"wire_bits": _computed(), "nmse": _computed()},
+    "kernels": {"ms_p50": _timed("ms_p20", "ms_p80", control="copy_ms")},
+    "collectives": {
+        "ms_p50": _timed("ms_p20", "ms_p80", control="plain_ms"),
+        "bytes_formula": _computed(),
+        "rel_error": _computed(absolute=FP32),
+        "identical": _promise(kept=True),
+    },
+    "train": {
+        "loss_log_ratio": _mean("loss_log_ratio_error", _log_quotient, -math.inf),
+        "val_gap_nats": _mean("val_gap_error", _log_quotient, -math.inf),
+        "step_ms": _timed("step_ms_p20", "step_ms_p80", control="compute_ms"),
+        "bytes_per_step": _computed(relative=HEADERS),
+        "diverged": _promise(kept=False),
+        "identical": _promise(kept=True),
+    },
+    "qat": {
+        "train_loss": _mean("train_loss_error", _quotient),
+        "accuracy": _mean("accuracy_error", lambda new, old: _quotient(old, new)),
+        "ms_p50": _timed("ms_p20", "ms_p80", control="floor_ms"),
+        "peak_bytes_per_element": _computed(),
+    },
+    "soak": dict.fromkeys(("mismatches", "hangs", "leaks"), _computed()),
 }

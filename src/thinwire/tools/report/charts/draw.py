@@ -164,7 +164,6 @@ def _fill_bars(axes: "Axes", chart: Bars) -> None:
     axes.grid(axis="x")
     if _as_points(chart):  # of one series a line through its points, of several one between their rows
         axes.grid(axis="y", which="major" if len(chart.series) == 1 else "minor")
-    _cut(axes, chart)
     _tick(axes, chart.axis, "x")
 
 
@@ -196,7 +195,7 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
     }
     colors = _colors(chart, values, number)
     for at, (y, x) in enumerate(zip(_places(chart, number), values.values, strict=True)):
-        if x is not None and not _is_beyond(chart, x):
+        if x is not None:
             reach = None if widths is None else [[side] for side in widths[at]]
             axes.errorbar([x], [y], xerr=reach, color=colors[at], **look)
     axes.errorbar([], [], color=_named_color(chart, values, number), label=_short(values.name, LETTERS), **look)
@@ -212,23 +211,6 @@ def _places(chart: Bars, number: int) -> list[float]:
     """Where a series stands beside each label: the first above, the last below."""
     step = THICK / len(chart.series)
     return [place + step * (number - (len(chart.series) - 1) / 2) for place in range(len(chart.labels))]
-
-
-def _is_beyond(chart: Bars, value: float) -> bool:
-    return chart.axis.most is not None and value > chart.axis.most
-
-
-def _cut(axes: "Axes", chart: Bars) -> None:
-    """End the axis where it says; what lies beyond is written there."""
-    if chart.axis.most is None:
-        return
-    axes.set_xlim(right=chart.axis.most)
-    for number, values in enumerate(chart.series):
-        for at, (place, value) in enumerate(zip(_places(chart, number), values.values, strict=True)):
-            if value is not None and _is_beyond(chart, value):
-                text = f"{significant(value)} →"
-                color = _colors(chart, values, number)[at]
-                axes.text(chart.axis.most, place, text, ha="right", va="center", fontsize=8, color=color)
 
 
 def _bars(axes: "Axes", chart: Bars, values: Values, number: int) -> None:

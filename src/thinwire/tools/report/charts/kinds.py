@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from thinwire.tools.bench.record import CURVE, Record, Row, Value
-from thinwire.tools.report.cells import alike, counted, distinct, listed, text, varying
+from thinwire.tools.report.cells import alike, counted, distinct, listed, text
 from thinwire.tools.report.charts import shapes
 from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
-from thinwire.tools.report.kinds import SPEED_LABELS, bits, by_part, is_speed, nbytes_of, scheme_of, short
+from thinwire.tools.report.kinds import bits, by_part, is_speed, nbytes_of, scheme_of, short
 from thinwire.tools.rule import LEAST_SEEDS
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
@@ -21,7 +21,6 @@ EVEN = Mark("as fast as torch", 1.0)
 SENT = "sent per rank, {} per step"
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
 MOST_BITS = 9  # casts to 16 bits would leave the others no room
-SPARE = 1.2  # room beyond the largest value
 MOST_LOG = 50.0  # of a ratio of losses
 CODEC = shapes.named("codec")
 OP = shapes.named("op")
@@ -89,24 +88,9 @@ def _sizes(rows: list[Row]) -> Lines:
     return Lines("sizes", f"Speed of {OP(rows[0])} by size", Axis("tensor, MB", log=True), SHARE, curves, [COPY])
 
 
-def _replays(rows: list[Row]) -> list[Chart]:
-    labels = [f"{CODEC(row)}, {text(row['numel'])} elements" for row in rows]
-    series = [shapes.column(rows, "codec", "ms_p50", 1e3), shapes.column(rows, "a copy of the message", "copy_ms", 1e3)]
-    title = "Fixed cost of a small message: encode, recode and decode as one CUDA graph"
-    return [Bars("replay", title, Axis("time, µs"), labels, series)]
-
-
-def _rivals(rows: list[Row]) -> list[Chart]:
-    title = f"Kernels beside torch's quantisation hooks, {listed(rows, 'numel')[0]} elements"
-    values = shapes.by_label(rows, CODEC, OP, lambda row: number(row["ms_p50"]))
-    return [Bars("rivals", title, Axis("time, ms", log=True), *values)]
-
-
 _PARTS: dict[str, Callable[[list[Row]], list[Chart]]] = {
     "codecs": lambda rows: list(map(_shares, alike(rows, "backend", "device", "dtype", "numel", "threads"))),
     "sizes": lambda rows: list(map(_sizes, alike(rows, "op"))),
-    "replay": _replays,
-    "rivals": _rivals,
 }
 
 
@@ -192,9 +176,9 @@ def _losses(rows: list[Row], title: str) -> Lines:
     """Of every scheme with a curve, how far its loss is from that of fp32 at the same step, in per cent."""
     plain = dict(next((_points(row) for row in rows if _is_plain(row)), []))
     curves = []
-    for row in rows:
+    for row in _judged(rows):
         points = [(step, 100 * (loss / plain[step] - 1)) for step, loss in _points(row) if plain.get(step)]
-        if points and not _is_plain(row):
+        if points:
             curves.append(Curve(scheme_of(row), points, dots=False))
     return Lines("loss", title, Axis("step"), CHANGE, curves, _marks(rows))
 
@@ -226,32 +210,27 @@ def _marks(rows: list[Row]) -> list[Mark]:
 
 
 def _changes(rows: list[Row], title: str) -> Bars:
-    kept = [row for row in rows if not _is_plain(row)]
+    kept = _judged(rows)
     errors = [_percent_of(row.get("loss_log_ratio_error")) for row in kept]
     series = [Values("mean ± standard error", [_percent_of(row["loss_log_ratio"]) for row in kept], errors=errors)]
-    axis = replace(CHANGE, most=_room(kept))
-    return Bars("loss_ratio", title, axis, list(map(scheme_of, kept)), series, _marks(rows), points=True)
+    return Bars("loss_ratio", title, CHANGE, list(map(scheme_of, kept)), series, _marks(rows), points=True)
+
+
+def _judged(rows: list[Row]) -> list[Row]:
+    """All but fp32 itself and the controls, which ought to fail and would leave the others no room."""
+    return [row for row in rows if not _is_plain(row) and not row.get("control")]
 
 
 def _exchange(rows: list[Row], title: str) -> Lines:
     """A point for every scheme: the bytes that it sends, and what they cost in loss."""
-    kept = [row for row in rows if not _is_plain(row)]
+    kept = _judged(rows)
     axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in kept], log=True)
     curves = [
         Curve(scheme_of(row), [(count, change)], [_percent_of(row.get("loss_log_ratio_error"))], joined=False)
         for row, count in zip(kept, sent, strict=True)
         if count and (change := _percent_of(row["loss_log_ratio"])) is not None
     ]
-    return Lines("loss_bytes", title, axis, replace(CHANGE, most=_room(kept)), curves, _marks(rows))
-
-
-def _room(rows: list[Row]) -> Number:
-    """What the axis needs for all but the controls, which ought to fail; None where that is as much as all need."""
-    ends = {True: [0.0], False: [_percent_of(row["noise_floor"]) or 0.0 for row in rows]}
-    for row in rows:
-        ends[bool(row.get("control"))].append(_percent_of(row["loss_log_ratio"]) or 0.0)
-    most = SPARE * max(ends[False], default=0.0)
-    return most if 0 < most < max(ends[True]) else None
+    return Lines("loss_bytes", title, axis, CHANGE, curves, _marks(rows))
 
 
 def _by_network(trained: Sequence[list[Row]]) -> list[Chart]:
@@ -260,7 +239,7 @@ def _by_network(trained: Sequence[list[Row]]) -> list[Chart]:
     if len(set(tasks)) < 2 or len({task.split("-")[0] for task in tasks}) > 1:
         return []
     found: dict[str, list[tuple[float, float, Number]]] = {}
-    for row in (row for rows in trained for row in rows if not _is_plain(row) and not row.get("control")):
+    for row in (row for rows in trained for row in _judged(rows)):
         change = _percent_of(row["loss_log_ratio"])
         size = number(row["params"])
         if size and change is not None:
@@ -294,9 +273,8 @@ def banner(records: Sequence[Record]) -> list[Chart]:
         title = "Gain by link: how many times as fast a training step is as in fp32"
         found.append(Bars("gain", title, Axis("gain over fp32"), where, series, [Mark("fp32", 1.0)]))
     for rows in judged[:1]:
-        ours = [row for row in rows if not row.get("control")]
         title = f"Loss against fp32 after training, with what another seed does ({text(rows[0]['task'])})"
-        found.append(_changes(ours, title))
+        found.append(_changes(rows, title))
     return found
 
 
@@ -310,7 +288,7 @@ def _gains(rows: list[Row]) -> dict[str, Number]:
 
 
 def _qat(record: Record) -> list[Chart]:
-    """Loss and accuracy by method and bits, two for each task; what the kernels cost, two."""
+    """Loss and accuracy by method and bits, two for each task; what the kernels cost is in the table."""
     found: list[Chart] = []
     for rows in alike([row for row in record.rows if not is_speed(row)], "task"):
         task = text(rows[0]["task"])
@@ -322,22 +300,7 @@ def _qat(record: Record) -> list[Chart]:
             Bars("qat_loss", f"Training loss by method and bits: {task}", loss, *losses, points=True),
             Bars("qat_accuracy", f"Test accuracy by method and bits: {task}", right, *shares, points=True),
         ]
-    speed = [row for row in record.rows if is_speed(row)]
-    return [*found, *_speeds(speed)] if speed else found
-
-
-def _speeds(rows: list[Row]) -> list[Chart]:
-    names = varying(rows, SPEED_LABELS)
-    labels = [" ".join(text(row.get(name)) for name in names) for row in rows]
-    costs = [shapes.column(rows, "thinwire", "times_floor"), shapes.column(rows, "torch", "torch_times_floor")]
-    floor = Axis("time / time of reading and writing each tensor once")
-    gain = [shapes.column(rows, GAIN.label, "times_torch")]
-    return [
-        Bars(
-            "qat_floor", "Cost of fake quantisation", floor, labels, list(filter(None, costs)), [Mark("the floor", 1)]
-        ),
-        Bars("qat_speedup", "Fake quantisation beside torch's", GAIN, labels, gain, [EVEN]),
-    ]
+    return found
 
 
 _KINDS: dict[str, Callable[[Record], list[Chart]]] = {

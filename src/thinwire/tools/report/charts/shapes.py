@@ -22,7 +22,6 @@ def number(value: Value, times: float = 1) -> Number:
 class Axis:
     label: str
     log: bool = False
-    most: float | None = None  # what lies beyond would leave the others no room: it is written at the edge
 
 
 def in_bytes(what: str, counts: Sequence[Number], *, log: bool = False) -> tuple[Axis, list[Number]]:
