@@ -504,17 +504,26 @@ def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
     """
     ranks = dist.get_process_group_ranks(group)
     timeout = timedelta(seconds=timeout_s(group))
-    how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": True}
+    local = len(ranks) < dist.get_world_size()  # the other ranks do not call
+    how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": local}
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **how) for _ in range(connections)]
     _beside[groups[0]] = groups[1:]
     return groups[0]
 
 
 def close_spread(group: dist.ProcessGroup) -> None:
-    """End a group that `spread` made; its connections are closed when nobody holds it any more."""
-    for one in (group, *_beside.pop(group, ())):
+    """End a group that `spread` made; its connections are closed when nobody holds it any more.
+
+    One that is a part of the world stays: torch would give the next of the same ranks its name, and with it the
+    addresses in the store that are no longer true.
+    """
+    if not dist.is_initialized() or group.size() < dist.get_world_size():
+        return
+    beside = _beside.pop(group, [])
+    for one in (group, *beside):
         with contextlib.suppress(ValueError):  # it went with all groups
             dist.destroy_process_group(one)
+    beside.clear()  # the group's transport has the same list
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:

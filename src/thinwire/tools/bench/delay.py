@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
+from typing import Any
 
 ALL = 3  # ETH_P_ALL of if_ether.h
 PACKET = 263  # SOL_PACKET of socket.h
@@ -32,11 +33,12 @@ def run(delay: float, lost: float, ports: list[str]) -> None:
         os.nice(-20)  # a switch does not wait for those whose frames it carries
     chance = random.Random(0)
     sockets = [_opened(port) for port in ports]
+    watched: list[Any] = [sys.stdin, *sockets]
     known: dict[bytes, socket.socket] = {}  # by address, where a station is
     waiting: deque[tuple[float, socket.socket, bytes]] = deque()
     while True:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([sys.stdin, *sockets], [], [], left)
+        ready, _, _ = select.select(watched, [], [], left)
         if sys.stdin in ready:
             return
         for one in ready:
