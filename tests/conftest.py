@@ -9,8 +9,7 @@ from programs import Ended, Programs
 from ranks import RankPool
 from thinwire.kernels import BACKENDS, use_backend
 
-GPU_TEST_S = 300  # kernels are compiled when they are first used
-PROGRAM_TEST_S = 310  # programs have a limit of their own, below that
+PROGRAM_TEST_S = 1200  # programs have a limit of their own, below that
 PROGRAMS = pytest.StashKey[Programs]()
 RANKS = pytest.StashKey[RankPool]()
 
@@ -26,16 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on a GPU, or of a program, may take longer, where pytest-timeout watches them; programs' come last."""
+    """Tests of programs come last, and may take longer where pytest-timeout watches them."""
     if not config.option.thorough:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: item.get_closest_marker("program") is not None)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
-            for name, seconds in (("cuda", GPU_TEST_S), ("program", PROGRAM_TEST_S)):
-                if item.get_closest_marker(name):
-                    item.add_marker(pytest.mark.timeout(seconds))
+            if item.get_closest_marker("program"):
+                item.add_marker(pytest.mark.timeout(PROGRAM_TEST_S))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -44,10 +44,9 @@ from typing import Any, NamedTuple
 
 MAX_WORLD = 4
 START_S = 300.0  # imports of torch and of frameworks on a busy machine
-LIMIT_S = 60.0
-GPU_LIMIT_S = 150.0  # of a call; kernels of a GPU are compiled when they are first used
+LIMIT_S = 600.0  # of a call: kernels of a GPU are compiled at first use, and hosts take machines away for minutes
 GRACE_S = 2.0  # how long the others may still answer once a rank has failed
-END_S = 5.0  # for a rank to end by itself
+END_S = 20.0  # for a rank to end by itself
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 IMPORTED = ("thinwire", "torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest")  # at first
 # DDP's and FSDP's; with them comes Triton, and a GPU that was looked for is lost after a fork.
@@ -138,16 +137,11 @@ class World:
         self._ranks: list[_Rank] = []
         self._dir: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, lost: int | None = None
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = LIMIT_S, lost: int | None = None) -> list[Any]:
         """[fn(group, *args) on rank 0, on rank 1, ...]; RuntimeError naming every rank that raised, died or hung.
 
-        A call has LIMIT_S, one with a GPU among its arguments GPU_LIMIT_S. `lost`: a rank that dies or stops on the
-        way, whose answer nobody waits for; all ranks are ended afterwards.
+        `lost`: a rank that dies or stops on the way, whose answer nobody waits for; all ranks are ended afterwards.
         """
-        if timeout is None:
-            timeout = GPU_LIMIT_S if any(getattr(arg, "type", None) == "cuda" for arg in args) else LIMIT_S
         call = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         try:
             if not self._ranks:

@@ -92,7 +92,7 @@ def test_one_rank_may_ask_for_an_explanation_alone(ranks: RankPool) -> None:
     told, took = ranks(2).run(explain_alone)[0]
     assert "not measured yet" in told
     assert "thinwire.measure(" in told
-    assert took < 5  # the group's timeout is minutes
+    assert took < 60  # the group's timeout is half an hour
 
 
 class Heard(logging.Handler):

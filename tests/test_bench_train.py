@@ -508,7 +508,6 @@ def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("forked")
 def test_fsdp2_on_a_shaped_link_sends_less() -> None:
     if not shapes_links():
@@ -521,7 +520,6 @@ def test_fsdp2_on_a_shaped_link_sends_less() -> None:
     assert number(ours, "bytes_over_plain") < 0.30
 
 
-@pytest.mark.timeout(180)  # ranks start slowly on a busy machine
 @pytest.mark.usefixtures("forked")
 def test_a_shaped_link_counts_bytes_and_ctrl_c_keeps_finished_rows() -> None:
     if not shapes_links():

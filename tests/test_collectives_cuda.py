@@ -12,7 +12,7 @@ from torch import Tensor
 
 import thinwire
 from cases import CUDA, needs_cuda, no_host_sync
-from ranks import GPU_LIMIT_S, RankPool
+from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
 from thinwire.collectives.board import Place
@@ -82,7 +82,7 @@ each_kind = pytest.mark.parametrize("kind", list(KINDS))
 def test_nothing_waits_for_the_host_on_a_stream(
     ranks: RankPool, spec: str, kind: str, bound: float, dtype: torch.dtype
 ) -> None:
-    (error,) = ranks(1).run(on_nccl_stream, spec, kind, dtype, timeout=GPU_LIMIT_S)
+    (error,) = ranks(1).run(on_nccl_stream, spec, kind, dtype)
     assert error <= bound
 
 
@@ -116,7 +116,7 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
 @each_kind
 @pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
 def test_a_collective_is_captured_in_a_graph(ranks: RankPool, spec: str, kind: str) -> None:
-    assert ranks(1).run(captured, spec, kind, timeout=GPU_LIMIT_S) == [[0.0] * 3]
+    assert ranks(1).run(captured, spec, kind) == [[0.0] * 3]
 
 
 def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
@@ -141,7 +141,7 @@ def verbs_on_nccl(group: dist.ProcessGroup) -> list[bool]:
 
 
 def test_verbs_of_one_rank_are_exact_on_nccl(ranks: RankPool) -> None:
-    assert ranks(1).run(verbs_on_nccl, timeout=GPU_LIMIT_S) == [[True] * 5]
+    assert ranks(1).run(verbs_on_nccl) == [[True] * 5]
 
 
 def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[bytes, float, bool]:
@@ -160,7 +160,7 @@ def over_gloo(group: dist.ProcessGroup, spec: str, algorithm: str) -> tuple[byte
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_phase"])
 @pytest.mark.parametrize("spec", ["none", "int8", "lloyd4"])
 def test_gpu_tensors_travel_over_gloo(ranks: RankPool, spec: str, algorithm: str) -> None:
-    results = ranks(2).run(over_gloo, spec, algorithm, timeout=GPU_LIMIT_S)
+    results = ranks(2).run(over_gloo, spec, algorithm)
     assert len({wire for wire, _, _ in results}) == 1
     assert all(same for _, _, same in results), "a GPU and a CPU compute the same bytes"
     assert all(error < 0.2 for _, error, _ in results)

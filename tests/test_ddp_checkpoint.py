@@ -297,7 +297,7 @@ DCP_RUNS = [
 
 
 def test_distributed_checkpoints_fill_a_blank_state(ranks: RankPool) -> None:
-    for answers in ranks(2).run(through_dcp, DCP_RUNS, timeout=50.0):
+    for answers in ranks(2).run(through_dcp, DCP_RUNS):
         for run, (want, got) in zip(DCP_RUNS, answers, strict=True):
             assert want == got, run
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import CUDA, assert_same, needs_cuda, no_host_sync
-from ranks import GPU_LIMIT_S, RankPool
+from ranks import RankPool
 from replicas import READY, Given, backward, draw, flat, wrap
 from test_collectives_cuda import nccl_channel
 from thinwire import feedback
@@ -67,7 +67,7 @@ def train_on_gpu(group: dist.ProcessGroup, codec: str, feedback: str) -> dict[st
 
 @pytest.mark.parametrize(("codec", "kind"), [("int8", "none"), ("lloyd2", "classic"), ("lloyd2", "ef21")])
 def test_parameters_on_a_gpu_train_over_gloo(ranks: RankPool, codec: str, kind: str) -> None:
-    results = ranks(2).run(train_on_gpu, codec, kind, timeout=GPU_LIMIT_S)
+    results = ranks(2).run(train_on_gpu, codec, kind)
     assert len({result["digest"] for result in results}) == 1
     for result in results:
         assert result["untouched"]
@@ -117,13 +117,13 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
 
 
 def test_classic_feedback_owes_what_it_remembers_on_a_stream(ranks: RankPool) -> None:
-    (found,) = ranks(1).run(feedback_on_nccl_stream, "classic", timeout=GPU_LIMIT_S)
+    (found,) = ranks(1).run(feedback_on_nccl_stream, "classic")
     assert found["owed"] < 1e-5  # 8 x = everything that arrived + the residual, up to the rounding of fp32
     assert found["moved"] == 0.0
 
 
 def test_ef21_converges_on_a_stream(ranks: RankPool) -> None:
-    (found,) = ranks(1).run(feedback_on_nccl_stream, "ef21", timeout=GPU_LIMIT_S)
+    (found,) = ranks(1).run(feedback_on_nccl_stream, "ef21")
     assert found["last"] < 0.1175**4 * 2  # eight steps, each leaves sqrt(0.1175) of the difference
     assert found["moved"] == 0.0
 
@@ -142,5 +142,5 @@ def ddp_on_nccl(group: dist.ProcessGroup, codec: str, kind: str) -> tuple[torch.
 @pytest.mark.parametrize("kind", ["none", "classic", "ef21"])
 @pytest.mark.parametrize("codec", ["none", "int8", "lloyd2"])
 def test_one_rank_on_nccl_keeps_its_gradients(ranks: RankPool, codec: str, kind: str) -> None:
-    ((got, want),) = ranks(1).run(ddp_on_nccl, codec, kind, timeout=GPU_LIMIT_S)
+    ((got, want),) = ranks(1).run(ddp_on_nccl, codec, kind)
     assert_same(got, want)

@@ -155,7 +155,6 @@ def test_a_framework_trains_and_compresses_on_nccl(run: Run, program: Ended) -> 
     check(run, program.out)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("run", list(parameters()))
 def test_an_example_trains_and_compresses(run: Run, ranks: RankPool, tmp_path: Path) -> None:
     steps = ["--steps", str(run.steps)] if run.steps else []

@@ -313,7 +313,7 @@ def test_opcheck(ranks: RankPool) -> None:
     """Of one rank alone only that no output is an input: its verbs take shortcuts, but are the same ops."""
     everything = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     assert ranks(1).run(opcheck, OPS, everything[:1]) == [[]]
-    assert ranks(2).run(opcheck, OPS, everything, timeout=50) == [[]] * 2
+    assert ranks(2).run(opcheck, OPS, everything) == [[]] * 2
 
 
 def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
@@ -335,7 +335,7 @@ def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
 
 
 def test_compiled_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"], timeout=50) == [[]] * 2
+    assert ranks(2).run(compare_compiled, "aot_eager", [*OPS, "all_to_all_single"]) == [[]] * 2
 
 
 def compare_inductor(group: Group) -> list[str]:
@@ -346,7 +346,7 @@ def compare_inductor(group: Group) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_is_eager_byte_for_byte(ranks: RankPool) -> None:
-    assert ranks(1).run(compare_inductor, timeout=50) == [[]]
+    assert ranks(1).run(compare_inductor) == [[]]
 
 
 def compiled_with_meshes_ops_and_codec_objects(group: Group) -> list[str]:

@@ -99,7 +99,7 @@ def test_every_rank_is_told_both_sides_and_the_group_stays_usable(ranks: RankPoo
         for text, seconds, again in (answer[both] for answer in answers):
             assert text.startswith("DisagreementError: the ranks disagree about operation 1 of this group"), text
             assert all(side in text for side in both), text
-            assert seconds < 5, both
+            assert seconds < 60, both  # the groups' timeout is half an hour
             assert again == "", both
         assert len({answer[both][0] for answer in answers}) == 1, both
 
@@ -196,7 +196,7 @@ def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
     for text, seconds, again in answers:
         assert text.startswith("DisagreementError: the ranks disagree about operation "), text
         assert all(side in text for side in both), text
-        assert seconds < 5
+        assert seconds < 60
         assert "make a new group" in again
 
 

@@ -20,7 +20,6 @@ from thinwire import MissingPackageError, Stats
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
 RANKS_IMPORT = ("lightning_runs",)
-IMPORT_S = 150  # Lightning's, and that of all it finds, on a busy machine
 LR = 0.03  # of SGD in replicas.py
 BATCHES = 4  # of an epoch
 Options = Mapping[str, Any]
@@ -52,18 +51,10 @@ def rank(group: dist.ProcessGroup, name: str, *args: Any) -> Any:
     return importlib.import_module("lightning_runs").play(group, name, *args)
 
 
-def ready(group: dist.ProcessGroup) -> None:
-    importlib.import_module("lightning_runs")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(ranks: RankPool) -> World:
-    """Two ranks that have imported Lightning."""
-    ranks(2).run(ready, timeout=IMPORT_S)
     return ranks(2)
 
-
-pytestmark = pytest.mark.timeout(IMPORT_S + 50)
 
 # --- ways of training -------------------------------------------------------------------------------------------------
 
@@ -156,7 +147,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
 
 @needs_lightning
 def test_three_ranks_save_and_two_go_on(ranks: RankPool, pair: World, tmp_path: Path) -> None:
-    ranks(3).run(ready, timeout=IMPORT_S)
     ((before, told), *_) = ranks(3).run(rank, "save", Way(), LLOYD2, tmp_path / "three.ckpt")
     assert told == []
     loaded, other = pair.run(rank, "owed", Way(), LLOYD2, tmp_path / "three.ckpt")

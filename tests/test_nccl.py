@@ -65,7 +65,6 @@ Calls = dict[str, tuple[Call, list[Tensor]]]  # a verb with its arguments, and i
 SUMS: tuple[Any, ...] = ("two_phase", "one_shot")
 SHARED_FROM = 23000  # the NCCL, 2.30.0, from which ranks may share a GPU
 LATE = 30_000_000  # cycles: work that has not run when the host comes to the next line
-LIMIT_S = 280.0  # of a call; kernels are compiled when they are first used
 
 
 # --- where they can run -----------------------------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def on_both(group: Group, run: Callable[..., Outputs], *args: Any) -> tuple[list
 
 def check_both(ranks: RankPool, world: int, run: Callable[..., Outputs], *args: Any) -> None:
     """Run on both by all ranks: the CPU's bytes, and the same on all ranks."""
-    answers = ranks(world).run(on_both, run, *args, timeout=LIMIT_S)
+    answers = ranks(world).run(on_both, run, *args)
     wrong = [f"rank {rank}: {line}" for rank, (lines, _) in enumerate(answers) for line in lines]
     assert not wrong, f"{len(wrong)} outputs differ from the CPU's\n" + "\n".join(wrong[:40])
     differing = [name for name in answers[0][1] if len({shared[name] for _, shared in answers}) > 1]
@@ -357,7 +356,7 @@ def choose(group: Group) -> list[str]:
 
 @each_world
 def test_auto_is_one_of_the_others(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(choose, timeout=LIMIT_S)
+    answers = ranks(world).run(choose)
     assert len({answer[0] for answer in answers}) == 1
     for chosen, *others in answers:
         assert chosen in others
@@ -428,7 +427,7 @@ ROUNDINGS = {"one_shot": 1, "two_phase": 2, "hierarchical": 3}
 def check_long(
     ranks: RankPool, world: int, algorithms: Sequence[str], lengths: Sequence[int], dtype: torch.dtype
 ) -> None:
-    for answer in ranks(world).run(long_sums, algorithms, lengths, dtype, timeout=LIMIT_S):
+    for answer in ranks(world).run(long_sums, algorithms, lengths, dtype):
         for (codec, algorithm, numel), (error, alike) in answer.items():
             case = f"{codec} {algorithm} {numel}"
             assert alike, f"ranks differ: {case}"
@@ -477,7 +476,7 @@ def long_verbs(group: Group, numel: int) -> dict[str, float]:
 
 @each_world
 def test_long_copies_lose_one_rounding(ranks: RankPool, world: int) -> None:
-    for answer in ranks(world).run(long_verbs, 1_000_003, timeout=LIMIT_S):
+    for answer in ranks(world).run(long_verbs, 1_000_003):
         for case, error in answer.items():
             assert 0 < error <= bound(case.split()[0], 1), case
 
@@ -569,7 +568,7 @@ def neighbours(group: Group) -> bool:
 @each_world
 def test_layouts_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
     check_both(ranks, world, layouts)
-    assert ranks(world).run(neighbours, timeout=LIMIT_S) == [True] * world
+    assert ranks(world).run(neighbours) == [True] * world
 
 
 # --- calls under way --------------------------------------------------------------------------------------------------
@@ -632,7 +631,7 @@ def works(group: Group) -> list[str]:
 
 @each_world
 def test_works_tell_when_they_are_done(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(works, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(works) == [[]] * world
 
 
 def by_callback(place: Place) -> Outputs:
@@ -684,7 +683,7 @@ def on_streams(group: Group) -> list[str]:
 
 @each_world
 def test_calls_follow_the_streams_they_are_made_on(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(on_streams, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(on_streams) == [[]] * world
 
 
 def without_sync(group: Group) -> list[str]:
@@ -709,7 +708,7 @@ def without_sync(group: Group) -> list[str]:
 
 @each_world
 def test_no_call_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(without_sync, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(without_sync) == [[]] * world
 
 
 def steps_without_sync(group: Group) -> list[str]:
@@ -735,7 +734,7 @@ def steps_without_sync(group: Group) -> list[str]:
 
 @each_world
 def test_no_step_of_ddp_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(steps_without_sync, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(steps_without_sync) == [[]] * world
 
 
 # --- what a known call takes ------------------------------------------------------------------------------------------
@@ -831,7 +830,7 @@ def taken(group: Group, kinds: Sequence[Kind]) -> list[str]:
 @each_world
 def test_a_known_call_takes_few_launches_and_nothing_else(ranks: RankPool, world: int) -> None:
     kinds = [Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003, factor="avg"), Kind("none", 60_001)]
-    assert ranks(world).run(taken, kinds, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(taken, kinds) == [[]] * world
 
 
 def unchanged(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -861,7 +860,7 @@ def launches_of_step(group: Group, count: int) -> float:
 
 @each_world
 def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, world: int) -> None:
-    few, many = (ranks(world).run(launches_of_step, count, timeout=LIMIT_S) for count in (4, 40))
+    few, many = (ranks(world).run(launches_of_step, count) for count in (4, 40))
     assert few == many
     assert 0 < max(few) <= MOST_OF_BUCKET, few
 
@@ -905,7 +904,7 @@ def disagreements(group: Group) -> dict[str, tuple[str, float]]:
 
 @each_world
 def test_every_rank_is_told_and_the_group_stays_usable(ranks: RankPool, world: int) -> None:
-    answers = ranks(world).run(disagreements, timeout=LIMIT_S)
+    answers = ranks(world).run(disagreements)
     for name in answers[0]:
         assert len({answer[name] for answer in answers}) == 1, name
         said, total = answers[0][name]
@@ -1059,7 +1058,7 @@ def resumed(group: Group, how: str) -> list[tuple[str, str, bool]]:
 @each_world
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(ranks: RankPool, world: int) -> None:
     for how in ("files", "rolled back"):
-        for answers in ranks(world).run(resumed, how, timeout=LIMIT_S):
+        for answers in ranks(world).run(resumed, how):
             for options, (want, got, alike) in zip(INTERRUPTED, answers, strict=True):
                 assert alike, options
                 assert got == want, options
@@ -1082,7 +1081,7 @@ def learned(group: Group, codecs: Sequence[str | None]) -> list[tuple[bool, list
 def test_a_network_learns_and_its_replicas_stay_alike(ranks: RankPool, world: int) -> None:
     """Of the loss it began with it may have a tenth more left than without compression."""
     codecs = ("int8", "lloyd2", "auto", "auto:4")
-    for (_, bare), *answers in ranks(world).run(learned, (None, *codecs), timeout=LIMIT_S):
+    for (_, bare), *answers in ranks(world).run(learned, (None, *codecs)):
         for codec, (alike, losses) in zip(codecs, answers, strict=True):
             assert alike, codec
             assert sum(losses[-5:]) / 5 <= sum(bare[-5:]) / 5 + 0.1 * losses[0], codec
@@ -1112,7 +1111,7 @@ def onebit(group: Group, algorithm: Any) -> dict[str, bool]:
 @each_world
 @pytest.mark.parametrize("algorithm", SUMS)
 def test_momentum_travels_in_one_bit(ranks: RankPool, world: int, algorithm: str) -> None:
-    for found in ranks(world).run(onebit, algorithm, timeout=LIMIT_S):
+    for found in ranks(world).run(onebit, algorithm):
         assert [what for what, holds in found.items() if not holds] == []
 
 

@@ -12,7 +12,7 @@ import thinwire
 from cases import no_host_sync
 from ranks import RankPool
 from replicas import Group
-from test_nccl import LIMIT_S, Place, each_world, on_nccl, on_worlds, profiled, some, two_nodes
+from test_nccl import Place, each_world, on_nccl, on_worlds, profiled, some, two_nodes
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, ScatterMessage
 
@@ -88,7 +88,7 @@ def compared(group: Group) -> list[str]:
 
 @each_world
 def test_rows_have_the_bytes_of_the_cpu(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(compared, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(compared) == [[]] * world
 
 
 def mesh_of(place: Place) -> DeviceMesh:
@@ -126,12 +126,12 @@ def trained(group: Group, replicated: bool) -> list[str]:
 
 @each_world
 def test_fsdp_trains_as_without_compression(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(trained, False, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(trained, False) == [[]] * world
 
 
 @on_worlds(4)
 def test_hsdp_trains_as_without_compression(ranks: RankPool, world: int) -> None:
-    assert ranks(world).run(trained, True, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(trained, True) == [[]] * world
 
 
 def without_sync(group: Group) -> tuple[list[str], list[float]]:
@@ -165,7 +165,7 @@ def without_sync(group: Group) -> tuple[list[str], list[float]]:
 
 @each_world
 def test_no_step_of_fsdp_waits_for_the_gpu(ranks: RankPool, world: int) -> None:
-    for wrong, _ in ranks(world).run(without_sync, timeout=LIMIT_S):
+    for wrong, _ in ranks(world).run(without_sync):
         assert wrong == []
 
 
@@ -184,6 +184,6 @@ def poisoned(group: Group) -> tuple[int, bool]:
 
 @each_world
 def test_nan_of_one_rank_is_seen_by_all(ranks: RankPool, world: int) -> None:
-    for count, finite in ranks(world).run(poisoned, timeout=LIMIT_S):
+    for count, finite in ranks(world).run(poisoned):
         assert count > 0
         assert not finite

@@ -24,7 +24,7 @@ if find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray[train]'", allow_module_level=True)
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
-LEAVE_S = 20.0
+LEAVE_S = 60.0
 TOLD = r"steps (\d+) to (\d+): loss ([\d.]+), weights ([\d.]+), ([\d.]+) times fewer bytes"
 
 

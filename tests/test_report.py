@@ -672,7 +672,7 @@ def browse(address: str, profile: Path) -> tuple[str, list[str]]:
     quiet += ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [str(BROWSER), "--headless", *quiet, f"--user-data-dir={profile}", "--enable-logging=stderr",
                "--virtual-time-budget=5000", "--window-size=1280,1600", "--dump-dom", address]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return run.stdout, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
 

@@ -112,7 +112,7 @@ def storm(group: Group, rounds: int) -> int:
 def test_operations_in_flight_give_the_bytes_of_the_blocking_run_whatever_the_delays(
     ranks: RankPool, world: int, rounds: int
 ) -> None:
-    assert ranks(world).run(storm, rounds, timeout=55.0) == [0] * world
+    assert ranks(world).run(storm, rounds) == [0] * world
 
 
 NESTED = [
@@ -583,7 +583,7 @@ def test_a_failure_reaches_everyone_who_waits_and_ends_the_group(ranks: RankPool
 
 def ended(before: list[str]) -> bool:
     """Whether all threads that were not there before end soon."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := set(thread_names()) - set(before)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -21,7 +21,6 @@ for package in ("accelerate", "transformers"):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install 'thinwire[transformers]'", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(180)  # ranks import transformers, for three times as long as torch
 RANKS_IMPORT = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
 RATE = 0.1
 LLAMA = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -110,18 +109,6 @@ def train(group: Group, run: Run) -> Found:
         (owed,) = compress.handle.state_dict()["ranks"].values()
         remembered = flat([torch.zeros(0), *(owed[name] for name in sorted(owed))])
         return Found(kept, 0.0, compress.handle.stats(), remembered, trainer.state.log_history, reported, graphs)
-
-
-def imported(group: Group) -> None:
-    import transformers
-
-    assert transformers.Trainer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ready(ranks: RankPool) -> None:
-    """On a busy machine an import takes longer than a test may."""
-    ranks(2).run(imported, timeout=150.0)
 
 
 # --- bits, bounds and bytes -------------------------------------------------------------------------------------------
