@@ -740,7 +740,7 @@ def opened(group: Group, folder: str) -> list[tuple[int, int]]:
     """Groups and threads: before, with four connections, closed, after an error in the loop, and in the constructor."""
     model = network()
     how: dict[str, Any] = {"every": 3, "connections": 4}
-    DiLoCo(model, None, every=3).close()  # what thinwire keeps for the group itself
+    DiLoCo(model, None, **how).close()  # threads that torch and thinwire keep once they were needed
 
     def counted() -> tuple[int, int]:
         return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))

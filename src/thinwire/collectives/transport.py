@@ -517,11 +517,13 @@ def close_spread(group: dist.ProcessGroup) -> None:
     One that is a part of the world stays: torch would give the next of the same ranks its name, and with it the
     addresses in the store that are no longer true.
     """
-    if group.size() < dist.get_world_size():
+    if not dist.is_initialized() or group.size() < dist.get_world_size():
         return
-    for one in (group, *_beside.pop(group, ())):
+    beside = _beside.pop(group, [])
+    for one in (group, *beside):
         with contextlib.suppress(ValueError):  # it went with all groups
             dist.destroy_process_group(one)
+    beside.clear()  # the group's transport has the same list
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
