@@ -30,7 +30,7 @@ from thinwire.tools.bench import (
     record,
     selftest,
 )
-from thinwire.tools.cli import checkup, screen
+from thinwire.tools.cli import advise, checkup, screen
 from thinwire.tools.cli.app import app, start
 from thinwire.tools.cli.flags import split_codecs
 
@@ -143,6 +143,14 @@ def test_a_file_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> Non
     assert "Error: /dev/full cannot be written: No space left on device" in result.stderr
     assert "lloyd2" in result.stdout
     assert "lloyd2" in path.read_text()
+
+
+def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("bench", "codec", "--numel", str(10**15), "--codecs", "int8", "--distributions", "gaussian")
+    assert result.exit_code == 1
+    assert "Error: this needs more memory than there is" in result.stderr
+    monkeypatch.setattr(codec_bench, "measure", lambda case: (_ for _ in ()).throw(RuntimeError("a mistake")))
+    assert isinstance(call(*SMALL).exception, RuntimeError)  # which is for those who mend it
 
 
 def test_every_benchmark_writes_json_and_csv_and_has_a_quick_run() -> None:
@@ -288,6 +296,13 @@ def test_report_reads_standard_input() -> None:
     result = CliRunner().invoke(app, ["report", "-"], input=text)
     assert result.exit_code == 0
     assert "lloyd2" in result.stdout
+
+
+def test_ctrl_c_at_a_question_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise, "_somebody_listens", lambda: True)
+    result = call("advise")  # nothing follows the question
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted\n")
 
 
 def test_ctrl_c_is_an_interruption_whatever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,13 +455,15 @@ def test_shells_can_complete(shell: str, line: str, expected: str, monkeypatch: 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def started(output: TextIO, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+def started(output: TextIO | None, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
     """The exit status of the command with that standard output."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command sets
     monkeypatch.setattr(sys, "argv", ["thinwire", *arguments])
     monkeypatch.setattr(sys, "stdout", output)
     with pytest.raises(SystemExit) as end:
         start()
+    if output is None:
+        sys.stdout.close()  # what stands for it
     return end.value.code
 
 
@@ -461,6 +478,7 @@ def test_an_output_that_takes_nothing(
         assert capsys.readouterr().err == ""
         assert started(full, arguments, monkeypatch) == 1
         assert capsys.readouterr().err == "Error: standard output cannot be written: No space left on device\n"
+    assert started(None, arguments, monkeypatch) == 0  # closed, which nobody does by mistake
 
 
 @pytest.mark.program("-m", "thinwire", *SMALL, COLUMNS="100", TERM="xterm-256color")

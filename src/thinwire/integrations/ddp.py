@@ -215,7 +215,8 @@ class DDPState(Handle):
         """
         self._decisions.check_family("compress_ddp")
         group = transport.resolve(self.process_group)
-        return checkpoint.blank(self._averager, self._restorer, self.step, group, world or group.size())
+        old = group.size() if world is None else world
+        return checkpoint.blank(self._averager, self._restorer, self.step, group, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.

@@ -260,7 +260,8 @@ class FSDPState(Handle):
         """
         self._decisions.check_family("compress_fsdp")
         layout = self._layout
-        return checkpoint.export(layout, self._averager, self._gatherers, self._steps, world or layout.world)
+        old = layout.world if world is None else world
+        return checkpoint.export(layout, self._averager, self._gatherers, self._steps, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.

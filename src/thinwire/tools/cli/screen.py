@@ -49,7 +49,7 @@ def _say_how_it_ended() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter at a question
         typer.echo("\ninterrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
@@ -69,6 +69,13 @@ def _discard_the_output() -> None:
     """What is left in the buffer would fail again when python ends."""
     with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def fill_closed_streams() -> None:
+    """A stream that was closed (`>&-`) is None in python: nothing comes from it, and what goes there is lost."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the process ends
 
 
 @contextlib.contextmanager
@@ -189,9 +196,23 @@ def usage_errors(flag: str | None, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error thinwire raises on purpose: its text, and exit status 1."""
+    """An error thinwire raises on purpose, or a lack of memory: its text, and exit status 1."""
     try:
         yield
     except ThinwireError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or any(text in str(error) for text in _NO_MEMORY)
+
+
+_NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")
