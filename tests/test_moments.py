@@ -1,5 +1,7 @@
 """Gradients in Adam's units: which moments are used, what becomes of the gradients, and that ranks agree."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -38,13 +40,33 @@ def test_roots_are_those_of_the_moments_and_no_number_is_endless() -> None:
     torch.testing.assert_close(roots, torch.tensor([16.0 + floor, 0.25 + floor, floor]).sqrt())
 
 
-def test_moments_of_zeros_divide_by_something() -> None:
+def test_moments_of_zeros_are_no_unit_and_gradients_stay_finite() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.RMSprop([weight])
-    stepped(optimizer, weight, torch.zeros(3))
+    optimizer = torch.optim.RMSprop([weight], alpha=0.0)
     found = Moments([optimizer])
-    found.look({"weight": weight}, alone)
-    assert (found.roots([weight])[0] > 0).all()
+    for gradient, shared in ((0.0, set()), (1e-30, {"weight"})):  # its square is zero, but for a root of eps
+        stepped(optimizer, weight, torch.full((3,), gradient))
+        optimizer.state[weight]["square_avg"].fill_(gradient)
+        found.look({"weight": weight}, alone)
+        assert found.shared == shared
+    optimizer.state[weight]["square_avg"].zero_()
+    assert (torch.full((3,), 1e19) / found.roots([weight])[0]).isfinite().all()
+
+
+def test_moments_that_are_gone_are_looked_for_again() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([weight])
+    stepped(optimizer, weight, torch.ones(3))
+    found = Moments([optimizer])
+    seen = []
+    for step in range(4):
+        if step == 1:
+            optimizer = torch.optim.Adam([weight])  # the other is forgotten
+        if step == 2:
+            stepped(optimizer, weight, torch.ones(3))
+        found.look({"weight": weight}, alone)
+        seen.append(found.shared)
+    assert seen == [{"weight"}, set(), {"weight"}, {"weight"}]
 
 
 def test_ranks_stop_looking_for_what_does_not_come() -> None:
@@ -104,6 +126,26 @@ def test_moments_that_differ_between_ranks_are_not_used(ranks: RankPool) -> None
         first, wanted = (part.view(-1)[:2048] for part in (found[1], expected[1] * roots[1]))  # blocks of its own
         assert_same(first, wanted)
         assert not torch.equal(found[0], expected[0] * roots[0])
+
+
+def replaced(group: Group) -> tuple[list[str], bool, bool]:
+    """An optimiser is replaced under way: what travels before and after, and whether the old one is gone."""
+    model = wrap(network(), group, WHOLE)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer)
+    learn(model, optimizer, group.rank(), range(3))
+    old = weakref.ref(optimizer)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    gc.collect()
+    kinds = []
+    for step in range(3, 6):
+        learn(model, optimizer, group.rank(), range(step, step + 1))
+        kinds.append(handle.stats().feedback)
+    return kinds, old() is None, same_everywhere(group, flat(list(model.parameters())))
+
+
+def test_a_replaced_optimizer_is_let_go_of_and_the_new_one_found(ranks: RankPool) -> None:
+    assert ranks(2).run(replaced) == [(["none", "none+moments", "none+moments"], True, True)] * 2
 
 
 def test_weighing_can_be_left_out(ranks: RankPool) -> None:

@@ -34,7 +34,9 @@ class Decisions:
     """
 
     def __init__(self, options: DDPOptions, names: ParameterNames, *, whole: bool = False, outer: bool = False) -> None:
-        self._options = options
+        self._replan_every = options.replan_every
+        self._error_budget = options.error_budget
+        self._measure_every = options.measure_every
         self._feedback = options.feedback if options.mesh is None else "none"
         self.schedule = options.schedule
         self.rules = options.rules
@@ -100,7 +102,7 @@ class Decisions:
         """
         if self.race is not None:
             self.race.ended(seconds, error)
-        due = not self._dealt or (step - 1) % self._options.replan_every == 0
+        due = not self._dealt or (step - 1) % self._replan_every == 0
         if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
@@ -164,7 +166,7 @@ class Decisions:
             self.race = auto.Race()
         if self.race is None or not self.race.over:
             return ""
-        self._chosen, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._options.error_budget)
+        self._chosen, self.why = auto.decide(agree(self.race.result(), dist.ReduceOp.MAX), self._error_budget)
         self.race = None
         return f"codec='auto' chose {self.why}"
 
@@ -194,9 +196,9 @@ class Decisions:
     def measuring(self) -> bool:
         if self.race is not None:
             return self.race.measures_error
-        if isinstance(self._choice, policy.Budget) and (not self._dealt or self.step % self._options.replan_every == 0):
+        if isinstance(self._choice, policy.Budget) and (not self._dealt or self.step % self._replan_every == 0):
             return True
-        every = self._options.measure_every
+        every = self._measure_every
         return every > 0 and (self._fresh or self.step % every == 0)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:

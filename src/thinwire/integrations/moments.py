@@ -22,6 +22,7 @@ _KEYS = ("exp_avg_sq", "square_avg")  # in an optimiser's state
 # Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
 # same on every rank, however many threads look for it; a mean need not be.
 FLOOR = 1e-6
+_LEAST = 1e-18  # root: a tensor's moments may fade to zeros, and what a gradient becomes has to be finite
 _TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they all have
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 
@@ -63,7 +64,14 @@ class Moments:
         return self._tried >= _TRIES[-1]
 
     def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
-        """Compare with the other ranks which moments there are; all ranks call it at the same steps."""
+        """Compare with the other ranks which moments there are; all ranks call it at the same steps.
+
+        Where moments are gone, since the optimiser was replaced or its state cleared, ranks look for them anew. Where a
+        tensor's are zeros, as after gradients of zeros, it has no unit yet.
+        """
+        if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
+            self.shared = frozenset()
+            self._tried = 0
         self._tried += 1
         if self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0:
             return
@@ -75,17 +83,16 @@ class Moments:
         agreed = agree([*peaks, *(-peak for peak in peaks)], dist.ReduceOp.MAX)
         most = agreed[: len(names)]
         least = [-value for value in agreed[len(names) :]]
-        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 <= low == high]
+        alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high]
         self.shared = frozenset(alike)
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the gradients of these parameters, which are all shared, are divided by."""
-        found = [self._of(parameter) for parameter in parameters]
-        moments = [moment.float() for moment in found if moment is not None]
-        assert len(moments) == len(found), "an optimiser forgot moments that all ranks had"
+        moments = [moment.float() for moment in map(self._of, parameters) if moment is not None]
+        assert len(moments) == len(parameters), "`look` comes before"
         roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), FLOOR))
         torch._foreach_sqrt_(roots)
-        torch._foreach_clamp_min_(roots, torch.finfo(torch.float32).tiny)
+        torch._foreach_clamp_min_(roots, _LEAST)
         return list(roots)
 
     def _of(self, parameter: Tensor) -> Tensor | None:
