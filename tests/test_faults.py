@@ -75,6 +75,10 @@ def calls_of(verb: str, group: Group) -> Callable[[int], Any]:
         model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)
         thinwire.compress_ddp(model, "int8")
         return lambda numel: model(torch.ones(2, 40)).sum().backward()
+    if verb == "diloco":
+        layer = nn.Linear(40, 40)
+        diloco = thinwire.DiLoCo(layer, None, every=1, codec="int8", group=group)
+        return lambda numel: diloco.step()
     if verb == "broadcast":
         how: Any = {"group": group, "group_src": 2, "codec": "int8", "algorithm": "compressed"}
         return lambda numel: thinwire.broadcast(torch.ones(numel), **how)
@@ -118,7 +122,7 @@ def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[st
 
 @by_turns(
     "verb, first, how",
-    ["all_reduce", "ddp", "broadcast", "plain"],
+    ["all_reduce", "ddp", "broadcast", "plain", "diloco"],
     [False, False, True, True],
     [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL],
 )
@@ -130,7 +134,9 @@ def test_a_lost_rank_is_named_and_the_others_go_on(
         text = told["error"]
         assert "rank 2" in text or verb == "plain", text  # gloo does not tell which one
         assert f"of group '{told['group']}')" in text, text
-        assert {"ddp": "gradients(", "broadcast": "broadcast("}.get(verb, "all_reduce(") in text, text
+        names = {"ddp": "gradients(", "diloco": "gradients(", "broadcast": "broadcast("}
+        assert names.get(verb, "all_reduce(") in text, text
+        assert text.startswith("PeerError: rank ") or verb == "ddp", text  # torch tells it in an error of its own
         assert told["seconds"] < (LATE_S if how == signal.SIGSTOP else 0) + SOON_S, told
         assert told["again"] == [254.0] * 3
         assert told["ended"] is True, told

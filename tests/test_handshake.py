@@ -141,7 +141,7 @@ def test_ranks_of_a_mesh_are_told_where_their_own_groups_disagree(ranks: RankPoo
 
 def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any]], async_op: bool = False) -> Any:
     """Rank 0 makes the first of two calls, the others the second, when all have made those that `prepare` names."""
-    member = dist.new_group()
+    member: Any = init_device_mesh("cpu", (2, 2)) if group.size() == 4 else dist.new_group()
     made = {"none": (), "first": calls[:1], "both": calls}[prepare]
     for call in (*made, *made):
         call_as(call, member, False)
@@ -153,10 +153,14 @@ def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any
     return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), group=member, **BASE))
 
 
-def call_as(call: dict[str, Any], member: Group, async_op: bool) -> None:
-    how = {"group": member, "codec": "int8", "numel": 200, "dtype": None, "verb": "all_reduce", "step": 3, **call}
+def call_as(call: dict[str, Any], member: Any, async_op: bool) -> None:
+    how = {"group": member, "codec": "int8", "numel": 240, "dtype": None, "verb": "all_reduce", "step": 3, **call}
     x = torch.ones(how.pop("numel"), dtype=how.pop("dtype"))
-    work = getattr(thinwire, how.pop("verb"))(x, async_op=async_op, **how)
+    verb = how.pop("verb")
+    outputs = {"all_to_all_single": [x + 1], "reduce_scatter_tensor": [x[: x.numel() // member.size()] + 1]}
+    if "factor" in how:
+        how["op"] = dist._make_nccl_premul_sum(how.pop("factor"))
+    work = getattr(thinwire, verb)(*outputs.get(verb, []), x, async_op=async_op, **how)
     if work is not None:
         work.wait()
 
@@ -166,13 +170,20 @@ PLAIN: dict[str, Any] = {"algorithm": "plain"}
 SHORT: dict[str, Any] = {"codec": "lloyd4", "algorithm": "one_shot"}
 BROADCAST: dict[str, Any] = {"verb": "broadcast", "algorithm": "compressed", "group_src": 0}
 MIXED_UP: dict[str, Any] = {  # what all have made before, the two calls, what the error says of both
-    "known-new": ("first", TWO, {**TWO, "numel": 300}, "numel=200", "numel=300"),
-    "plain-new": ("first", PLAIN, {**PLAIN, "numel": 300}, "numel=200", "numel=300"),
-    "sizes": ("both", TWO, {**TWO, "numel": 300}, "numel=200", "numel=300"),
+    "known-new": ("first", TWO, {**TWO, "numel": 300}, "numel=240", "numel=300"),
+    "plain-new": ("first", PLAIN, {**PLAIN, "numel": 300}, "numel=240", "numel=300"),
+    "sizes": ("both", TWO, {**TWO, "numel": 300}, "numel=240", "numel=300"),
     "op": ("both", TWO, {**TWO, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
     "codec": ("both", TWO, {**TWO, "codec": "int8:seed=1"}, "codec=int8,", "codec=int8:seed=1"),
     "plain op": ("both", PLAIN, {**PLAIN, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
-    "plain dtype": ("both", PLAIN, {**PLAIN, "numel": 100, "dtype": torch.int64}, "float32", "int64"),
+    "plain dtype": ("both", PLAIN, {**PLAIN, "numel": 120, "dtype": torch.int64}, "float32", "int64"),
+    "plain factor": ("both", {**PLAIN, "factor": 2.0}, {**PLAIN, "factor": 3.0}, "premul_sum*2.0", "premul_sum*3.0"),
+    "plain sizes": ("both", PLAIN, {**PLAIN, "numel": 300}, "numel=240", "numel=300"),
+    "plain scatter": ("both", PLAIN, {**PLAIN, "verb": "reduce_scatter_tensor"}, "all_reduce(", "reduce_scatter"),
+    "plain exchange": (
+        *("both", {**PLAIN, "verb": "all_to_all_single"}),
+        *({**PLAIN, "verb": "all_to_all_single", "dtype": torch.int32}, "float32", "int32"),
+    ),
     "plain broadcast": (
         *("both", {**PLAIN, "verb": "broadcast", "src": 0}),
         *({**PLAIN, "verb": "broadcast", "src": 0, "dtype": torch.int32}, "float32", "int32"),
@@ -200,12 +211,38 @@ def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
         assert "make a new group" in again
 
 
+HIERARCHY: dict[str, Any] = {"algorithm": "hierarchical"}
+MIXED_UP_ON_A_MESH: dict[str, Any] = {
+    "op": ("both", HIERARCHY, {**HIERARCHY, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
+    "plain op": ("both", PLAIN, {**PLAIN, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),
+    "plain sizes": ("both", PLAIN, {**PLAIN, "numel": 300}, "numel=240", "numel=300"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_UP_ON_A_MESH)
+@in_time
+def test_later_calls_on_a_mesh_that_differ_raise_one_sentence_on_all_ranks(ranks: RankPool, name: str) -> None:
+    prepare, one, other, *both = MIXED_UP_ON_A_MESH[name]
+    answers = ranks(4).run(after, prepare, (one, other))
+    assert len({text for text, _, _ in answers}) == 1, answers
+    for text, _, again in answers:
+        assert text.startswith("DisagreementError: the ranks disagree about operation "), text
+        assert all(side in text for side in both), text
+        assert "make a new group" in again
+
+
+def test_calls_in_turn_skip_no_number() -> None:
+    tags = transport.Tags()
+    found = [tags.out_of_turn(text, ("sum", 8 if text == "c" else 4)) for text in "abcabcabcacabc"]
+    assert found == [1, 2, 1, *(1, 0, 0), *(0, 0, 0), *(0, 1), *(0, 2, 0)]
+
+
 def of_as_many_bytes(group: Group) -> list[float]:
     """Sums, averages and gathers of torch's own, by turns and in flight, while kinds are forgotten now and then."""
     member = dist.new_group()
     how: Any = {"group": member, "algorithm": "plain", "async_op": True}
     found = []
-    with patch.object(channels, "MOST_KINDS", 4):
+    with patch.object(channels, "MOST_KINDS", 4), patch.object(transport, "_MOST_AFTER", 3):
         for dtype, op in 3 * list(itertools.product((torch.float32, torch.int32), (SUM, dist.ReduceOp.AVG))):
             x = torch.full((6,), 1 + 2.0 * group.rank(), dtype=dtype)
             whole = x.new_empty(6, group.size())

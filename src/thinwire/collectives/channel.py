@@ -25,7 +25,7 @@ from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refu
 from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
 from thinwire.collectives.rooms import Room, Rooms
-from thinwire.collectives.transport import Group, LostRankError, Tags, Transport
+from thinwire.collectives.transport import Alike, Group, LostRankError, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
 from thinwire.errors import CollectiveError, ThinwireError
 
@@ -46,8 +46,7 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], tuple[str, Program | None, int]] = {}  # [Note: Quick calls] in quick.py
-        self.alike: dict[tuple[str, int], dict[tuple[object, ...], int]] = {}  # [Note: Set apart] in torch_verbs.py
+        self.quick: dict[tuple[object, ...], tuple[str, Program | None, Alike]] = {}  # [Note: Quick calls] in quick.py
         self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
         self.board = Board(links)
@@ -91,7 +90,6 @@ class Channel:
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
             self.quick.clear()
-            self.alike.clear()
         self.kinds[place.text] = 0
         return found
 
@@ -332,6 +330,21 @@ def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | N
     """The channel of a group that was used before."""
     state = _groups.get(group)
     return None if state is None else state.channels.get((device, None))
+
+
+def wait_in(group: dist.ProcessGroup, future: "torch.futures.Future[Tensor]", tensor: Tensor) -> None:
+    """Wait for the average of a tensor over a group: torch makes RuntimeErrors of what a future's callbacks raise."""
+    channel = channel_of(group, tensor.device)
+    try:
+        future.wait()
+        return
+    except RuntimeError as error:
+        lost = transports.lost_in(error)
+        if lost is None and channel.board.over is None:
+            raise
+    if lost is not None:  # told by torch, unless the board knows better
+        channel.board.ended(lost, Place(channel.calls, f"an average of {tensor.numel()} elements", known=True))
+    raise channel.board.raised()
 
 
 class Refusable:

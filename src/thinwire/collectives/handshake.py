@@ -26,13 +26,14 @@ class Handshake:
     def __init__(self, links: Sequence[Transport], board: Board) -> None:
         self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
         self._links = [link for link in links if link.world > 1]
+        self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
         self._board = board
 
     def check(self, place: Place, details: str = "") -> list[str]:
         """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
         version = sys.modules["thinwire"].__version__  # of the package, which is above this room
         debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
-        settings = f"thinwire {version}, wire format {wire.VERSION}, {debug}"
+        settings = f"thinwire {version}, wire format {wire.VERSION}, {debug}{self._mesh}"
         own = _PART.join((place.text, settings, details))
         mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())
         alike, told = self._board.attend(place, lambda: self._compared(own, mark, bool(details)))

@@ -52,8 +52,7 @@ def remember(
         return
     if program is not None or len(channel.transports) == 1:
         key = (verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors])
-        skipped = torch_verbs.to_skip(call, verb, tensors[-1]) if program is None else 0
-        bounded(channel.quick)[key] = call.place.text, program, skipped
+        bounded(channel.quick)[key] = call.place.text, program, torch_verbs.alike(verb, tensors[-1])
 
 
 def quick(
@@ -76,7 +75,7 @@ def quick(
         if channel is None:
             return UNKNOWN
         dtype = tensors[0].dtype
-        text, program, skipped = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
+        text, program, alike = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
     for tensor in tensors:
@@ -88,8 +87,7 @@ def quick(
         return UNKNOWN
     number = channel.next_call()
     if program is None:
-        if skipped:
-            torch_verbs.skip(channel, skipped)
+        torch_verbs.set_apart(channel, text, alike)
         torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
         return None
     at = channel.next_step() if step is None else check_step(step)

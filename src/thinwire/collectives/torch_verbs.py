@@ -2,12 +2,13 @@
 
 gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
 
-[Note: Set apart] gloo counts the collectives of a group, and messages carry the count: ranks that make different verbs
-wait for messages that never come, and find out why ([Note: Board] in board.py). Calls of one verb and as many bytes
-that differ in op or dtype would mix unnoticed. So those of the first op and dtype take the next number, those of the
-second skip one by a sum of nothing, which sends nothing, those of the third skip two. Most programs have one of each
-size, and skip none. Ranks know them in the same order, since they have compared their first calls. all_to_all is left
-out: its bytes differ between ranks.
+[Note: Set apart] gloo counts the collectives of a group, and messages carry the count and the kind of verb, nothing
+else. Known calls that differ would mix unnoticed, or end a process where one gets more bytes than it expects. So a call
+takes the next number only where the same call came before it the last time, as in every step of a loop. One that is out
+of turn skips a number, by a sum of nothing, which sends nothing; the second of as many bytes skips two, the third
+three. Ranks that differ then wait for messages that never come, and find out why ([Note: Board] in board.py): where one
+of them is in turn, or both send as many bytes. Two calls out of turn that differ in bytes end as torch's own do. Ranks
+know calls in the same order, since they have compared the first of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +34,9 @@ def all_reduce(
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
-    skip(call.channel, to_skip(call, "all_reduce", row, reduction.name))
+    set_apart(call.channel, call.place.text, alike("all_reduce", row))
     for link in links[:-1]:
-        dist.all_reduce(row, op, group=link.group)
+        wait(dist.all_reduce(row, op, group=link.group, async_op=True), call.channel, call.place)
     work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else None
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
@@ -59,7 +60,7 @@ def reduce_scatter(
     sent = _row([input])
     by_torch = link.has_all_ops and link.world > 1
     op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
-    skip(call.channel, to_skip(call, "reduce_scatter", sent, reduction.name))
+    set_apart(call.channel, call.place.text, alike("reduce_scatter", sent))
     work = _start(call, transport.reduce_scatter_single, whole, sent, op)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
@@ -69,7 +70,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor],
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    skip(call.channel, to_skip(call, "all_gather", sent))
+    set_apart(call.channel, call.place.text, alike("all_gather", sent))
     work = _start(call, transport.all_gather_single, whole, sent)
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
@@ -82,11 +83,12 @@ def all_gather_list(
     sent = _row([input])
     if len(set(sizes)) > 1 or len(sizes) == 1:
         splits = sizes, [sent.numel()] * len(sizes)
-        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
+        of_any_lengths = f"all_gather {sent.dtype}"
+        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op, of_any_lengths)
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
-    skip(call.channel, to_skip(call, "all_gather", sent))
+    set_apart(call.channel, call.place.text, alike("all_gather", sent))
     work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
     return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
 
@@ -98,10 +100,12 @@ def all_to_all(
     splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
     outputs: list[Tensor],
     async_op: bool,
+    kind: str = "",
 ) -> Work | None:
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
+    set_apart(call.channel, call.place.text, alike("all_to_all", sent), kind)
     work = _start(call, dist.all_to_all_single, whole, sent, *splits)
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
@@ -110,24 +114,25 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
-    skip(call.channel, to_skip(call, "broadcast", row))
+    set_apart(call.channel, call.place.text, alike("broadcast", row))
     work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
-def to_skip(call: Call, verb: str, sent: Tensor, op: str = "sum") -> int:
-    """How many numbers a call skips; see [Note: Set apart]."""
-    channel = call.channel
-    if verb == "all_to_all" or channel.world == 1 or channel.transport.on_stream or len(channel.transports) > 1:
-        return 0
-    known = channel.alike.setdefault((verb, sent.nbytes), {})
-    return known.setdefault((op, sent.dtype), len(known))
+def alike(verb: str, sent: Tensor) -> transport.Alike:
+    """What gloo can tell of a call. Its reduce_scatter is a sum; the bytes of all_to_all differ between ranks."""
+    if verb == "all_to_all":
+        return verb, 0
+    return "sum" if verb in ("all_reduce", "reduce_scatter") else verb, sent.nbytes
 
 
-def skip(channel: Channel, numbers: int) -> None:
-    """Let gloo count so many collectives more."""
-    for _ in range(numbers):
-        channel.transport.group.allreduce([torch.empty(0)])
+def set_apart(channel: Channel, text: str, like: transport.Alike, kind: str = "") -> None:
+    """Let gloo count a call out of turn as another; see [Note: Set apart]."""
+    called = text if len(channel.transports) == 1 else f"{text} on a mesh"
+    for link in channel.transports:
+        if link.world > 1 and not link.on_stream:
+            for _ in range(link.out_of_turn(called, like, kind)):
+                link.group.allreduce([torch.empty(0)])
 
 
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:

@@ -30,12 +30,14 @@ from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
+Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags
 _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # what an operation's tags tell of it
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
+_MOST_AFTER = 1024  # calls whose order is remembered
 _MOMENT = timedelta(milliseconds=1)
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 _SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
@@ -98,6 +100,9 @@ class Tags:
     def __init__(self) -> None:
         self._next = 0
         self._lock = threading.Lock()
+        self._last = ""  # call that torch served
+        self._after: dict[str, str] = {}  # the call that came after another, the last time
+        self._alike: dict[Alike, dict[str, int]] = {}
 
     def draw(self, mark: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
@@ -110,6 +115,21 @@ class Tags:
             turn = self._next
             self._next = (turn + 1) % _TURNS
         return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
+
+    def out_of_turn(self, text: str, alike: "Alike", kind: str = "") -> int:
+        """0 for a call of torch's own that comes after the same as the last time; else which of those like it it is.
+
+        See [Note: Set apart] in torch_verbs.py.
+        """
+        last, self._last = self._last, text
+        if self._after.get(last) == text:
+            return 0
+        if len(self._after) >= _MOST_AFTER:
+            self._after.clear()
+            self._alike.clear()
+        self._after[last] = text
+        known = self._alike.setdefault(alike, {})
+        return known.setdefault(kind or text, len(known) + 1)
 
 
 class Transport:
@@ -127,6 +147,7 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self.draw_tags = tags.draw
+        self.out_of_turn = tags.out_of_turn
 
     @property
     def group(self) -> dist.ProcessGroup:

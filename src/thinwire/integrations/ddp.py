@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import checks, torch_verbs, transport
+from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
@@ -135,8 +136,8 @@ class DDPState(Handle):
             guard.judge(int(least), place, step, [p for parameters, _, _ in means for p in parameters])
 
         if not after_backward(judge):  # a rank that has no more data, under Join: it meets the others' gradients
-            for _, _, future in means:
-                future.wait()
+            for _, buffer, future in means:
+                wait_in(group, future, buffer)
             judge()
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":

@@ -279,7 +279,7 @@ class DiLoCo(Handle):
         if self._group.size() > 1:
             future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
         self.rounds += 1
-        self._under_way.append(Round(index, due, sent, gradient, future))
+        self._under_way.append(Round(index, due, sent, gradient, future, self._group))
         self._write_logs(self.rounds, self._group.rank())
 
     def _apply_due(self) -> None:
@@ -456,7 +456,7 @@ class DiLoCo(Handle):
     def _resumed(self, saved: Mapping[str, Any]) -> Round:
         device = self._fragments[saved["fragment"]].outer[0].device
         sent, average = (saved[name].to(device) for name in ("sent", "average"))
-        return Round(saved["fragment"], saved["due"], sent, average, None, saved["late"])
+        return Round(saved["fragment"], saved["due"], sent, average, None, self._group, saved["late"])
 
 
 def _stepping(given: Optimizer | None) -> Optimizer | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thinwire.collectives.channel import wait_in
 from thinwire.errors import CollectiveError
 from thinwire.integrations.averager import Future
 from thinwire.integrations.names import plain_name
@@ -57,11 +58,12 @@ class Round:
     sent: Tensor  # this rank's parameters when it began
     average: Tensor
     future: "Future[Tensor] | None"
+    group: dist.ProcessGroup
     late: bool = False  # on some rank it was not there in time: it is applied when the next round begins
 
     def wait(self) -> Tensor:
         if self.future is not None:
-            self.future.wait()
+            wait_in(self.group, self.future, self.average)
             self.future = None
         return self.average
 

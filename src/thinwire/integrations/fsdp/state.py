@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
+from thinwire.collectives.channel import wait_in
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.averager import Averager, GradientSet, over_groups
@@ -217,7 +218,7 @@ class FSDPState(Handle):
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
         self._legs["replicas"].begin(group, gradients.device)
-        self._averager.average(_with_padding(parameters, gradients), gradients, group).wait()
+        wait_in(group, self._averager.average(_with_padding(parameters, gradients), gradients, group), gradients)
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
