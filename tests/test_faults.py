@@ -375,7 +375,7 @@ def late(group: Group, hung: bool) -> tuple[str | None, str, float]:
         store.over.set()
     board = channel_of(member, CPU).board
     dist.barrier(member)
-    with patch.object(boards, "LOOK_S", 0.1), patch.object(board, "_stores", [store]):
+    with patch.object(boards, "LOOK_S", 0.1), patch.object(board, "_store", store):
         if group.rank() == 1:
             time.sleep(0.8)
         healthy = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))

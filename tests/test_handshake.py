@@ -233,8 +233,10 @@ def test_later_calls_on_a_mesh_that_differ_raise_one_sentence_on_all_ranks(ranks
 
 def test_calls_in_turn_skip_no_number() -> None:
     tags = transport.Tags()
-    found = [tags.out_of_turn(text, ("sum", 8 if text == "c" else 4)) for text in "abcabcabcacabc"]
+    found = [tags.to_skip(text, ("sum", 8 if text == "c" else 4)) for text in "abcabcabcacabc"]
     assert found == [1, 2, 1, *(1, 0, 0), *(0, 0, 0), *(0, 1), *(0, 2, 0)]
+    disorderly = [tags.to_skip(text, ("sum", 4)) for text in "aabb" * 4]
+    assert disorderly[8:] == [0, 0, 1, 1] * 2
 
 
 def of_as_many_bytes(group: Group) -> list[float]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from torch._C import _distributed_c10d as c10d
+
 from thinwire.collectives.transport import LostRankError, Transport, timeout_s
 from thinwire.errors import CollectiveError, DisagreementError, PeerError
 
@@ -76,11 +78,11 @@ class Board:
         self.over: str | None = None
         self.line: Line | None = None
         self._links = links
-        self._stores: list[Any] = [link.group.get_group_store() for link in links]
-        self._seen = [b""] * len(links)  # what stood in each store at the last look
+        self._store = _store(links)
+        self._seen = b""  # what stood there at the last look
         self.own_key = secrets.randbits(62)
         self.refused = False  # the last call of this rank raised before it sent anything, and the others were told
-        self._prefix = ""  # of what stands in the stores; nothing does before ranks have found a common one
+        self._prefix = ""  # of what stands in the store; nothing does before ranks have found a common one
         self._waits: dict[int, _Wait] = {}
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
@@ -98,11 +100,7 @@ class Board:
         what = f"rank {self.rank} could not make its call {where}: {type(error).__name__}: {error}"
         told = "" if error is None else f"{number}\n{_FAILED}: {what}. Make a new group to go on"
 
-        def tell() -> None:
-            for store in self._stores:
-                store.set(f"{self._prefix or _FIRST}/refused", told)
-
-        lookout.ask(tell)
+        lookout.ask(lambda: self._store.set(f"{self._prefix or _FIRST}/refused", told))
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
@@ -168,16 +166,14 @@ class Board:
         if refusal or not self._prefix:
             return
         mine = _packed(self.rank, place)
-        for at, store in enumerate(self._stores):
-            store.set(f"{self._prefix}/at/{self.rank}", str(place.number))
-            found = store.compare_set(f"{self._prefix}/at", self._seen[at], mine)
-            if found != mine and _unpacked(found)[1].number < place.number:
-                found = store.compare_set(f"{self._prefix}/at", found, mine)
-            self._seen[at] = found
-            rank, theirs = _unpacked(found)
-            if theirs.number == place.number and theirs.differs(place):
-                self._clash(place.number, {self.rank: place, rank: theirs})
-                return
+        self._store.set(f"{self._prefix}/at/{self.rank}", str(place.number))
+        found = self._store.compare_set(f"{self._prefix}/at", self._seen, mine)
+        if found != mine and _unpacked(found)[1].number < place.number:
+            found = self._store.compare_set(f"{self._prefix}/at", found, mine)
+        self._seen = found
+        rank, theirs = _unpacked(found)
+        if theirs.number == place.number and theirs.differs(place):
+            self._clash(place.number, {self.rank: place, rank: theirs})
 
     def _clash(self, number: int, calls: dict[int, Place]) -> None:
         named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
@@ -193,28 +189,23 @@ class Board:
             link.close()
 
     def _post(self, told: str) -> str | None:
-        """The sentence that stands in the stores, which is the first that came to one of them."""
+        """The sentence that stands in the store, which is the first that came."""
         if not self._prefix:
             return self._refusal(1)
-        for _ in range(2):  # of a mesh: what stands in the second store goes to the first as well
-            for store in self._stores:
-                told = str(store.compare_set(f"{self._prefix}/over", "", told), "utf-8")
-        return told
+        return str(self._store.compare_set(f"{self._prefix}/over", "", told), "utf-8")
 
     def _refusal(self, number: int) -> str | None:
         """What a rank told that could not make this call; see `refuse`."""
-        for store in self._stores:
-            key = f"{self._prefix or _FIRST}/refused"
-            at, _, told = str(store.get(key), "utf-8").partition("\n") if store.check([key]) else ("", "", "")
-            if at == str(number):
-                return told
-        return None
+        store = self._store
+        key = f"{self._prefix or _FIRST}/refused"
+        at, _, told = str(store.get(key), "utf-8").partition("\n") if store.check([key]) else ("", "", "")
+        return told if at == str(number) else None
 
     def _missing(self, number: int) -> str | None:
         """The ranks that do not wait in this call, as far as the store knows; for what does not tell, such as NCCL."""
         if len(self._links) > 1 or not self._prefix:
             return None
-        (store,) = self._stores
+        store = self._store
         told = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world) if rank != self.rank}
         found = [str(rank) for rank, key in told.items() if not store.check([key]) or int(store.get(key)) < number]
         return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else None
@@ -233,6 +224,14 @@ class Board:
         else:
             what = f"rank {self.rank} lost {others} in {where}: {error}"
         return f"{what}. Make a new group to go on"
+
+
+def _store(links: Sequence[Transport]) -> Any:
+    """The store of a group; for the groups of a mesh the one below theirs, which all of its ranks have."""
+    store: Any = links[0].group.get_group_store()
+    while len(links) > 1 and isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _is_late(error: BaseException) -> bool:

@@ -87,7 +87,10 @@ def quick(
         return UNKNOWN
     number = channel.next_call()
     if program is None:
-        torch_verbs.set_apart(channel, text, alike)
+        link = channel.transport
+        numbers = 0 if link.on_stream else link.to_skip(text, alike)
+        if numbers:
+            torch_verbs.skip(link, numbers)
         torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
         return None
     at = channel.next_step() if step is None else check_step(step)

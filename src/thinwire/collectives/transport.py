@@ -38,6 +38,7 @@ _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # what an operation's tags tell of it
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
 _MOST_AFTER = 1024  # calls whose order is remembered
+_ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn counts as half of them
 _MOMENT = timedelta(milliseconds=1)
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 _SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
@@ -103,6 +104,7 @@ class Tags:
         self._last = ""  # call that torch served
         self._after: dict[str, str] = {}  # the call that came after another, the last time
         self._alike: dict[Alike, dict[str, int]] = {}
+        self._order = _ORDERLY  # how often calls come in turn, of late
 
     def draw(self, mark: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
@@ -116,20 +118,25 @@ class Tags:
             self._next = (turn + 1) % _TURNS
         return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
 
-    def out_of_turn(self, text: str, alike: "Alike", kind: str = "") -> int:
-        """0 for a call of torch's own that comes after the same as the last time; else which of those like it it is.
-
-        See [Note: Set apart] in torch_verbs.py.
-        """
+    def to_skip(self, text: str, alike: "Alike", kind: str = "") -> int:
+        """How many numbers a call of torch's own skips; see [Note: Set apart] in torch_verbs.py."""
         last, self._last = self._last, text
-        if self._after.get(last) == text:
-            return 0
-        if len(self._after) >= _MOST_AFTER:
+        order = self._order
+        in_turn = self._after.get(last) == text
+        if in_turn:
+            self._order = min(order + 1, _ORDERLY)
+            if order >= 0:
+                return 0
+        elif len(self._after) >= _MOST_AFTER:
             self._after.clear()
             self._alike.clear()
         self._after[last] = text
         known = self._alike.setdefault(alike, {})
-        return known.setdefault(kind or text, len(known) + 1)
+        called = kind or text
+        if not in_turn and called in known:
+            self._order = max(order - _ORDERLY // 2, -_ORDERLY)
+        number = known.setdefault(called, len(known))
+        return number + (order >= 0)
 
 
 class Transport:
@@ -147,7 +154,7 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self.draw_tags = tags.draw
-        self.out_of_turn = tags.out_of_turn
+        self.to_skip = tags.to_skip
 
     @property
     def group(self) -> dist.ProcessGroup:

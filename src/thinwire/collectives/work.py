@@ -165,14 +165,19 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
 def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
     """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree.
 
-    In parts, between which Python serves signals; gloo's reduce_scatter waits to its end whatever it is told.
+    In parts, between which Python serves signals; gloo's reduce_scatter waits to its end, whatever it is told.
     """
     left = timeout.total_seconds() if timeout else float("inf")
-    with board.waiting(place):
-        while (found := _wait(work, left)) is False:
-            left -= boards.LOOK_S
-            if left <= 0:
-                raise TimeoutError(f"the collective did not end within {timeout}")
+    to_the_end = place.text.startswith("reduce_scatter")
+    with board.waiting(place) if to_the_end else contextlib.nullcontext():
+        found = _wait(work, left)
+    if found is False:
+        with board.waiting(place):
+            while found is False:
+                left -= boards.LOOK_S
+                if left <= 0:
+                    raise TimeoutError(f"the collective did not end within {timeout}")
+                found = _wait(work, left)
     if isinstance(found, LostRankError):
         raise board.ended(found, place)
 
