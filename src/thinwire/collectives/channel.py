@@ -334,13 +334,13 @@ def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | N
 
 def wait_in(group: dist.ProcessGroup, future: "torch.futures.Future[Tensor]", tensor: Tensor) -> None:
     """Wait for the average of a tensor over a group: torch makes RuntimeErrors of what a future's callbacks raise."""
-    channel = channel_of(group, tensor.device)
     try:
         future.wait()
         return
     except RuntimeError as error:
+        channel = known_channel(group, tensor.device)
         lost = transports.lost_in(error)
-        if lost is None and channel.board.over is None:
+        if channel is None or (lost is None and channel.board.over is None):
             raise
     if lost is not None:  # told by torch, unless the board knows better
         channel.board.ended(lost, Place(channel.calls, f"an average of {tensor.numel()} elements", known=True))
