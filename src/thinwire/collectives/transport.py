@@ -59,9 +59,8 @@ class LostRankError(RuntimeError):
     """A message did not come, or could not be sent: whoever waits for it says in which call."""
 
     def __init__(self, rank: int | None, error: Exception) -> None:
-        text = (
-            str(error).split("] ", 1)[-1] if str(error).startswith("[") else str(error)
-        )  # without gloo's file and line
+        text = str(error).split("\n", 1)[0].rsplit("RuntimeError: ", 1)[-1]  # without the callbacks it came through
+        text = text.split("] ", 1)[-1] if text.startswith("[") else text  # and gloo's file and line
         super().__init__(text.split(". ", 1)[0])
         self.rank = rank  # at the other end, where that is known
         self.late = text.startswith("Timed out waiting")
