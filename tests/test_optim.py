@@ -145,7 +145,7 @@ def test_frozen_steps_are_momentum_over_the_root_of_the_variance_up_to_one() -> 
             momenta[i] = beta * momenta[i] + (1 - beta) * p.grad  # type: ignore[operator]
             root = optimizer.state[p]["exp_avg_sq"].sqrt() + eps
             update = momenta[i] / (1 - beta ** (turn + 1)) / root
-            most = max(most, *update.abs().view(-1).tolist(), 0.0)
+            most = max(most, *update.abs().flatten().tolist(), 0.0)
             want[i] = want[i] * (1 - lr * decay) - lr * update.clamp(-1, 1)
     assert_close(params, want, 1e-12)
     assert most > 1
