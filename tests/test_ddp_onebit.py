@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cases import assert_same, worlds
 from ranks import RankPool
-from replicas import PAIR, Given, Group, batch, draw, flat, learn, message_of, network, same_everywhere, wrap
+from replicas import PAIR, Given, Group, backward, batch, draw, flat, learn, message_of, network, same_everywhere, wrap
 from thinwire import compress_ddp
 from thinwire.optim import OneBitAdam
 
@@ -27,7 +27,7 @@ def onebit(group: Group, given_codec: Any, warmup: int, steps: int) -> dict[str,
         "parameters": flat(list(model.parameters())),
         "early": early_params,
         "frozen": all(torch.equal(v, s["exp_avg_sq"]) for v, s in zip(early, states, strict=True)),
-        "floored": all(bool((s["exp_avg_sq"] >= 0.09 * s["exp_avg_sq"].mean()).all()) for s in states),
+        "floored": all(bool((s["exp_avg_sq"] >= 0.9e-3 * s["exp_avg_sq"].mean()).all()) for s in states),
         "momentum": torch.equal(flat([p.grad for p in model.parameters()]), flat([s["exp_avg"] for s in states])),
         "alike": same_everywhere(group, *model.parameters(), *(s["exp_avg"] for s in states)),
         "feedback": "" if handle is None else handle.stats().feedback,
@@ -56,6 +56,40 @@ def test_an_exact_momentum_is_that_of_the_mean_gradient(ranks: RankPool, world: 
         gap = (found["parameters"] - bare["parameters"]).abs().max()
         moved = (bare["parameters"] - bare["early"]).abs().max()
         assert gap < 1e-3 * moved
+
+
+def in_units(group: Group) -> tuple[list[Tensor], list[Tensor], bool]:
+    """Means of momenta after a warm-up, and what the same codec and feedback make of momenta over the roots."""
+    model = wrap(Given(PAIR), group)
+    parameters = list(model.parameters())
+    stepper = OneBitAdam(parameters, warmup_steps=1)
+    compress_ddp(model, "lloyd1", optimizer=stepper)
+    other = wrap(Given(PAIR), group)
+    compress_ddp(other, {0: "none", 1: "lloyd1"}, feedback="classic", weigh="none")
+    found: list[Any] = []
+    expected: list[Any] = []
+    for step in range(4):
+        given = draw(group.rank(), step, PAIR, spread=1000.0)
+        if stepper.frozen:
+            roots = stepper.roots(parameters)
+            pairs = zip(given, parameters, strict=True)
+            momenta = [(1 - 0.9) * gradient + 0.9 * stepper.state[p]["exp_avg"] for gradient, p in pairs]
+            means: list[Any] = backward(other, [one / root for one, root in zip(momenta, roots, strict=True)])
+            expected += [mean * root for mean, root in zip(means, roots, strict=True)]
+        else:
+            expected += backward(other, given)
+        found += backward(model, given)
+        stepper.step()
+    return found, expected, same_everywhere(group, *parameters)
+
+
+@worlds(3, rare=[2])
+def test_momenta_travel_in_units_of_the_root_of_the_variance(ranks: RankPool, world: int) -> None:
+    """Up to the last bit of a momentum, which is added up in another way."""
+    for found, expected, alike in ranks(world).run(in_units):
+        assert alike
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def onebit_conv(group: Group, given_codec: str) -> tuple[Tensor, Tensor]:

@@ -172,5 +172,3 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         return message_of(lambda: thinwire.DDPState(None, "lloyd2", **given))
 
     assert options(weigh="maybe") == "weigh must be one of auto, none, moments, got 'maybe'"
-    onebit = thinwire.optim.OneBitAdam([nn.Parameter(torch.zeros(2))], warmup_steps=1)
-    assert "OneBitAdam sends its momentum" in options(weigh="moments", optimizer=onebit)

@@ -123,7 +123,7 @@ def test_the_variance_is_frozen_without_bias_above_its_floor(floor: float) -> No
     run(adam, range(9))
     for p, other in zip(params, others, strict=True):
         unbiased = adam.state[other]["exp_avg_sq"] / (1 - 0.999**9)
-        want = unbiased.clamp(min=floor * float(unbiased.mean())) if unbiased.numel() else unbiased
+        want = unbiased.clamp(min=max(floor, 1e-6) * float(unbiased.mean())) if unbiased.numel() else unbiased
         assert_close([optimizer.state[p]["exp_avg_sq"]], [want], 1e-12)
     frozen = [optimizer.state[p]["exp_avg_sq"].clone() for p in params]
     run(optimizer, range(9, 15))
@@ -131,24 +131,28 @@ def test_the_variance_is_frozen_without_bias_above_its_floor(floor: float) -> No
         assert_same(optimizer.state[p]["exp_avg_sq"], square, "it stays")
 
 
-def test_frozen_steps_are_momentum_over_the_root_of_the_variance() -> None:
+def test_frozen_steps_are_momentum_over_the_root_of_the_variance_up_to_one() -> None:
     params = parameters(torch.float64)
     lr, decay, eps, (beta, _) = 0.01, 0.2, 1e-6, (0.9, 0.99)
     optimizer = OneBitAdam(params, lr, (beta, 0.99), eps, decay, warmup_steps=3)
     run(optimizer, range(3))
     momenta = [optimizer.state[p]["exp_avg"].clone() for p in params]
     want = [p.detach().clone() for p in params]
+    most = 0.0
     for turn in range(3, 10):
         run(optimizer, [turn])
         for i, p in enumerate(params):
             momenta[i] = beta * momenta[i] + (1 - beta) * p.grad  # type: ignore[operator]
             root = optimizer.state[p]["exp_avg_sq"].sqrt() + eps
-            want[i] = want[i] * (1 - lr * decay) - lr * momenta[i] / (1 - beta ** (turn + 1)) / root
+            update = momenta[i] / (1 - beta ** (turn + 1)) / root
+            most = max(most, *update.abs().flatten().tolist(), 0.0)
+            want[i] = want[i] * (1 - lr * decay) - lr * update.clamp(-1, 1)
     assert_close(params, want, 1e-12)
+    assert most > 1
 
 
 def test_a_small_variance_takes_no_enormous_steps() -> None:
-    """Numbers that had hardly a gradient while it warmed up, and have one later, move by lr / sqrt(floor) at most."""
+    """Numbers that had hardly a gradient while it warmed up, and have one later, move by lr at most."""
     p = nn.Parameter(torch.zeros(100))
     optimizer = OneBitAdam([p], lr=0.01, warmup_steps=5)
     for turn in range(30):
@@ -156,7 +160,7 @@ def test_a_small_variance_takes_no_enormous_steps() -> None:
         p.grad[50:] = 1e-12 if turn < 5 else 1.0
         before = p.detach().clone()
         optimizer.step()
-        assert (p - before).abs().max() <= 0.011 / math.sqrt(0.1 * 0.5)
+        assert (p - before).abs().max() <= 0.01001
 
 
 @pytest.mark.parametrize("grouped", [False, True])

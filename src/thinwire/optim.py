@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from thinwire.errors import OptimizerError
 
 __all__ = ["OneBitAdam"]
+_LEAST_FLOOR = 1e-6  # a number that was always zero would become endless in units of its own
 
 
 class OneBitAdam(Optimizer):
@@ -22,7 +23,10 @@ class OneBitAdam(Optimizer):
     Adam divides by the variance of gradients, and one bit per number inflates it. So gradients travel uncompressed for
     `warmup_steps` steps, and this is AdamW. Then the variance is frozen. From there on every rank adds its gradient to
     its momentum, and the momentum travels in one bit with error feedback (Tang et al., "1-bit Adam", 2021).
-    A parameter with a small frozen variance would take enormous steps; `floor` is the least variance.
+
+    The momentum travels in units of the variance's root, so that a number that is small beside its neighbours is not
+    lost in their error. A small frozen variance would let a parameter take enormous steps later: `floor` is the least
+    variance, and after the warm-up nothing moves by more than the learning rate in a step.
 
     Through `thinwire.compress_ddp(model, codec, optimizer=optimizer)` the momentum arrives where gradients do: after
     the warm-up `p.grad` holds the new momentum. Gradients must not be rescaled from step to step (no GradScaler), and
@@ -38,7 +42,7 @@ class OneBitAdam(Optimizer):
         weight_decay: float = 0.0,  # decoupled, as in AdamW
         *,
         warmup_steps: int = 1000,  # 15 to 20 % of the run; more => a better variance, fewer steps in one bit
-        floor: float = 0.1,  # least variance, as a share of its tensor's mean; larger => closer to momentum SGD
+        floor: float = 1e-3,  # least variance, as a share of its tensor's mean; larger => closer to momentum SGD
     ) -> None:
         _check(lr=lr, eps=eps, weight_decay=weight_decay, floor=floor)
         if not all(0.0 <= beta < 1.0 for beta in betas):
@@ -81,6 +85,11 @@ class OneBitAdam(Optimizer):
             gradient.mul_(1 - beta).add_(self._state(parameter)["exp_avg"], alpha=beta)
             self._arrived.add(id(parameter))
 
+    @torch.no_grad()
+    def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What momenta are divided by before they travel, and their means multiplied by."""
+        return [self._state(parameter)["exp_avg_sq"].float().sqrt() for parameter in parameters]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and that they were momentum: a step may be skipped."""
         super().zero_grad(set_to_none)
@@ -117,12 +126,11 @@ class OneBitAdam(Optimizer):
         for p in parameters:
             if p.grad.is_sparse or p.is_complex():
                 raise OptimizerError("OneBitAdam takes real parameters and dense gradients")
-            momentum, variance = self._moments(p, group, frozen)
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.addcdiv_(momentum, variance, value=-group["lr"])
+            update = self._update(p, group, frozen)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
-    def _moments(self, p: Tensor, group: dict[str, Any], frozen: bool) -> tuple[Tensor, Tensor]:
-        """The momentum, its bias removed, and what it is divided by."""
+    def _update(self, p: Tensor, group: dict[str, Any], frozen: bool) -> Tensor:
+        """The momentum, its bias removed, over the root of the variance."""
         beta1, beta2 = group["betas"]
         state = self._state(p)
         grad = p.grad
@@ -137,7 +145,8 @@ class OneBitAdam(Optimizer):
         if not frozen:
             square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         root = square.sqrt() if frozen else (square / (1 - beta2**t)).sqrt_()
-        return momentum / (1 - beta1**t), root.add_(group["eps"])
+        update: Tensor = (momentum / (1 - beta1**t)).div_(root.add_(group["eps"]))
+        return update.clamp_(-1.0, 1.0) if frozen else update
 
     def _freeze(self) -> None:
         """The variance without its bias, nowhere under its floor: what every later step divides by.
@@ -154,7 +163,7 @@ class OneBitAdam(Optimizer):
         for p, group in owned:
             square = self.state[p]["exp_avg_sq"]
             if self.state[p]["step"] and square.any():
-                square.clamp_(min=group["floor"] * float(square.double().mean()))
+                square.clamp_(min=max(group["floor"], _LEAST_FLOOR) * float(square.double().mean()))
             else:
                 square.fill_(everywhere)
 

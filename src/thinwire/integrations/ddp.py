@@ -147,7 +147,7 @@ class DDPState(Handle):
             return None
         gradients = _gradients(parameters, buffer)
         views = [gradients[i] for i in weighed]
-        roots = self._decisions.moments.roots([parameters[i] for i in weighed])
+        roots = self._decisions.roots([parameters[i] for i in weighed])
         torch._foreach_div_(views, roots)
 
         def undo(done: "Future[Tensor]") -> Tensor:

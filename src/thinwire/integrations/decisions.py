@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -46,7 +47,7 @@ class Decisions:
         self._names = names
         self.moments = Moments(options.optimizers)
         self._outer = outer
-        self._weigh = options.weigh if whole and self.onebit is None else "none"
+        self._weigh = options.weigh if whole else "none"
         self._expects = self.moments.expected  # whether moments are, once all ranks know the optimiser
         self._weighed: dict[Names, list[int]] = {}  # as `weighed` gives them, while `_weighed_by` holds
         self._weighed_by: object = None
@@ -106,7 +107,7 @@ class Decisions:
         if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
-        if step > 0 and self.weighs:
+        if step > 0 and self.weighs and self.onebit is None:
             self.moments.look(self._names.tensors(), agree)
             if self.moments.settled and not self.moments.shared:
                 told = told or "no second moments that all ranks have were found: gradients are not weighed by them"
@@ -179,18 +180,27 @@ class Decisions:
     @property
     def weighs(self) -> bool:
         """Whether gradients are weighed by moments, or will be once all ranks have some."""
-        if self._weigh == "none" or (self.moments.settled and not self.moments.shared):
+        if self._weigh == "none":
+            return False
+        if self.onebit is not None:
+            return self.onebit.frozen
+        if self.moments.settled and not self.moments.shared:
             return False
         return self._weigh == "moments" or (self._few_bits and self.family == "adaptive" and self._expects)
 
     def weighed(self, names: Names) -> list[int]:
         """Which of these parameters' gradients are weighed at this step."""
-        if not self.moments.shared or not self.weighs:
+        if not self.weighs:
             return []
         if names not in self._weighed:
-            shared = [i for i, name in enumerate(names) if name in self.moments.shared and name in self.sizes]
-            self._weighed[names] = [i for i in shared if policy.bits_of(self._travels(names[i])[0]) < 16]
+            known = self.sizes if self.onebit is not None else self.moments.shared & self.sizes.keys()
+            bits = {i: policy.bits_of(self._travels(name)[0]) for i, name in enumerate(names) if name in known}
+            self._weighed[names] = [i for i in bits if bits[i] < 16]
         return self._weighed[names]
+
+    def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What the gradients of these parameters, which are all weighed, are divided by."""
+        return self.moments.roots(parameters) if self.onebit is None else self.onebit.roots(parameters)
 
     @property
     def measuring(self) -> bool:

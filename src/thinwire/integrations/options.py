@@ -80,8 +80,6 @@ class DDPOptions:
         check_algorithm(self.algorithm, ALGORITHMS)
         if self.weigh not in policies.WEIGHTS:
             raise CodecError(f"weigh must be one of {', '.join(policies.WEIGHTS)}, got {self.weigh!r}")
-        if self.weigh == "moments" and self.onebit is not None:
-            raise CodecError("OneBitAdam sends its momentum as it is: leave out weigh='moments'")
         for name, least in (("replan_every", 1), ("measure_every", 0)):
             if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")

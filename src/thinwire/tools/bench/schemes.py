@@ -123,7 +123,7 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     if asked not in FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked, weigh="none")
+        return TrainScheme(text, "lloyd1", asked, weigh="auto")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:

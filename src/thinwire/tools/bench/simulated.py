@@ -120,7 +120,7 @@ class Averager:
             rows_WN[0] = rows_WN.mean(0)
             return
         weighed = self.decisions.weighed(tuple(self.sizes))
-        roots = self.decisions.moments.roots([self.parameters[i] for i in weighed]) if weighed else []
+        roots = self.decisions.roots([self.parameters[i] for i in weighed]) if weighed else []
         for row in rows_WN if weighed else ():
             views = self.views(row)
             torch._foreach_div_([views[i] for i in weighed], roots)
