@@ -63,6 +63,7 @@ def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[st
     refused = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
     torch.cuda.synchronize()  # nothing on the GPU waits for the other rank any more
     name = member.group_name
+    warm.group._get_backend(warm.device).abort()  # torch waits for ever to close a group whose other rank has stopped
     on_nccl.cache_clear()
     del call, member, warm
     dist.destroy_process_group()
