@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-compile -c constraints.txt  # bytecode is written for what is imported, when it is
+unexport PYTHONDONTWRITEBYTECODE  # else every process of the tests compiles torch and the frameworks anew
 NATIVE := $(wildcard native/*.c native/*.h native/*.inc)
 
 .DEFAULT_GOAL := help
