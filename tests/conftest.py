@@ -1,5 +1,6 @@
 """Fixtures every test can use."""
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 
@@ -25,15 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of programs come last, and may take longer where pytest-timeout watches them."""
+    """Tests of ranks come when these can be forked; tests of programs come last, and may take longer where watched."""
     if not config.option.thorough:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    items.sort(key=lambda item: item.get_closest_marker("program") is not None)
+    items.sort(key=_turn)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             if item.get_closest_marker("program"):
                 item.add_marker(pytest.mark.timeout(PROGRAM_TEST_S))
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool]:
+    return item.get_closest_marker("program") is not None, "ranks" in getattr(item, "fixturenames", ())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -44,6 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if modules := [item.module for item in tests if "ranks" in item.fixturenames]:
             imported = dict.fromkeys(name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
             session.config.stash[RANKS] = RankPool(list(imported))
+        gc.freeze()  # what was imported stays: collections need not look at it
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -60,11 +60,9 @@ class RankPool:
     """ranks(world): the ranks of that world, started at their first call."""
 
     def __init__(self, imported: Sequence[str] = ()) -> None:
-        """Wait for the fork servers, which import these modules, too: here no test's time runs."""
+        """Start the fork servers, which import these modules, too; the first call waits for them."""
         self._worlds: dict[int, World] = {}
         self._servers = (ForkServer(imported), ForkServer(imported))
-        for server in self._servers:
-            server.wait()
 
     def __call__(self, world: int) -> "World":
         if not 1 <= world <= MAX_WORLD:
@@ -96,10 +94,6 @@ class ForkServer:
             command = [sys.executable, __file__, str(handle), *imported]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[handle])
 
-    def wait(self) -> None:
-        """Until it has imported all."""
-        self._answer()
-
     def fork(self, number: int, size: int, folder: Path) -> "_Rank":
         """Rank `number` of `size`, which find each other by a file in `folder`."""
         ours, theirs = Pipe()
@@ -119,9 +113,6 @@ class ForkServer:
 
     def _ask(self, question: Any, *handles: int) -> Any:
         socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
-        return self._answer()
-
-    def _answer(self) -> Any:
         answer = self._channel.recv(64)
         if not answer:
             raise RuntimeError(f"a process that forks ranks died with exit status {self._process.wait()}")
@@ -277,7 +268,6 @@ def serve_forks(channel: socket.socket, imported: Sequence[str]) -> None:
         with suppress(ImportError):  # whoever needs it will tell
             importlib.import_module(name)
     gc.freeze()  # ranks share these pages, as long as nobody looks at them
-    channel.sendall(b"true")
     while True:
         question, handles, _, _ = socket.recv_fds(channel, 4096, 2)
         if not question:
