@@ -101,9 +101,9 @@ def by_turns(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def generated(count: int) -> settings:
-    """That many cases of Hypothesis with --thorough, else half; the same in every run: a failure is one for all."""
+    """That many cases of Hypothesis with --thorough, else a third; the same in every run: a failure is one for all."""
     return settings(
-        max_examples=count if "--thorough" in sys.argv else count // 2,
+        max_examples=count if "--thorough" in sys.argv else count // 3,
         deadline=None,
         derandomize=True,
         database=None,
