@@ -35,6 +35,7 @@ from replicas import (
     flat,
     learn,
     mean_of,
+    message_of,
     network,
     residuals,
     same_everywhere,
@@ -299,6 +300,32 @@ def join_with_nothing(group: Group) -> bool:
 
 def test_ranks_agree_on_the_optimizer(ranks: RankPool) -> None:
     assert all(ranks(2).run(join_with_nothing))
+
+
+def given_by_rank(group: Group, options: list[dict[str, Any]]) -> str:
+    model = wrap(Given(), group)
+    optimizers = {"adam": OPTIMIZERS["adam"](model.parameters()), "sgd": OPTIMIZERS["sgd"](model.parameters())}
+    own = {name: optimizers.get(value, value) for name, value in options[group.rank()].items()}
+    compress_ddp(model, "lloyd2", **own)
+    return message_of(lambda: model(*draw(group.rank())).backward())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"optimizer": "adam"}, {"optimizer": "adam", "weigh": "none"}),
+        ({"optimizer": "adam"}, {"optimizer": "sgd"}),
+        ({"optimizer": "adam"}, {"optimizer": "adaptive"}),  # of which nobody knows moments
+        ({"optimizer": "adam"}, {}),
+        ({"residual_dtype": torch.float32}, {"residual_dtype": torch.bfloat16}),
+        ({"error_budget": 0.1}, {"error_budget": 0.2}),
+        ({"measure_every": 3}, {"warmup_steps": 3}),
+    ],
+    ids=str,
+)
+def test_options_that_differ_by_rank_raise_on_all(ranks: RankPool, one: dict[str, Any], other: dict[str, Any]) -> None:
+    for told in ranks(2).run(given_by_rank, [one, other]):
+        assert "the ranks disagree about operation" in told, told
 
 
 # --- NaN and infinities -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import assert_same, worlds
+from cases import assert_same, in_time, worlds
 from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
@@ -440,6 +440,11 @@ def at_odds(group: Group) -> list[str]:
         message_of(lambda: DiLoCo(model, None, every=4, fragments=1 if first else 2)),
         message_of(lambda: DiLoCo(model, None, every=4, overlap=0 if first else 2)),
         message_of(lambda: DiLoCo(models[group.rank()], None, every=4)),
+        message_of(lambda: DiLoCo(model, None, every=4, beta=0.5 if first else 0.9)),
+        message_of(lambda: DiLoCo(model, None, partial(torch.optim.SGD, lr=0.5 if first else 0.7), every=4)),
+        message_of(lambda: DiLoCo(model, None, (torch.optim.SGD if first else torch.optim.Adam), every=4)),
+        message_of(lambda: DiLoCo(model, None, every=4, deadline=None if first else 3)),
+        message_of(lambda: DiLoCo(model, None, every=4, residual_dtype=torch.float32 if first else torch.bfloat16)),
         message_of(lambda: DiLoCo(model, None, every=4)),
     ]
 
@@ -451,6 +456,28 @@ def test_ranks_that_differ_are_told_so(ranks: RankPool) -> None:
         assert "every=2" in told[0]
         assert "every=3" in told[0]
         assert fine == "accepted!"
+
+
+def unequal(group: Group, codec: str, steps: tuple[int, int]) -> str:
+    """What ranks are told of which one takes fewer steps than the other: it averages once more, and closes."""
+    model = network()
+    member = dist.new_group()
+    try:
+        with DiLoCo(model, optimizer := inner(model), every=3, codec=codec, group=member):
+            learn(model, optimizer, group.rank(), range(steps[group.rank()]))
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted!"
+
+
+@pytest.mark.parametrize("codec", ["lloyd4", "none"])
+@pytest.mark.parametrize("steps", [(7, 9), (3, 2)], ids=["known", "first"])
+@in_time
+def test_unequal_steps_raise_one_sentence_on_all_ranks(ranks: RankPool, codec: str, steps: tuple[int, int]) -> None:
+    told, again = ranks(2).run(unequal, codec, steps)
+    assert told == again
+    assert told.startswith("DisagreementError: the ranks disagree about operation "), told
+    assert "DiLoCo.synchronize" in told, told
 
 
 def differing(group: Group) -> bool:
@@ -669,6 +696,27 @@ def test_an_average_that_is_late_is_applied_when_the_next_round_begins(ranks: Ra
     assert hasty[0][0] == hasty[1][0] >= 1  # more on a busy machine
     assert_same(patient[0][1], calm[0][1])
     assert not torch.equal(hasty[0][1], calm[0][1])
+
+
+def two_of_them(group: Group) -> list[tuple[int, Tensor]]:
+    """Two models whose averages are due together, of which rank 0 waits for one to save it."""
+    models = [network(), network()]
+    optimizers = [inner(model) for model in models]
+    handles = [DiLoCo(m, o, every=2, overlap=1, deadline=1.0) for m, o in zip(models, optimizers, strict=True)]
+    for step in range(20):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            learn(model, optimizer, group.rank(), range(step, step + 1))
+        if group.rank() == 0 and step == 3:
+            handles[0].state_dict()
+    for handle in handles:
+        handle.close()
+    return [(handle.late, flat(list(m.parameters()))) for handle, m in zip(handles, models, strict=True)]
+
+
+def test_ranks_agree_on_lateness_with_two_models_and_where_one_rank_saves(ranks: RankPool) -> None:
+    for one, other in zip(*ranks(2).run(two_of_them), strict=True):
+        assert one[0] == other[0]
+        assert_same(one[1], other[1])
 
 
 def over_a_lossy_link(deadline: float) -> tuple[int, int, Tensor]:

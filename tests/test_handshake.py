@@ -348,8 +348,8 @@ def other_options(group: Group, step: int, options: dict[str, Any]) -> str:
 
 def test_ranks_that_compress_gradients_in_different_ways_are_told_so(ranks: RankPool) -> None:
     cases = (
-        (0, {"warmup_steps": 5}, "codec=int8,", "codec={0: none, 5: int8}"),
-        (0, {"exempt": ["bias"]}, "exempt=auto", "exempt=['bias']"),
+        (0, {"warmup_steps": 5}, "codec=int8)", "codec={0: none, 5: int8}"),
+        (0, {"exempt": ["bias"]}, "codec=int8)", "codec=int8, exempt=['bias']"),
         (7, {}, "from step 0", "from step 7"),
     )
     for step, options, *both in cases:

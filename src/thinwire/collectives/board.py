@@ -102,14 +102,24 @@ class Board:
 
         lookout.ask(lambda: self._store.set(f"{self._prefix or _FIRST}/refused", told))
 
+    def key(self, number: int) -> str:
+        """What belongs to a call that ranks have compared: a key for the group's store, the same on all ranks."""
+        return f"{self._prefix}/{number}"
+
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
         """Inside, the lookout looks for a thread that waits in `place`."""
-        self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
+        self.begin_wait(place)
         try:
             yield
         finally:
-            self._waits.pop(place.number, None)
+            self.end_wait(place)
+
+    def begin_wait(self, place: Place) -> None:
+        self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
+
+    def end_wait(self, place: Place) -> None:
+        self._waits.pop(place.number, None)
 
     def attend(self, place: Place, run: Callable[[], Found]) -> Found:
         """What `run` gives, which waits for messages of the call in `place`."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.collectives import transport
 from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import Channel
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import Reduction
 from thinwire.collectives.work import TorchWork, Work, wait_looking
 
@@ -46,11 +46,24 @@ def all_reduce(
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[Tensor]":
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
+    call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
+    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
+    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+    if not call.channel.transport.on_stream:
+        work = TorchWork(work, [tensor], None, call.channel.board, call.place)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: (done.value(), tensor)[1])
     return future
+
+
+def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The sum, or whatever `op` is, of every rank's values: `what` is what they are for."""
+    call = Call(channel_of(group, device), f"{what}({op.name.lower()} of {len(values)})")
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
+    wait(dist.all_reduce(tensor, op, group=group, async_op=True), call.channel, call.place)
+    found: list[float] = tensor.tolist()
+    return found
 
 
 def reduce_scatter(

@@ -238,6 +238,7 @@ class TorchWork(Work):
         except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
             arrived = Futures()
             threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
+        self._board.begin_wait(self._place)  # whoever waits for a future does not say so
         found: Futures[list[Tensor]] = arrived.then(self._arrived)
         return found
 
@@ -250,6 +251,7 @@ class TorchWork(Work):
             future.set_result(None)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
+        self._board.end_wait(self._place)
         try:
             future.value()  # raises what went wrong
             self._end()

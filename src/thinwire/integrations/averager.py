@@ -157,7 +157,7 @@ class Averager:
             warnings.warn(f"rank {group.rank()}: {drifted}", stacklevel=2)
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
-        agree = functools.partial(over_groups, (group, *self.peers), device)
+        agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
         news = self.decisions.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
         if self.decisions.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
@@ -228,7 +228,7 @@ class Averager:
             carries=carries,
             streamed=None if message is None else streamed(message, found, carries, numels),
             numel=sum(numels),
-            plain_bytes=2 * (world - 1) * sum(numels) * like.itemsize // world,
+            plain_bytes=sum_bytes(sum(numels), like.dtype, world),
         )
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
@@ -279,15 +279,18 @@ class Averager:
         return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
 
 
+def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
+    """What a rank sends of a sum without compression."""
+    return 2 * (world - 1) * numel * dtype.itemsize // world
+
+
 def over_groups(
-    groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
+    what: str, groups: Sequence[dist.ProcessGroup], device: torch.device, values: Sequence[float], op: Any
 ) -> list[float]:
     """The sum, or whatever `op` is, of every rank's values over these groups, one after the other."""
-    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
     for group in groups:
-        dist.all_reduce(tensor, op, group=group)
-    found: list[float] = tensor.tolist()
-    return found
+        values = torch_verbs.agree(what, values, op, group, device)
+    return list(values)
 
 
 def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -> "Future[Tensor]":

@@ -132,7 +132,7 @@ class DDPState(Handle):
                 return
             place = Place(group.rank(), group.size())
             own = guard.code(place, spoiled=True)
-            (least,) = over_groups((group,), found.device, [float(own)], dist.ReduceOp.MIN)
+            (least,) = over_groups("on_nonfinite", (group,), found.device, [float(own)], dist.ReduceOp.MIN)
             guard.judge(int(least), place, step, [p for parameters, _, _ in means for p in parameters])
 
         if not after_backward(judge):  # a rank that has no more data, under Join: it meets the others' gradients

@@ -178,6 +178,11 @@ class Decisions:
         return self._base, tuple(self._widths.items()), self.family, frozen, self.weighs
 
     @property
+    def compresses(self) -> bool:
+        """Whether anything is compressed at this step."""
+        return bool(self._widths) or not isinstance(self._base, Identity)
+
+    @property
     def weighs(self) -> bool:
         """Whether gradients are weighed by moments, or will be once all ranks have some."""
         if self._weigh == "none":

@@ -22,17 +22,17 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
-from thinwire.collectives import transport
+from thinwire.collectives import broadcast, transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies, rejoin
-from thinwire.integrations.averager import Averager, GradientSet
+from thinwire.integrations.averager import Averager, GradientSet, over_groups
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fragments import Deadline, Fragment, Round, bare, cut, is_finite, trained
 from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
-from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback
+from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, settings_of
 from thinwire.integrations.policy import CodecLike, Exempt
 from thinwire.integrations.stats import Handle, Stats
 from thinwire.log import announce
@@ -131,14 +131,16 @@ class DiLoCo(Handle):
         self._averager = Averager(options, Decisions(options, self._names, outer=True))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[Round] = []
-        self._check_alike(connections)
+        numbers = f"{options.agreed}, beta={float(beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
+        waits = f"deadline={deadline and float(deadline)}, snapshot={snapshot is not None}, connections={connections}"
+        key = self._compare(f"{numbers}, {waits}")
         self._given = self._group
         if connections > 1:
             self._group = transport.spread(self._group, connections)
         self._buffers = list(model.buffers())
         self._snapshot = None if snapshot is None else Path(snapshot)
         try:
-            self._deadline = None if deadline is None else Deadline(self._group, deadline)
+            self._deadline = None if deadline is None else Deadline(self._group, key, deadline)
             self._share()
             self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
             if self._snapshot is not None:
@@ -184,23 +186,29 @@ class DiLoCo(Handle):
             if "param_names" in settings:
                 settings["param_names"] = [settings["param_names"][at] for at in kept]
 
-    def _check_alike(self, connections: int) -> None:
-        """Raise on all ranks unless they are to average the same parameters at the same steps."""
+    def _compare(self, options: str) -> str:
+        """Raise on all ranks unless they are to average the same parameters at the same steps, in the same way.
+
+        Gives a key for the group's store that this object alone has, the same on all ranks.
+        """
         pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
         shapes = [(name, *shape) for name, shape in pairs]
         numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
         model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
         timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
-        timing += f", connections={connections}" if connections > 1 else ""
-        if self._group.size() > 1:
-            device = self._fragments[0].outer[0].device
-            Call(channel_of(self._group, device), f"DiLoCo({model}, {timing})", anew=True)
+        channel = channel_of(self._group, self._device)
+        call = Call(channel, f"DiLoCo({model}, {timing}, {options})", anew=True)
+        return channel.board.key(call.place.number)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._fragments[0].outer[0].device
 
     def _share(self) -> None:
         """All ranks begin with the first one's parameters."""
         for fragment in self._fragments:
             buffer = fragment.flat(fragment.outer)
-            dist.broadcast(buffer, group=self._group, group_src=0)
+            broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
             self._put(fragment, buffer)
 
     def _rejoin(self, path: Path) -> None:
@@ -212,7 +220,7 @@ class DiLoCo(Handle):
                 "average: with several save state_dict() yourself"
             )
         state = rejoin.read(path)
-        told = rejoin.tell(path, state, group, self._fragments[0].outer[0].device)
+        told = rejoin.tell(path, state, group, self._device)
         if all(one.rounds < 0 for one in told):
             return
         shared, source = rejoin.agree(state, told, group)
@@ -241,7 +249,7 @@ class DiLoCo(Handle):
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             if own.numel():
                 buffer = own.detach().contiguous().view(-1).view(torch.uint8)
-                dist.broadcast(buffer, group=self._group, group_src=0)
+                broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
                 own.copy_(buffer.view(own.dtype).view(own.shape))
 
     def _put(self, fragment: Fragment, buffer: Tensor) -> None:
@@ -284,7 +292,7 @@ class DiLoCo(Handle):
 
     def _apply_due(self) -> None:
         for done in [one for one in self._under_way if one.due <= self.steps and not one.late]:
-            if self._deadline is not None and done.future is not None and not self._deadline.is_met(done.future):
+            if self._deadline is not None and not self._deadline.is_met(done.future):
                 done.late = True
                 self.late += 1
             else:
@@ -345,9 +353,8 @@ class DiLoCo(Handle):
     def _learnt(self) -> list[bool]:
         """Whether any rank's parameters differ from the outer ones, by fragment."""
         found = [float(fragment.has_learnt()) for fragment in self._fragments]
-        told = torch.tensor(found, device=self._fragments[0].outer[0].device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return [bool(one) for one in told.tolist()]
+        told = over_groups("DiLoCo.synchronize", (self._group,), self._device, found, dist.ReduceOp.MAX)
+        return [bool(one) for one in told]
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""

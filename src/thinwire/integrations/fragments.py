@@ -76,23 +76,27 @@ class Deadline:
     first, and all ranks go by it, those too that ask later.
     """
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, key: str, seconds: float) -> None:
         if dist.get_backend(group).endswith("nccl"):
             raise CollectiveError(
                 "deadline: on NCCL the host does not see when an average is there: use gloo across sites"
             )
         self._store = group.get_group_store()
+        self._key = key  # nobody else's in that store
         self._world = group.size()
         self._seconds = seconds
         self._asked = 0
 
-    def is_met(self, average: "Future[Tensor]") -> bool:
-        """Whether all ranks had this average in time; all of them ask."""
-        key = f"thinwire/diloco/{self._asked}"
+    def is_met(self, average: "Future[Tensor] | None") -> bool:
+        """Whether all ranks had this average in time; all of them ask, those too that have waited for it (None)."""
+        key = f"{self._key}/{self._asked}"
         self._asked += 1
         until = time.monotonic() + self._seconds
         there = threading.Event()
-        average.add_done_callback(lambda _: there.set())
+        if average is None:
+            there.set()
+        else:
+            average.add_done_callback(lambda _: there.set())
         if there.wait(self._seconds) and self._store.add(f"{key}/count", 1) == self._world:
             self._say(key, _IN_TIME)
         while not self._store.check([f"{key}/verdict"]):

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations import policy as policies
+from thinwire.integrations.moments import has_moments
 from thinwire.integrations.names import bare_optimizer
 from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
 from thinwire.optim import OneBitAdam
@@ -105,12 +107,29 @@ class DDPOptions:
 
     @property
     def agreed(self) -> str:
-        """What all ranks have to be given alike, in one line."""
-        exempt = "a function" if callable(self.exempt) else self.exempt
-        policy = "; ".join(f"{pattern}={codec}" for pattern, codec in (self.policy or {}).items())
-        rules = f"feedback={self.feedback}, exempt={exempt}, policy={policy or None}, algorithm={self.algorithm}"
-        every = f"every={self.replan_every}, {self.measure_every}"
-        return f"codec={self.schedule}, {rules}, {every}, on_nonfinite={self.on_nonfinite}"
+        """What all ranks have to be given alike, in one line: the codec, and whatever is not as by default."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {field.name: given[field.name] for field in fields(self) if given[field.name] != field.default}
+        spelt: dict[str, object] = {**changed, "codec": self.schedule}  # which has the warm-up in it
+        spelt.pop("warmup_steps", None)
+        spelt.pop("inside", None)
+        if callable(self.exempt):
+            spelt["exempt"] = "a function"
+        if self.policy:
+            spelt["policy"] = "; ".join(f"{pattern}={codec}" for pattern, codec in self.policy.items())
+        if self.optimizer is not None:
+            spelt["optimizer"] = self._kind
+        if self.nodes is not None:
+            spelt["mesh"] = f"{self.nodes.mesh.mesh.tolist()} in {self.nodes.inside}"
+        return ", ".join(f"{name}={value}" for name, value in sorted(spelt.items()))
+
+    @property
+    def _kind(self) -> str:
+        """What of the optimisers changes messages."""
+        if self.onebit is None:
+            return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
+        settings = self.onebit.param_groups[0]
+        return f"OneBitAdam after {settings['steps']} of {settings['warmup_steps']} steps, betas {settings['betas']}"
 
     @property
     def rules(self) -> Rules:
@@ -161,6 +180,17 @@ class DDPOptions:
                 "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
             )
         return Nodes(mesh, chosen)
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    """An optimiser and its settings that are not zero, to compare with other ranks'."""
+    told = []
+    for settings in optimizer.param_groups:
+        plain = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in settings.items()}
+        found = {name: v for name, v in plain.items() if v and isinstance(v, int | float | str | tuple)}
+        spelt = [f"{name}={value}" for name, value in sorted(found.items())]
+        told.append(", ".join([f"{len(settings['params'])} parameters", *spelt]))
+    return f"{type(optimizer).__name__}({'; '.join(told)})"
 
 
 def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:

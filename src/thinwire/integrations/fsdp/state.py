@@ -202,7 +202,7 @@ class FSDPState(Handle):
         place = Place(dist.get_rank(), dist.get_world_size())
         groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
         own = float(guard.code(place, spoiled=spoiled))
-        (least,) = over_groups(groups, device, [own], dist.ReduceOp.MIN)
+        (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
         guard.judge(int(least), place, self.step - 1, [parameter.source.sharded_param for parameter in held])
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
