@@ -399,14 +399,14 @@ def grid(group: Group, *names: str) -> DeviceMesh:
 
 def replicated(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), grid(group, "replicas", "shards"))
-    compress(model, inside="none")
+    compress(model)
     return train(model, group)
 
 
 def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), grid(group, "replicas", "shards"))
     model.set_force_sum_reduction_for_comms(True)
-    compress(model, inside="none")
+    compress(model)
     found = train(model, group)
     model.set_gradient_divide_factor(8.0)
     return found + train(model, group)
@@ -417,7 +417,7 @@ def replicated_mixed(group: Group, compress: Compress) -> list[Tensor]:
     mesh = grid(group, "replicas", "shards")
     for policy in POLICIES[::3]:
         model = shard(Net(), mesh, mp_policy=policy)
-        compress(model, inside="none")
+        compress(model)
         found += train(model, group, range(2))
     return found
 
@@ -426,7 +426,7 @@ def hooked(group: Group, compress: Compress) -> list[Tensor]:
     """A hook of the user's own changes what was summed over replicas."""
     model = shard(Net(), grid(group, "replicas", "shards"))
     model.set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
-    compress(model, inside="none")
+    compress(model)
     return train(model, group)
 
 
@@ -437,7 +437,7 @@ def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
     for policy in POLICIES[::3]:
         model = shard(Net(), mesh, mp_policy=policy)
         model.set_force_sum_reduction_for_comms(True)
-        compress(model, inside="none")
+        compress(model)
         found += train(model, group, range(2))
     return found
 
@@ -445,7 +445,7 @@ def replicas_of_all(group: Group, compress: Compress) -> list[Tensor]:
 def replicas_later(group: Group, compress: Compress) -> list[Tensor]:
     """Three batches a step, each summed over shards; over replicas after the last."""
     model = shard(Net(), grid(group, "replicas", "shards"))
-    compress(model, inside="none")
+    compress(model)
 
     def before(step: int, at: int) -> None:
         model.set_requires_all_reduce(at == 2)
@@ -502,7 +502,8 @@ def compare(group: Group, name: str, with_none: bool) -> tuple[str, list[str], i
     handles = []
 
     def in_messages(model: nn.Module, **options: Any) -> None:
-        handles.append(compress_fsdp(model, "none", "bf16", **options))
+        # A model without codecs sends no messages: here every parameter has a rule that says "none".
+        handles.append(compress_fsdp(model, "int8", "bf16", policy={"*": "none"}, exempt="none", **options))
 
     plain = way.run(group, lambda model, **options: None)
     assert len(plain) > 3
@@ -523,6 +524,46 @@ def test_where_nothing_is_rounded_it_is_plain_fsdp_bit_by_bit(
     for plain, found, sent in ranks(BY_NAME[name].world).run(compare, name, with_none):
         assert found == [plain] * len(found)
         assert sent > 0
+
+
+EXACTLY: list[dict[str, Any]] = [
+    {"gradients": "none"},
+    {"gradients": "int8", "warmup_steps": STEPS},
+    {"gradients": "int8", "policy": {"*": "none"}, "exempt": "none"},
+    {"gradients": "int8", "warmup_steps": STEPS - 1},
+]
+
+
+def exactly(group: Group) -> tuple[str, list[str]]:
+    """Digests of plain HSDP, and of models that compress nothing; the last one compresses its last step."""
+    plain = replicas_later(group, lambda model, **_: None)
+    ways = [replicas_later(group, lambda model, o=options, **_: compress_fsdp(model, **o)) for options in EXACTLY]
+    return digest(*plain), [digest(*way) for way in ways]
+
+
+def test_steps_that_compress_nothing_between_replicas_do_not_inside_either(ranks: RankPool) -> None:
+    for plain, found in ranks(4).run(exactly):
+        assert found[:-1] == [plain] * 3
+        assert found[-1] != plain
+
+
+def by_rank(group: Group) -> list[str]:
+    first = group.rank() == 0
+    given: list[dict[str, Any]] = [
+        {"weights": "none" if first else "int8"},
+        {"weights": "lloyd4", "replica": first},
+        {"inside": "bf16" if first else "int8"},
+        {"gradients": "int8" if group.rank() % 2 else "int4"},  # alike on the ranks of a replica group
+        {"gradients": "int8"},
+    ]
+    mesh = grid(group, "replicas", "shards")
+    return [message_of(lambda o=options: compress_fsdp(shard(Net(), mesh), **o)) for options in given]
+
+
+def test_options_that_differ_by_rank_raise_on_all(ranks: RankPool) -> None:
+    for *told, fine in ranks(4).run(by_rank):
+        assert all("the ranks disagree" in message for message in told), told
+        assert fine == "accepted!"
 
 
 def shards_between_passes(group: Group, options: dict[str, Any]) -> list[list[Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
@@ -155,6 +156,8 @@ class ParameterGroup:
         # The ranks that hold a shard each, and those that hold the same shard; None where there are no others.
         self.shards: dist.ProcessGroup | None = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
         self.replicas: dist.ProcessGroup | None = info.replicate_process_group if self.is_replicated else None
+        in_rows = self.shards is not None and self.replicas is not None
+        self.ranks: dist.ProcessGroup | DeviceMesh | None = info.mesh if in_rows else self.shards or self.replicas
 
     @property
     def keeps_weights(self) -> bool:
@@ -270,6 +273,7 @@ class ReduceCall:
         self._given = arguments
         self.sources: list[Any] = list(arguments["fsdp_params"])
         self.gradients: list[Tensor] = list(arguments["unsharded_grads"])  # this rank's, one for each of the sources
+        self.dtype: torch.dtype = arguments["reduce_dtype"] or self.gradients[0].dtype
         self.sums_replicas = arguments["all_reduce_grads"] and arguments["all_reduce_group"] is not None
 
     def sum_replicas(self, average: Callable[[Tensor, dist.ProcessGroup], None]) -> None:
@@ -283,8 +287,7 @@ class ReduceCall:
         then = given["all_reduce_hook"]
         partial = given["partial_reduce_output"]
         shards = given["reduce_scatter_group"]
-        dtype = given["reduce_dtype"] or self.gradients[0].dtype
-        in_sums = given["force_sum_reduction_for_comms"] or dtype == torch.float16
+        in_sums = given["force_sum_reduction_for_comms"] or self.dtype == torch.float16
         if in_sums and given["gradient_divide_factor"] is None and shards is not None and shards.size() > 1:
             given["gradient_divide_factor"] = float(group.size() * shards.size())  # torch divides by it twice for one
         summed = given["gradient_divide_factor"] is not None

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
-from thinwire.collectives.channel import wait_in
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import policy as policies
-from thinwire.integrations.averager import Averager, GradientSet, over_groups
+from thinwire.integrations.averager import Averager, GradientSet, over_groups, sum_bytes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fsdp import checkpoint
 from thinwire.integrations.fsdp.codes import CodedWeight, coded_weights
@@ -70,15 +71,18 @@ class _Leg:
         self._began = began  # is told the steps so far and this rank, at the beginning of each
         self.step = 0  # steps that it began
         self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
+        self._over = True  # whether the next gradients are the first of a step
         self._begun = False  # whether the averager knows of this step
 
-    def expect(self, given: set[int]) -> None:
-        """Gradients of these are reduced next: the first of a step, if this step has reduced one of them already."""
-        if not self._reduced or given & self._reduced:
+    def expect(self, given: set[int], *, now: bool = True) -> None:
+        """Gradients of these are reduced next, or later: of a new step, if this one has reduced one of them already."""
+        if self._over or given & self._reduced:
             self._reduced.clear()
+            self._over = False
             self._begun = False
             self.step += 1
-        self._reduced |= given
+        if now:
+            self._reduced |= given
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Decide for a step, at its first call."""
@@ -90,7 +94,7 @@ class _Leg:
     def go_on(self, step: int) -> None:
         """From a checkpoint."""
         self.step = step
-        self._reduced.clear()
+        self._over = True
 
 
 class FSDPState(Handle):
@@ -107,7 +111,8 @@ class FSDPState(Handle):
             self._averager = Averager(options, self._decisions)  # over replicas
             self._averager.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._averager.elsewhere = self._decisions.sizes
-            fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, measure_every=0)
+            policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
+            fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
             self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager, self._write_logs)}
         else:
@@ -174,9 +179,16 @@ class FSDPState(Handle):
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
             after_backward(functools.partial(self._judge, self._guard))
-        if "replicas" in self._legs and call.sums_replicas:
-            self._legs["replicas"].expect(given)
-            call.sum_replicas(functools.partial(self._average_replicas, self._expected))
+        if "replicas" in self._legs and group.replicas is not None:
+            # What these do at this step holds inside a node too, and is decided before the first sum there.
+            self._legs["replicas"].expect(given, now=call.sums_replicas)
+            self._legs["replicas"].begin(group.replicas, call.gradients[0].device)
+            if call.sums_replicas and self._decisions.compresses:
+                call.sum_replicas(functools.partial(self._average_replicas, self._expected))
+            elif call.sums_replicas:
+                numel = sum(parameter.numel for parameter in self._expected)
+                plain_bytes = sum_bytes(numel, call.dtype, group.replicas.size())
+                self._averager.tally.sent(plain_bytes, plain_bytes)
 
     def _check_meshes(self, choice: str) -> None:
         """Raise unless the ranks that share the first group's parameters share all."""
@@ -212,12 +224,15 @@ class FSDPState(Handle):
             return False
         scale = checks.reduction(op).scale(group.size())
         self._legs["shards"].begin(group, input.device)
+        if "replicas" in self._legs and not self._decisions.compresses:
+            plain_bytes = (group.size() - 1) * output.nbytes
+            self._scatterer.tally.sent(plain_bytes, plain_bytes)
+            return False
         return self._scatterer.scatter(output, input, self._expected, group, scale)
 
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
     ) -> None:
-        self._legs["replicas"].begin(group, gradients.device)
         wait_in(group, self._averager.average(_with_padding(parameters, gradients), gradients, group), gradients)
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
@@ -293,6 +308,18 @@ class FSDPState(Handle):
             weight.quantizer.on_grid = False
 
 
+def _no_less(inside: Codec, across: CodecLike) -> Codec:
+    """The codec inside a node of what travels as `across` between nodes: exact where that is."""
+    found = registry.codec(across)
+    return found if isinstance(found, Identity) else inside
+
+
+def _compare(groups: Sequence[ParameterGroup], options: str) -> None:
+    """Raise on all ranks unless they were given the same options."""
+    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
+        Call(channel, f"compress_fsdp({options})", anew=True)
+
+
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """Gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -337,7 +364,8 @@ def compress_fsdp(
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
     policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions.
-    inside: with replicas, the codec of the sum over shards inside a node.
+    inside: with replicas, the codec of the sum over shards inside a node. What travels uncompressed between replicas,
+        a whole step or a parameter, does so inside a node too.
     replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
         gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
     on_nonfinite: as for compress_ddp. "raise" and "skip" need one mesh for all parameters, and cost one small
@@ -373,6 +401,7 @@ def compress_fsdp(
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(groups, options, within, gathered)
+    _compare(groups, f"{options.agreed}, inside={within}, weights={gathered}, replica={replica}")
     state._install(Rules(exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
         warnings.warn(
