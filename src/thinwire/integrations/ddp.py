@@ -97,7 +97,8 @@ class DDPState(Handle):
             if bucket.is_last():
                 self._ended = True
                 self.step += 1
-                self._restorer.end_step()
+                if gone := self._restorer.end_step():
+                    self._averager.forget(gone)
         if self._guard is not None:
             self._means.append((bucket.parameters(), buffer, future))
             if bucket.is_last():
