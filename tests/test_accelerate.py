@@ -358,7 +358,7 @@ def refuse(group: Group) -> dict[str, str]:
 
 def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
     words = {"bare": "accelerator.prepare", "swapped": "compress(accelerator, model", "no model": "NoneType"}
-    words |= {"codec": "int99", "weights": "weights= and replica=", "option": "TypeError!: DDPOptions", "fp16": "fp16"}
+    words |= {"codec": "int99", "weights": "weights= and replica=", "option": "has no option 'colour'", "fp16": "fp16"}
     words["algorithm"] = "algorithm="
     for found in ranks(2).run(refuse):
         assert {name: found[name] for name, word in words.items() if word not in found[name]} == {}

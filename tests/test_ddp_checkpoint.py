@@ -440,6 +440,7 @@ def misfits(group: Group, others: list[State]) -> dict[str, str]:
         "mixed steps": loading([others[0], {**others[1], "step": 77}, *others[2:]]),
         "other sizes": loading(state, {**SHAPES, "a": (40, 51)}),
         "other names": loading(state, {"x": (40, 50), "y": (33, 61)}),
+        "other names, nothing owed": loading({**state, "ranks": {str(group.rank()): {}}}, {"x": (40, 50)}),
     }
     found["untouched"] = str(digest(residuals(handle)) == before and handle.step == 2)
     backward(model, draw(group.rank(), 2))
@@ -453,6 +454,7 @@ def test_states_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     for found in ranks(2).run(misfits, others):
         assert found.pop("untouched") == "True"
         assert "another model" in found.pop("other names")
+        assert ", which this one has not" in found.pop("other names, nothing owed")
         assert {name for name, word in words.items() if word not in found[name]} == set(), found
 
 
@@ -487,6 +489,58 @@ def test_one_kind_of_feedback_is_not_taken_for_another(ranks: RankPool) -> None:
     for distance, gap in ranks(2).run(change_feedback):
         assert distance < 1e-3
         assert gap < 1e-5
+
+
+# --- frozen parameters ------------------------------------------------------------------------------------------------
+
+
+class Resumed(NamedTuple):
+    alike: bool  # whether ranks have the same gradients
+    error: float  # of these, relative
+    kept: set[str]  # what is remembered
+    told: str
+
+
+def refrozen(group: Group, options: Mapping[str, Any], freeze: Sequence[str], late: bool) -> Resumed:
+    """A run in which "a" and "b" are frozen goes on in one in which they are not, or the other way round.
+
+    late: they are frozen after DDP has wrapped them, so that it still brings their gradients.
+    """
+
+    def begin(frozen: bool) -> tuple[Any, Any]:
+        module = Given(ready=READY)
+        model = wrap(module, group, find_unused_parameters=True) if late else None
+        module.a.requires_grad_(not frozen)
+        module.b.requires_grad_(not frozen)
+        model = model or wrap(module, group)
+        return model, compress_ddp(model, exempt=["b", "d"], policy={"e": "lloyd4"}, **options)
+
+    first, before = begin("first" in freeze)
+    second, after = begin("second" in freeze)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        for model in (first, second):
+            if model is second:
+                after.load_state_dict(before.state_dict())
+            for step in range(4):
+                found = backward(model, draw(group.rank(), step))
+    mean = flat(found[2:] if "second" in freeze else found)
+    exact = mean_of(group.size(), 3)[-mean.numel() :]
+    (kept,) = after.state_dict()["ranks"].values()
+    error = float((mean - exact).norm() / exact.norm())
+    return Resumed(same_everywhere(group, mean), error, set(kept), told.getvalue())
+
+
+@pytest.mark.parametrize(("freeze", "late"), [(["first"], False), (["first"], True), (["second"], False)])
+@pytest.mark.parametrize("options", [{"codec": "int8"}, CLASSIC, {"codec": "auto:3.5", "optimizer": "linear"}])
+def test_a_resumed_run_may_freeze_other_layers(
+    ranks: RankPool, options: Mapping[str, Any], freeze: Sequence[str], late: bool
+) -> None:
+    for rank, found in enumerate(ranks(2).run(refrozen, options, freeze, late)):
+        assert found.alike
+        assert found.error < (0.0975 if options["codec"] == "int8" else 1)  # of lloyd4, in which one travels
+        assert ("a" in found.kept) == (freeze == ["first"] and options["codec"] != "int8")
+        dropped = "no gradients come of a in this run" in found.told
+        assert dropped == (rank == 0 and freeze == ["second"] and options["codec"] != "int8")
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------

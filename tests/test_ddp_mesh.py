@@ -1,8 +1,12 @@
 """compress_ddp on a mesh: gradients summed inside nodes, then across them, within derived bounds, replicas alike."""
 
+import contextlib
+import io
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from ranks import RankPool
 from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, network, same_everywhere, wrap
 from thinwire import Lloyd, codec, compress_ddp
 from thinwire.collectives import traffic
+from thinwire.integrations import ddp
 from thinwire.optim import OneBitAdam
 
 Shape = tuple[int, int]
@@ -231,6 +236,33 @@ def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(ranks: RankP
 
 
 # --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def hinted(group: Group, options: Mapping[str, Any]) -> list[str]:
+    """What is said, of the same group, where hosts have so many ranks."""
+    ddp._announce_once.cache_clear()
+    told = []
+    for inside, backend in (("2", "nccl"), ("4", "nccl"), ("1", "nccl"), ("3", "nccl"), ("", "nccl"), ("2", "gloo")):
+        asked = {"mesh": mesh_of((2, 2))} if options.get("mesh") else options
+        models = [wrap(Given(), group) for _ in range(2)]
+        with (
+            mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": inside}),
+            mock.patch("torch.distributed.get_backend", lambda group, backend=backend: backend),
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
+            for model in models:
+                compress_ddp(model, **asked)
+        told.append(said.getvalue())
+    return told
+
+
+def test_ranks_that_share_hosts_are_told_of_a_mesh_once(ranks: RankPool) -> None:
+    for rank, (first, *others) in enumerate(ranks(4).run(hinted, {})):
+        assert first.count('mesh=init_device_mesh("cuda", (2, 2))') == (1 if rank == 0 else 0)
+        assert others == [""] * 5
+    for options in ({"mesh": True}, {"feedback": "classic"}):
+        assert ranks(4).run(hinted, options) == [[""] * 6] * 4
+
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mesh": ({"mesh": 3}, "mesh must be a DeviceMesh of two dimensions, nodes and the ranks inside, got int"),

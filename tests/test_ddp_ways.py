@@ -553,6 +553,8 @@ def refuse(group: Group) -> dict[str, str]:
     for name, (options, _) in REFUSED.items():
         found[name] = message_of(lambda options=options: compress_ddp(model, **options).close())
     found["no DDP"] = message_of(lambda: compress_ddp(model.module))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^compress_ddp\(\) has no option 'bits'; besides the codec it takes "):
+        compress_ddp(model, bits=4)  # type: ignore[call-arg]
     found["no names"] = message_of(lambda: thinwire.DDPState(group, policy={"a": "int8"}))
     handle = compress_ddp(model, "int8")  # what was refused left nothing behind
     found["twice"] = message_of(lambda: compress_ddp(model, "int8"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -27,6 +28,7 @@ EF21: Options = {"gradients": "lloyd2", "feedback": "ef21"}
 COPIES: Options = {"gradients": "lloyd4", "weights": "lloyd4", "replica": True}
 NARROW: Options = {**CLASSIC, "residual_dtype": torch.bfloat16}
 AUTO: Options = {"gradients": "auto:3", "optimizer": "adaptive"}
+OFTEN: Options = {**AUTO, "replan_every": 1}
 
 
 class Net(nn.Module):
@@ -44,9 +46,11 @@ class Net(nn.Module):
 
 
 class Run:
-    def __init__(self, mesh: DeviceMesh, options: Options) -> None:
+    def __init__(self, mesh: DeviceMesh, options: Options, frozen: Sequence[str] = ()) -> None:
         torch.manual_seed(1)
         self.model = Net()
+        for name in frozen:
+            self.model.get_parameter(name).requires_grad_(False)
         fully_shard(self.model.block, mesh=mesh)
         fully_shard(self.model.across, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
         fully_shard(self.model, mesh=mesh)
@@ -111,6 +115,24 @@ def test_a_resumed_run_has_the_same_bits(
     ranks: RankPool, tmp_path: Path, world: int, replicated: bool, runs: list[Options]
 ) -> None:
     assert ranks(world).run(resumed, str(tmp_path), replicated, runs) == [[]] * world
+
+
+def freezing(group: Group, gather: bool) -> None:
+    """Runs with a frozen parameter go on from states with errors, by which bits are dealt, of all or of the others."""
+    mesh = mesh_of(group, False)
+    for before, after in (((), ["block.1.weight"]), (["block.1.weight"], ["block.1.weight"])):
+        first, second = Run(mesh, OFTEN, before), Run(mesh, OFTEN, after)
+        first.train(0, SAVED_AT)
+        state = [first.handle.state_dict(gather=gather)]
+        if gather:
+            dist.broadcast_object_list(state)
+        second.handle.load_state_dict(state[0])
+        second.train(SAVED_AT, STEPS)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_resumed_run_may_freeze_a_layer(ranks: RankPool, gather: bool) -> None:
+    ranks(2).run(freezing, gather)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -348,6 +348,13 @@ def test_the_host_never_waits(name: str, observer: Any, monkeypatch: pytest.Monk
 # --- repairs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", ["enable_static_estimate", "enable_static_observation", "enable_param_learning"])
+def test_complex_tensors_are_refused(mode: str) -> None:
+    quantizer = getattr(int8(MinMaxObserver, -4, 3), mode)()
+    with pytest.raises(TypeError, match=r"x must be floating point .*, got torch.complex64"):
+        quantizer(torch.ones(2, dtype=torch.complex64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("observer", [MinMaxObserver, PerChannelMinMaxObserver])
 def test_16_bit_tensors_have_gradients_and_parameters_of_32(dtype: torch.dtype, observer: Any) -> None:

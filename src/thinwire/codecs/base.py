@@ -185,7 +185,8 @@ def _new_recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
     chosen = codec._sized(numel)
     if dtype not in chosen.inputs:
         known = ", ".join(str(d).removeprefix("torch.") for d in chosen.inputs)
-        raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use codec 'none'")
+        other = "codec 'none'" if dtype == torch.float64 else "algorithm='plain', which sends it as it is"
+        raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use {other}")
     how = chosen.encoding(dtype)
     return _Recipe(chosen, how, how.format.layout(numel))
 

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -207,6 +207,18 @@ class Averager:
         self.memories.load(residuals if self._nodes is None else {}, means if self._nodes is None else {}, kinds)
         self.errors.load(errors)
         self._buckets.clear()
+
+    def forget(self, gone: Collection[str]) -> None:
+        """Drop what is remembered of parameters whose gradients do not come any more, and say so."""
+        for ledger in (self.memories.residuals, self.memories.means):
+            ledger.drop(gone)
+        for name in gone:
+            self.memories.kinds.pop(name, None)
+            self.decisions.sizes.pop(name, None)
+        if self.group is not None and self.group.rank() == 0:
+            some = ", ".join(sorted(gone)[:3])
+            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+            announce(f"no gradients come of {some}{more} in this run: what the loaded state remembers of it is dropped")
 
     def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> _Bucket:
         world = group.size()

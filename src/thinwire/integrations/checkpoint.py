@@ -4,6 +4,7 @@
 codec makes of a number depends on the block it falls into. A run that is resumed starts with DDP's first buckets again,
 where the run it continues had the rebuilt ones. So a checkpoint holds the layout, and until DDP has come to it a
 resumed run waits for all gradients of a bucket of *that* layout, from whatever buckets of DDP's: the same bits.
+Where other parameters are frozen than before, no bits can be the same, and the rest travels in DDP's own buckets.
 """
 
 import contextlib
@@ -160,23 +161,27 @@ def load(
     check_numbers(head["step"], head["world"], head["mean"], *parts.values())
     files = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
     wanted = ranks_needed(rank, world, head["world"], parts, files)
-    for name, values in (saved for k in wanted for saved in parts[k].items()):
-        size = names.sizes.get(name)
-        if size is None and names.from_model:
+    same = head["world"] == world
+    layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
+    for name in (name for found in [*(layout or ()), *(parts[k] for k in wanted)] for name in found):
+        if names.from_model and names.size(name) is None:
             raise CollectiveError(f"the state is of another model: it has {name}, which this one has not")
+    for name, values in (saved for k in wanted for saved in parts[k].items()):
+        size = names.size(name)
         if size is not None and size.numel != values.numel():
             raise CollectiveError(
                 f"the state is of another model: {name} has {size.numel} elements, there {values.numel()}"
             )
-    same = head["world"] == world
     errors = {k: dict(found) for state in states for k, found in state["errors"].items()}
     own = errors[str(rank)] if same else {}
     residuals = feedback.deal(parts, head["world"], rank, world)
     kinds = dict(head["feedback"])
-    layout = [tuple(found) for found in head["layout"]] if same and head["layout"] else None
     averager.decisions.load_state_dict(head["decisions"], head["step"])  # from here on nothing fails
     averager.go_on(residuals, head["mean"], kinds, own)
-    restorer.restore(layout)
+    loaded = {*own, *(name for part in parts.values() for name in part)}
+    names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may still bring them
+    filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
+    restorer.restore(layout, filled if names.from_model else None)
     return int(head["step"])
 
 
@@ -209,9 +214,13 @@ class Restorer:
         """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
         return self._last if self._wanted is None else self._wanted
 
-    def restore(self, layout: Sequence[Names] | None) -> None:
-        """Begin anew, with these buckets or, if there are none, with DDP's own."""
+    def restore(self, layout: Sequence[Names] | None, loaded: Collection[str] | None = None) -> None:
+        """Begin anew, with these buckets or, if there are none, with DDP's own.
+
+        loaded: the parameters that a checkpoint knows by name; None if it has their numbers only.
+        """
         self._wanted = None if layout is None else list(layout)
+        self._loaded = loaded
         self._brought: list[Names] = []  # DDP's own buckets of this step
         self._brought_before: list[Names] | None = None
         self._steps = 0
@@ -220,32 +229,30 @@ class Restorer:
 
     def average(self, gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         """Start to average a bucket of DDP's, or hold its gradients until the buckets they belong to are complete."""
-        if self._wanted is not None:
-            self._brought.append(gradients.names)
-            if gradients.names not in self._wanted:
-                return self._hold(self._wanted, gradients, output)
+        self._brought.append(gradients.names)
+        if self._wanted is not None and gradients.names not in self._wanted:
+            return self._hold(self._wanted, gradients, output)
         self._sent.append(gradients.names)
         return self._average(gradients, output)
 
-    def end_step(self) -> None:
-        """All gradients of a step were given."""
+    def end_step(self) -> set[str]:
+        """All gradients of a step were given. Gives those of a loaded state that had none, after its first step."""
         if self._held:
-            left = sorted(self._held)[:3]
-            self._held.clear()
-            raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
+            self._send_rest()
+        brought, self._brought = self._brought, []
+        gone = set(self._loaded or ()).difference(*brought) if brought else set()
         if self._sent:
+            self._loaded = None if self._loaded is None else ()
             self._last = self._sent
             self._sent = []
-        if self._wanted is None:
-            return
-        # Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good.
-        settled = set(self._brought) == set(self._wanted) or self._brought_before not in (None, self._brought)
-        if settled or self._steps == _RESTORED_STEPS:
-            self.restore(None)
-        else:
-            self._brought_before = self._brought
-            self._brought = []
+        if self._wanted is not None:
+            # Stop restoring once DDP has come to the restored buckets by itself, or to other ones for good.
+            settled = set(brought) == set(self._wanted) or self._brought_before not in (None, brought)
+            if settled or self._steps == _RESTORED_STEPS:
+                self.restore(None)
+            self._brought_before = brought
             self._steps += 1
+        return gone
 
     def _hold(self, wanted: Sequence[Names], gradients: GradientSet, output: Tensor) -> "Future[Tensor]":
         owner = _Held(output, {names for names in wanted if not set(names).isdisjoint(gradients.names)})
@@ -253,12 +260,27 @@ class Restorer:
             self._held[name] = shape, view, owner
         for names in wanted:
             if names not in self._sent and all(name in self._held for name in names):
-                self._sent.append(names)
-                shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
-                done = self._average(GradientSet(names, shapes, None, views), views[0])
-                for waiting in set(owners):
-                    done.add_done_callback(functools.partial(waiting.got, names))
+                self._send(names)
         return owner.future
+
+    def _send(self, names: Names) -> None:
+        self._sent.append(names)
+        shapes, views, owners = zip(*(self._held.pop(name) for name in names), strict=True)
+        done = self._average(GradientSet(names, shapes, None, views), views[0])
+        for waiting in set(owners):
+            done.add_done_callback(functools.partial(waiting.got, names))
+
+    def _send_rest(self) -> None:
+        """In DDP's own buckets: those of the checkpoint stay incomplete, or are of fewer parameters."""
+        if self._loaded is None:
+            left = sorted(self._held)[:3]
+            self._held.clear()
+            raise CollectiveError(f"the loaded state is of another model: its buckets do not hold {', '.join(left)}")
+        for owner in dict.fromkeys(owner for _, _, owner in self._held.values()):
+            names = tuple(name for name, (_, _, other) in self._held.items() if other is owner)
+            owner.wait_for(names, self._sent)
+            self._send(names)
+        self._wanted = None
 
 
 class _Held:
@@ -269,6 +291,11 @@ class _Held:
         self._buffer = buffer
         self._waits = waits
         self._lock = threading.Lock()  # messages may end on several threads
+
+    def wait_for(self, names: Names, sent: Collection[Names]) -> None:
+        """For this message, and no longer for those that were not sent."""
+        with self._lock:
+            self._waits = {*self._waits.intersection(sent), names}
 
     def got(self, names: Names, done: "Future[Tensor]") -> None:
         """A message that held some of the gradients is done, or failed."""

@@ -4,7 +4,9 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
+import functools
 import gc
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,9 @@ from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_name
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
-from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, spelled_out
+from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.stats import Handle, Stats
+from thinwire.log import announce
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]
@@ -49,6 +52,7 @@ class DDPState(Handle):
         model: nn.Module | None = None,
         **options: Unpack[DDPKeywords],
     ) -> None:
+        check_known(options)
         self._begin(process_group, DDPOptions(codec, **options), ParameterNames())
         if model is not None:
             self.name_parameters(model)
@@ -97,7 +101,8 @@ class DDPState(Handle):
             if bucket.is_last():
                 self._ended = True
                 self.step += 1
-                self._restorer.end_step()
+                if gone := self._restorer.end_step():
+                    self._averager.forget(gone)
         if self._guard is not None:
             self._means.append((bucket.parameters(), buffer, future))
             if bucket.is_last():
@@ -324,7 +329,28 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     elif not switch.state.closed:
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
+    if state.rank == 0 and (hint := _mesh_hint(state)):
+        _announce_once(hint)
     return state
+
+
+_announce_once = functools.cache(announce)
+
+
+def _mesh_hint(state: DDPState) -> str:
+    """What to say where ranks on NCCL share hosts, and each sends all its bytes to other hosts; "" elsewhere."""
+    options = state.options
+    inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; where it is not known, nothing is said
+    hosts, rest = divmod(state.world, max(1, inside))
+    group = transport.resolve(state.process_group)
+    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or "nccl" not in dist.get_backend(group):
+        return ""
+    if options.mesh is not None or options.onebit is not None or options.feedback not in ("auto", "none"):
+        return ""  # a mesh has no feedback
+    return (
+        f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside each '
+        f"host first, and sends 1/{inside} of the bytes to other hosts (docs/howto/ddp.md)"
+    )
 
 
 def _check_hooks(ddp_model: DistributedDataParallel) -> None:

@@ -39,7 +39,8 @@ class ParameterNames:
     """Names that a model gives, or numbers in the order in which DDP brings parameters: the same in every run."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, ParameterSize] = {}
+        self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
+        self.frozen: dict[str, ParameterSize] = {}  # of those that a model has besides: they may travel later
         self.from_model = False
         self.needs_model = False  # because of rules by name
         self.awaited: list[str] = []  # names in the order of a pickled state
@@ -54,18 +55,24 @@ class ParameterNames:
 
     def take(self, model: nn.Module) -> None:
         self.from_model = True
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self.put(parameter, plain_name(name))
+            self.put(parameter, plain_name(name))
+            if not parameter.requires_grad or name in ignored:
+                self.frozen[plain_name(name)] = self.sizes.pop(plain_name(name))
 
     def put(self, parameter: Tensor, name: str) -> None:
         self._names[parameter] = name
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         self.sizes[name] = ParameterSize(parameter.shape, real.numel(), real.dtype)
 
+    def size(self, name: str) -> ParameterSize | None:
+        """Of a parameter of the model, whether or not it is frozen."""
+        return self.sizes.get(name) or self.frozen.get(name)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Those that have a name, by it."""
-        return {name: parameter for parameter, name in self._names.items()}
+        """Those whose gradients travel, by name."""
+        return {name: parameter for parameter, name in self._names.items() if name in self.sizes}
 
     def get(self, parameter: Tensor) -> str | None:
         name: str | None = self._names.get(parameter)

@@ -1,7 +1,7 @@
 """The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -199,7 +199,17 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
         if name in options:
             registry.codec(options[name])
     by_model = ("inside", "weights", "replica", "mesh")
-    DDPOptions(codec, **{name: value for name, value in options.items() if name not in by_model})
+    rest = {name: value for name, value in options.items() if name not in by_model}
+    check_known(rest)
+    DDPOptions(codec, **rest)
+
+
+def check_known(given: Iterable[str]) -> None:
+    """Raise for keywords that are no options."""
+    known = [field.name for field in fields(DDPOptions) if field.name != "codec"]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"compress_ddp() has no option {name!r}; besides the codec it takes {', '.join(known)}")
 
 
 def spelled_out(function: Function) -> Function:

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from thinwire.errors import QatError, QatTypeError
 from thinwire.qat import ranges
 from thinwire.qat.agreement import Ranks
-from thinwire.qat.ops import Gradient, channels_of, check_grid, check_scale, fake_quantize, never_narrow
+from thinwire.qat.ops import Gradient, channels_of, check_dtype, check_grid, check_scale, fake_quantize, never_narrow
 
 
 class _Modes(NamedTuple):
@@ -169,6 +169,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     def forward(self, X: Tensor) -> Tensor:
         """X on the grid, or X itself where fake quantisation is off."""
         modes = self._seen_modes()
+        if modes.fake_quant or (modes.static and X.is_complex()):
+            check_dtype(X)  # before the observer sees it
         if modes.fake_quant:
             self._fit(X)
             if self._unfitted:

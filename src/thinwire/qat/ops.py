@@ -113,9 +113,13 @@ def _empty(x: Tensor, group: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format if group else torch.preserve_format)
 
 
-def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
+def check_dtype(x: Tensor) -> None:
     if x.dtype not in _DTYPES:
         raise QatTypeError(f"x must be floating point ({', '.join(map(str, _DTYPES))}), got {x.dtype}")
+
+
+def _check(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int | None, group: int) -> None:
+    check_dtype(x)
     want = channels_of(x, axis, group)
     if scale.numel() != want:
         raise QatError(f"scale has {scale.numel()} elements, {want} expected for {tuple(x.shape)}, {axis=}, {group=}")

@@ -4,6 +4,8 @@ From the most to the least exact, a scheme replaces the one chosen so far if
 - its loss stays within what another seed does, in a committed record or in the run at hand,
 - all of its range of gain over no compression lies above 1, and
 - its step is GAIN shorter.
+
+Where a smaller run did lose by the chosen scheme, a note says so, and names what the rule chooses among the others.
 """
 
 import math
@@ -41,7 +43,7 @@ class Loss:
     floor: float | None  # the same between two seeds of fp32; None: there were too few
     seeds: int
     source: str
-    against: str = ""  # what another record says of it, where that is not kept there
+    against: str = ""  # what a smaller run says of it, where it was not kept there
 
     @property
     def is_kept(self) -> bool:
@@ -52,11 +54,16 @@ class Loss:
         """+0.5 %."""
         return "diverged" if self.log_ratio is None else f"{100 * math.expm1(self.log_ratio):+.1f} %"
 
+    @property
+    def risk(self) -> str:
+        """What a smaller run says against it; "" if none does."""
+        return f"within noise in {self.source}, but not in a smaller run: {self.against}" if self.against else ""
+
     def __str__(self) -> str:
         if self.floor is None:
             return f"{self.change}; nobody knows what another seed does (seeds in {self.source}: {self.seeds})"
         noise = f"another seed does ±{100 * math.expm1(self.floor):.1f} %"
-        return f"{self.change}; {noise} ({self.source}, {self.seeds} seeds){self.against}"
+        return f"{self.change}; {noise} ({self.source}, {self.seeds} seeds)"
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,11 @@ class Way:
     @property
     def keeps_the_loss(self) -> bool:
         return self.is_exact or (self.loss is not None and self.loss.is_kept)
+
+    @property
+    def risks(self) -> bool:
+        """Whether a smaller run lost by it."""
+        return not self.is_exact and self.loss is not None and bool(self.loss.against)
 
     def gain(self, other: "Way") -> float:
         return other.step_s / self.step_s if self.step_s else 1.0
@@ -97,6 +109,7 @@ class Choice:
     bf16: Way | None  # torch's own hook, where gradients are wider
     rival: Way | None  # the fastest that keeps the loss, where nothing is to be compressed
     lossy: Way | None  # the fastest that does not, where it is faster than the chosen one
+    safe: Way | None  # the one to use instead, where a smaller run lost by the chosen one
     basis: str  # where the times come from: "predicted for 1gbit"
 
     @property
@@ -109,8 +122,23 @@ class Choice:
         return [way for way in (self.bf16, self.plain) if way is not None and way is not self.chosen]
 
     @property
-    def note(self) -> str:
-        """Why a faster one is not chosen; nothing where there is none."""
+    def notes(self) -> list[str]:
+        """What the chosen one risks, and what is safe; why a faster one is not chosen."""
+        return [note for note in (self._risk, self._faster) if note]
+
+    @property
+    def _risk(self) -> str:
+        if self.safe is None or self.chosen.loss is None:
+            return ""
+        gain = f"{self.safe.range(self.plain)} over {self.plain.name}"
+        instead = f"use {self.safe.name} ({gain}), which stays within noise in all records: {self.safe.code}"
+        return (
+            f"{self.chosen.name} is {self.chosen.loss.risk}. Compare your loss with an uncompressed run, or "
+            f"{'do not compress' if self.safe is self.plain else instead}"
+        )
+
+    @property
+    def _faster(self) -> str:
         if self.lossy is None:
             return ""
         told = f"its loss is {self.lossy.loss}" if self.lossy.loss else "nobody has measured its loss"
@@ -142,13 +170,20 @@ class Choice:
 
 def choose(ways: Sequence[Way], basis: str) -> Choice:
     """Decide between `ways`, which go from the most to the least exact; the first is no compression."""
-    plain = best = ways[0]
+    plain = ways[0]
     kept = [way for way in ways[1:] if way.keeps_the_loss]
-    for way in kept:
-        if way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * best.step_s:
-            best = way
+    best = _best(plain, kept)
+    safe = _best(plain, [way for way in kept if not way.risks]) if best.risks else None
     rival = min(kept, key=lambda way: way.step_s, default=None) if best is plain else None
     bf16 = next((way for way in ways[1:] if way.name == "bf16"), None)
     faster = [way for way in ways if not way.keeps_the_loss and way.step_s < (1 - GAIN) * best.step_s]
     lossy = min(faster, key=lambda way: way.step_s, default=None)
-    return Choice(best, plain, bf16, rival, lossy, basis)
+    return Choice(best, plain, bf16, rival, lossy, safe, basis)
+
+
+def _best(plain: Way, ways: Sequence[Way]) -> Way:
+    best = plain
+    for way in ways:
+        if way.gain(plain) * way.low > 1 and way.step_s < (1 - GAIN) * best.step_s:
+            best = way
+    return best

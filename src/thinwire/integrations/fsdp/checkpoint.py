@@ -209,6 +209,7 @@ def load(
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
+    own = {name: lost for name, lost in own.items() if name in averager.decisions.sizes}  # not of frozen ones
     if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
         own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}

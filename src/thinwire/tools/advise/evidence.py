@@ -73,7 +73,7 @@ def find(name: str, known: Sequence[Losses], parallel: str = "ddp") -> Loss | No
             continue
         if (other.params, other.world) >= (first.params, first.world):
             return said
-        loss = replace(loss, against=f"; but {said}") if not loss.against else loss
+        loss = replace(loss, against=str(said)) if not loss.against else loss
     return loss
 
 

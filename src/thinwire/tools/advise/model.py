@@ -15,7 +15,7 @@ when the one before it is done. The host waits for nothing and launches ahead, a
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -75,6 +75,11 @@ def memory(job: TrainingJob) -> dict[str, float]:
     parts = {"weights": width, "gradients and DDP's buckets": 2 * width, "optimizer": state}
     found = {name: float(job.params * size) for name, size in parts.items()}
     return {**found, "activations": ACTIVATIONS * sum(found.values())}
+
+
+def sharded_memory(needs: Mapping[str, float], world: int) -> float:
+    """Bytes of weights, gradients and optimizer that each of `world` ranks holds under FSDP2, which has no buckets."""
+    return (needs["weights"] + needs["gradients and DDP's buckets"] / 2 + needs["optimizer"]) / world
 
 
 class Hop(NamedTuple):

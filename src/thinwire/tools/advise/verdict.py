@@ -136,9 +136,8 @@ def _why_not(
 
 
 def _notes(verdict: Verdict, cluster: Cluster) -> Iterator[str]:
-    """What is faster and is not advised; which buckets the advice is for; what nobody has measured."""
-    if verdict.choice.note:
-        yield verdict.choice.note
+    """What the advice risks, and what is faster; which buckets the advice is for; what nobody has measured."""
+    yield from verdict.choice.notes
     if verdict.compress and verdict.advised.bucket_bytes != model.BUCKET_BYTES:
         size = mebibytes(verdict.advised.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"

@@ -1,14 +1,15 @@
 """What `thinwire advise` prints: the three lines of the rule, why, and the table behind them; or the same as JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import typer
 
-from thinwire.tools.advise import evidence, verdict
+from thinwire.tools.advise import evidence, model, verdict
 from thinwire.tools.advise.links import Cluster
 from thinwire.tools.advise.machine import Machine
 from thinwire.tools.advise.model import Prediction, TrainingJob
@@ -28,8 +29,12 @@ def print_verdict(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdi
     tables.show_grid(_grid(cluster, found), console)
     screen.say_choice(found.choice, console)
     screen.say(f"Why: {found.reason}.", console)
-    for note in found.notes:
-        screen.say(f"Note: {note}.", console)
+    _say_notes(found.notes)
+
+
+def _say_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        screen.say(f"Note: {note}.", screen.console())
 
 
 def _say_conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> None:
@@ -101,24 +106,39 @@ def sent(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def print_sharded(needs: Mapping[str, float], has: int) -> None:
-    """DDP cannot hold the model: what it would need, and the advice for FSDP2."""
+def print_sharded(needs: Mapping[str, float], has: int, world: int) -> None:
+    """DDP cannot hold the model: what it would need, and the advice for FSDP2, or how many ranks that takes."""
     console = screen.console()
     parts = ", ".join(f"{name} {sent(count)}" for name, count in needs.items())
     told = f"DDP cannot hold this model: it needs about {sent(sum(needs.values()))} per rank, and there are {sent(has)}"
     screen.say(f"{told} (--memory). By rule of thumb: {parts}.", console)
-    screen.say("Shard it with FSDP2 (torch's fully_shard), then:", console)
-    screen.say_choice(evidence.sharded(evidence.shipped()), console)
-
-
-def print_sharded_json(needs: Mapping[str, float], has: int) -> None:
+    part = model.sharded_memory(needs, world)
+    if part > has:
+        least = math.ceil(part * world / has)
+        screen.say(
+            f"Nor can FSDP2 on {counted(world, 'rank')}: weights, gradients and optimizer alone take {sent(part)} on "
+            f"each. At least {least} ranks of {sent(has)} could hold them. Activations come on top.",
+            console,
+        )
+        return
+    screen.say(f"Shard it with FSDP2 (torch's fully_shard): {sent(part)} per rank, and activations. Then:", console)
     choice = evidence.sharded(evidence.shipped())
-    _dump({"memory": {**needs, "has": has}, "parallel": "fsdp2", "schemes": [], "advice": _advice(choice)})
+    screen.say_choice(choice, console)
+    _say_notes(choice.notes)
+
+
+def print_sharded_json(needs: Mapping[str, float], has: int, world: int) -> None:
+    part = model.sharded_memory(needs, world)
+    fits = part <= has
+    advice = _advice(evidence.sharded(evidence.shipped())) if fits else None
+    memory = {**needs, "has": has, "sharded": part}
+    _dump({"memory": memory, "parallel": "fsdp2" if fits else None, "schemes": [], "advice": advice})
 
 
 def _advice(choice: Choice) -> dict[str, Any]:
     chosen = choice.chosen
-    return {"compress": choice.compress, "scheme": chosen.name, "how": chosen.code, "lines": list(choice.lines)}
+    lines = {"lines": list(choice.lines), "notes": choice.notes}
+    return {"compress": choice.compress, "scheme": chosen.name, "how": chosen.code, **lines}
 
 
 def print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
@@ -184,6 +204,7 @@ def print_rounds(job: TrainingJob, cluster: Cluster, own: Machine, found: Sequen
     for one in _affordable(found):
         screen.say(f"Use {one.name}, every {one.every}: {one.code}", console)
         screen.say(f"Loss: {one.loss or NOT_MEASURED}", console)
+        _say_notes([one.loss.risk] if one.loss and one.loss.risk else [])
 
 
 LOST = 0.05  # of all time: more is worth another codec, or fewer rounds

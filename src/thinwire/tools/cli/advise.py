@@ -91,9 +91,9 @@ def command(
     """Say what to use on your links: predict a training step with every codec, and choose.
 
     The advice is the fastest scheme among those whose loss stays within what another seed does. It may be not to
-    compress; where DDP cannot hold the model, it is FSDP2. Steps are predicted from the links and from kernel times of
-    committed records (docs/reference/advise.md has the formulas). A gain is a range: so far off was the model where it
-    was compared. Values that are missing are asked for on a terminal; elsewhere they are an error.
+    compress; where DDP cannot hold the model, it is FSDP2, or more ranks. Steps are predicted from the links and from
+    kernel times of committed records (docs/reference/advise.md has the formulas). A gain is a range: so far off was
+    the model where it was compared. Values that are missing are asked for on a terminal; elsewhere they are an error.
 
     Under torchrun the ranks measure their links and kernels first; --params and --step are needed, the rest is known.
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment count as torchrun, unless --no-measure is given.
@@ -157,7 +157,7 @@ def command(
     needs = model.memory(job)
     has = memory or (model.GPU_BYTES if own.device == Device.cuda else None)
     if has is not None and sum(needs.values()) > has:
-        (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has)
+        (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has, cluster.world)
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)

@@ -114,8 +114,8 @@ def show(record: Record, machine: Machine, console: Console) -> None:
     for outlook in findings.outlooks(record, machine)[:1]:
         screen.say(f"{outlook.heading}:", console)
         screen.say_choice(outlook.choice, console)
-        if outlook.choice.note:
-            screen.say(f"Note: {outlook.choice.note}.", console)
+        for note in outlook.choice.notes:
+            screen.say(f"Note: {note}.", console)
     for sentence in findings.sentences(record):
         screen.say(sentence, console)
 

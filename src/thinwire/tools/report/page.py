@@ -163,7 +163,7 @@ def _card(card: Card) -> Html:
         element("h2", card.heading),
         element("p", before, element("code", choice.chosen.code), class_="use"),
         [element("p", line) for line in choice.lines[1:]],
-        element("p", f"Note: {choice.note}.", class_="told") if choice.note else "",
+        [element("p", f"Note: {note}.", class_="told") for note in choice.notes],
         class_="card",
         aria_label=card.heading,
     )
