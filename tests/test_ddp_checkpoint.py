@@ -180,6 +180,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, world: 
     check_interrupted(ranks, world, RUNS[kind], "files")
 
 
+def test_bits_by_layer_go_on_after_one_step(ranks: RankPool) -> None:
+    """Widths are dealt as the next step begins. Not to the same bits: DDP rebuilds its buckets after the first."""
+    for answers in ranks(2).run(interrupted, [Run({"codec": "auto:2.5", "optimizer": True}, 1)], "files"):
+        assert [alike for _, _, alike in answers] == [True]
+
+
 SHORT = [Run(CLASSIC), Run({"codec": "lloyd2", "feedback": "ef21"}), Run({"codec": "auto:2.5", "optimizer": True})]
 
 

@@ -297,6 +297,8 @@ class Decisions:
         self.why = why
         self._widths = widths
         self._choice = self.schedule.at(max(0, step - 1))  # what the last step was under
+        if isinstance(self._choice, policy.Budget):
+            self._base = _base_of(self._choice)  # widths may be dealt before the next step begins
         self._dealt = bool(self._widths)
 
 
