@@ -108,11 +108,10 @@ class DDPOptions:
     @property
     def agreed(self) -> str:
         """What all ranks have to be given alike, in one line: the codec, and whatever is not as by default."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {field.name: given[field.name] for field in fields(self) if given[field.name] != field.default}
-        spelt: dict[str, object] = {**changed, "codec": self.schedule}  # which has the warm-up in it
-        spelt.pop("warmup_steps", None)
-        spelt.pop("inside", None)
+        elsewhere = ("warmup_steps", "inside")  # in the schedule, and with the mesh
+        named = [field for field in fields(self) if field.name not in elsewhere]
+        spelt = {field.name: found for field in named if (found := getattr(self, field.name)) != field.default}
+        spelt["codec"] = self.schedule
         if callable(self.exempt):
             spelt["exempt"] = "a function"
         if self.policy:
