@@ -106,3 +106,29 @@ def test_a_lost_rank_is_named_and_the_other_goes_on(
     assert "make a new group to go on" in told["refused"], told
     assert told["again"] == [127.0] * 3
     assert told["ended"] is True, told
+
+
+def stop_in_replays(group: Group) -> None:
+    """Rank 1 stops while steps are replayed; the other waits for the GPU, which waits for rank 1."""
+    place = on_nccl(group)
+    member = dist.new_group(backend="nccl", timeout=timedelta(seconds=LATE_S))
+    model = DistributedDataParallel(nn.Linear(40, 40).to(place.device), process_group=member)
+    thinwire.compress_ddp(model, "int8", replay=True)
+    x = torch.ones(2, 40, device=place.device)
+    for _ in range(8):
+        model(x).sum().backward()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+
+
+@on_worlds(2)
+@in_time
+def test_a_rank_that_stops_in_replays_ends_the_others(ranks: RankPool, world: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank 0 waited in replayed averages .* timeout of {LATE_S:g} s"):
+        ranks.fresh(world).run(stop_in_replays, lost=1)
+    assert time.monotonic() - start > LATE_S

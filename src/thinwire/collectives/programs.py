@@ -12,7 +12,7 @@ Legend: W ranks, `stride` bytes from one row to the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from thinwire.collectives.lane import Key
 from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.transport import Place, RowTransport
 from thinwire.kernels import hashing, is_ahead, rows
+from thinwire.kernels.later import Number
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
 
@@ -178,6 +179,7 @@ class SumLane:
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
         self.scan = rows.scanner(self.job, added) if feedback else None
+        self.replays = rows.replays(first, adds_own=False) and rows.replays(self.job, adds_own=self.keeps_own)
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
@@ -206,6 +208,7 @@ class SumChunk:
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
+        self.replays = all(lane.replays for lane in self._lanes)
         lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
         self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
 
@@ -213,7 +216,7 @@ class SumChunk:
         self,
         room: Room,
         xs: Sequence[Tensor],
-        mixed: Sequence[int],
+        mixed: Sequence[Number],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
@@ -257,6 +260,8 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
+    replays = False  # the keys of sums across nodes are made here
+
     def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float, chunk: int) -> None:
         across, inside = links
         self._chunk = chunk
@@ -291,7 +296,7 @@ class NodesChunk:
         self,
         room: Room,
         xs: Sequence[Tensor],
-        mixed: Sequence[int],
+        mixed: Sequence[Number],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
@@ -311,7 +316,7 @@ class NodesChunk:
         for i, decode in enumerate(self._decodes):
             decode(views.sent_L[i], xs[i], None, bad)
 
-    def _add_nodes(self, room: Room, mixed: Sequence[int], views: _Views) -> None:
+    def _add_nodes(self, room: Room, mixed: Sequence[Any], views: _Views) -> None:
         """The sums of the own shards over nodes, whose step is the shard's key."""
         totals = [views.floats_L[i] for i in self._filled]
         if self._outer is None:
@@ -359,21 +364,24 @@ class Sum:
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
+        self.replays = all(chunk.replays for _, chunk in self._chunks)  # in a CUDA graph, step after step
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self.run_lanes(room, tensors, step)
+        self.run_lanes(room, tensors, hashing.mix64(step))
 
     def run_lanes(
         self,
         room: Room,
         xs: Sequence[Tensor],
-        step: int,
+        mixed: Number,
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
-        """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite."""
-        mixed = hashing.mix64(step)
+        """The same with the memories of lanes, and a place to note `count` numbers of chunks that are not finite.
+
+        mixed: mix64 of the step.
+        """
         if self.count == 1:
             self._chunks[0][1].run(room, xs, [mixed ^ place for place in self._places], memories, bad)
             return

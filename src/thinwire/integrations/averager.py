@@ -134,6 +134,7 @@ class Averager:
         self._agreed = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
+        self._replays = options.replay
         self._step = 0
         self._began = 0.0  # when it did
         self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
@@ -238,7 +239,7 @@ class Averager:
             lanes=found,
             message=message,
             carries=carries,
-            streamed=None if message is None else streamed(message, found, carries, numels),
+            streamed=None if message is None else streamed(message, found, carries, numels, replays=self._replays),
             numel=sum(numels),
             plain_bytes=sum_bytes(sum(numels), like.dtype, world),
         )

@@ -1,6 +1,7 @@
 """The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -53,6 +54,7 @@ class DDPKeywords(SharedKeywords, total=False):
     weigh: Weigh
     algorithm: Algorithm
     mesh: DeviceMesh | None
+    replay: bool
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class DDPOptions:
     algorithm: Algorithm = "auto"
     mesh: DeviceMesh | None = None
     inside: CodecLike = "bf16"
+    replay: bool = False
 
     def __post_init__(self) -> None:
         policies.check_feedback(self.feedback, self.residual_dtype)
@@ -91,6 +94,8 @@ class DDPOptions:
             raise CodecError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {self.on_nonfinite!r}"
             )
+        if self.replay and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+            raise CollectiveError("replay=True does not go with TORCH_NCCL_BLOCKING_WAIT=1: leave one of them out")
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it

@@ -5,6 +5,7 @@ in their place, and forgets what a lane that bridges them remembers there; one p
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,14 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
+from thinwire.collectives.replay import Replay
 from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.work import new_future
+from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
+from thinwire.kernels import hashing
+from thinwire.kernels.later import Number
 from thinwire.kernels.rows import Bad, Memory
 
 Future = torch.futures.Future
@@ -28,7 +33,14 @@ class StreamedBucket:
     """`sizes`: the elements of the bucket's parameters, in order."""
 
     def __init__(
-        self, message: Message, program: Sum, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
+        self,
+        message: Message,
+        program: Sum,
+        lanes: Sequence[BucketLane],
+        carries: Sequence[Any],
+        sizes: Sequence[int],
+        *,
+        replays: bool,
     ) -> None:
         self._message = message
         self._program = program
@@ -44,6 +56,9 @@ class StreamedBucket:
         self._lengths = [lane.spec.numel for lane in lanes if lane.aside]
         self._aside = Scratch(sum(self._lengths) * message.dtype.itemsize, self._cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
+        self._replay = Replay(message.channel, self._launch_again) if replays else None
+        self._buffer = torch.empty(0)  # of the bucket in which a replay is launched
+        self._kept = [m.tensor for c in carries if c is not None for m in c.memories if m is not None]
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged
@@ -57,15 +72,21 @@ class StreamedBucket:
         if self._first:
             self._first = False
             self._note = tally.new_note(buffer.device)
+            self._buffer = buffer
             if channel.stream is not None:
-                channel.compile(lambda room: self._launch(room, buffer, step, Bad(self._note, 0)))
-        bad = Bad(self._note, self._chunks % (1 << 30) + 1)
+                channel.compile(functools.partial(self._compile, buffer))
+        mixed = hashing.mix64(step)
+        call = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
         future = new_future(buffer.device)
         room = channel.rooms.next()
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
-                self._launch(room or channel.rooms.here, buffer, step, bad)
+                if self._replay is not None and room is not None:
+                    self._buffer = buffer
+                    self._replay.run(room, [buffer, *self._kept], mixed, call)
+                else:
+                    self._launch(room or channel.rooms.here, buffer, mixed, Bad(self._note, call))
                 channel.settle(message.text)
                 future.set_result(output)
             return future
@@ -75,13 +96,22 @@ class StreamedBucket:
                 raise
         raise channel.ended(lost, message.text)
 
-    def _launch(self, room: Room, buffer: Tensor, step: int, bad: Bad) -> None:
+    def _compile(self, buffer: Tensor, room: Room) -> None:
+        if self._replay is not None:
+            self._replay.compile(room, 0, 0)
+        else:
+            self._launch(room, buffer, 0, Bad(self._note, 0))
+
+    def _launch_again(self, room: Room, mixed: Number, call: Number) -> None:
+        self._launch(room, self._buffer, mixed, Bad(self._note, call))
+
+    def _launch(self, room: Room, buffer: Tensor, mixed: Number, bad: Bad) -> None:
         aside = self._aside.views(room) if self._index is not None else None
         if aside is not None:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
             self._kernels.set_aside(buffer, self._index, aside.whole, kept, self._gaps)
         xs = self._numbers(buffer, aside)
-        self._program.run_lanes(room, xs, step, self._memories(xs), bad)
+        self._program.run_lanes(room, xs, mixed, self._memories(xs), bad)
         for lane, x in zip(self._lanes, xs, strict=True):
             if not lane.aside and len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
@@ -126,11 +156,17 @@ def _memory(carry: Any, x: Tensor) -> Memory:
 
 
 def streamed(
-    message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
+    message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int], *, replays: bool
 ) -> StreamedBucket | None:
     """The same launches at every step; None off a GPU's stream, and where something has none."""
     program = message.program
     kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
-    if program is None or any(memory.tensor is None for memory in kept):
+    if program is None or any(memory.tensor is None for memory in kept) or (replays and not program.replays):
+        if replays:
+            raise CollectiveError(
+                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat: they need "
+                "a group on NCCL, no mesh, Triton, a codec other than top-k or affine, and a residual_dtype of floats; "
+                f"got {message.text}"
+            )
         return None
-    return StreamedBucket(message, program, lanes, carries, sizes)
+    return StreamedBucket(message, program, lanes, carries, sizes, replays=replays)

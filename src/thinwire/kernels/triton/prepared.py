@@ -128,8 +128,12 @@ class Repeated:
         self._even = even  # whether rows too begin where four neighbours do
         self._starts: dict[tuple[int, ...], _Start] = {}  # by the addresses modulo 16; () if all are 0
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
-        """Start it on the current stream."""
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
+        """Start it on the current stream; numbers may stand in tensors. [Note: Later]"""
+        if numbers and isinstance(numbers[0], Tensor):
+            given = dict(zip(self._names, (*tensors, *numbers), strict=True))
+            self._prepared(given)(**given)
+            return
         values = [tensor.data_ptr() for tensor in tensors]
         odd = 0
         for address in values:
@@ -145,10 +149,13 @@ class Repeated:
             args[place] = value
         start.launch(*start.before, _stream(start.device), *start.after, *args)
 
-    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], where: tuple[int, ...]) -> None:
-        given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
+    def _prepared(self, given: dict[str, Any]) -> Prepared:
         floats = [given[name] for name in self._floats if name in given and given[name].dtype != torch.uint8]
-        prepared = self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
+        return self._make(self._even and all(x.data_ptr() % (4 * x.itemsize) == 0 for x in floats))
+
+    def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[int, ...]) -> None:
+        given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
+        prepared = self._prepared(given)
         found = prepared(**given)
         if found is None or not _DIRECT:
             return

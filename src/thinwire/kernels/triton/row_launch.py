@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import hashing, reference
+from thinwire.kernels.later import Number, numbers
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
 from thinwire.kernels.triton import INTERPRETED, launch, row_blocks, row_plain, tuning
@@ -18,6 +19,7 @@ from thinwire.kernels.triton.tile import LONG_WARPS, MOST_CODES, Tile
 from thinwire.wire import Kind, Layout
 
 _MODES = {"": 0, "classic": 2, "ef21": 3}  # tiles.OWED, tiles.CHANGE
+_UNKEYED = (0, 0, 0, 0)  # the keys of formats that need none
 _ROWS = {"encode": row_blocks.encode_rows, "decode": row_blocks.decode_rows, "recode": row_blocks.recode_own}
 
 
@@ -45,9 +47,9 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     )
     keyed = job.how.keyed
 
-    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
+    def encode(x: Tensor, wires: Tensor, mixed: Number, memory: Memory | None) -> None:
         kept, left = (x, x) if memory is None else memory[:2]
-        blocks((x, wires, kept, left), launch.split(mixed) if keyed else (0, 0))
+        blocks((x, wires, kept, left), numbers(launch.split, mixed) if keyed else (0, 0))
 
     return encode
 
@@ -58,6 +60,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     config = tuning.choose("recode", job.how, torch.float32, job.device, layout.numel, world)
     even = job.rows.each % 4 == 0
     keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
+    keyed = job.how.keyed
     key_names = ("key_low", "key_high", "dither_low", "dither_high")
     if own >= 0:
         make = functools.partial(_own, job, row, world, own, scale, feedback, config=config)
@@ -67,10 +70,10 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
         if not layout.format.block:
             return lambda wires, wire, mixed, x, memory: adding((wires, wire, x))  # type: ignore[arg-type]
 
-        def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
+        def recode_own(wires: Tensor, wire: Tensor, mixed: Number, x: Tensor | None, memory: Memory | None) -> None:
             assert x is not None
             kept, left = (x, x) if memory is None else memory[:2]
-            adding((wires, wire, x, kept, left), keys(mixed))
+            adding((wires, wire, x, kept, left), numbers(keys, mixed) if keyed else _UNKEYED)
 
         return recode_own
     known = (("stride", job.stride), ("world", world), ("scale", float(scale)))
@@ -82,7 +85,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
     made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
     blocks = Repeated(lambda _: made, ("wire", "out"), key_names)
-    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), keys(mixed))
+    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), numbers(keys, mixed) if keyed else _UNKEYED)
 
 
 def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], tuple[int, int, int, int]]:
@@ -94,7 +97,7 @@ def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], tuple[int, 
         rotation = launch.split(hashing.mix64(base ^ hashing.ROTATION)) if job.how.format.rotated else (0, 0)
         return (*rotation, *(launch.split(hashing.mix64(base ^ stream)) if job.how.stochastic else (0, 0)))
 
-    return keys if job.how.keyed else lambda mixed: (0, 0, 0, 0)
+    return keys
 
 
 def decoder(
@@ -129,10 +132,10 @@ def decoder(
         copied = out if source is None else source
         start = launches[bad is not None]
         if plain:
-            start((wires, out, copied, noted), (call,))
+            start((wires, out, copied, noted), numbers(_alone, call))
             return
         kept, left, mean = (out, out, out) if memory is None else memory
-        start((wires, out, copied, noted, left, kept, out if mean is None else mean), (call,))
+        start((wires, out, copied, noted, left, kept, out if mean is None else mean), numbers(_alone, call))
 
     return decode
 
@@ -147,7 +150,11 @@ def scanner(job: RowJob, world: int) -> Scan:
     grid = (-(-first.num_blocks // row_blocks.SCANNED.value), short + 1)
     prepared = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
     made = Repeated(lambda _: prepared, ("wire", "bad"), ("call",))
-    return lambda wires, bad: made((wires, bad.noted), (bad.call,))
+    return lambda wires, bad: made((wires, bad.noted), numbers(_alone, bad.call))
+
+
+def _alone(call: int) -> tuple[int]:
+    return (call,)
 
 
 def adds_own(job: RowJob) -> bool:

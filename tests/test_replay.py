@@ -1,0 +1,163 @@
+"""Averages replayed as CUDA graphs: numbers that stand in memory, what is captured when, and what watches it. No GPU."""
+
+import os
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from ranks import RankPool
+from test_faults import failure
+from thinwire.collectives import replay
+from thinwire.collectives.replay import Replay, _Watched
+from thinwire.integrations.options import DDPOptions
+from thinwire.kernels import hashing
+from thinwire.kernels.later import Memo, Number, numbers
+from thinwire.kernels.triton.launch import split
+
+CPU = torch.device("cpu")
+BIG = (1 << 63) + 12345
+
+
+def test_numbers_are_made_at_once_or_stand_in_memory() -> None:
+    memo = Memo(CPU)
+    step, call = memo.begin(BIG, 7)
+    placed = [numbers(split, step ^ 5), numbers(lambda n: (n, -n), call + 2), numbers(split, step)]
+    found = [[int(x) for x in row] for row in placed]
+    assert found == [[*split(BIG ^ 5)], [9, -9], [*split(BIG)]]
+    assert numbers(split, BIG ^ 5) == split(BIG ^ 5)
+    memo.write(3, 1 << 30)
+    assert [[int(x) for x in row] for row in placed] == [[*split(6)], [(1 << 30) + 2, -(1 << 30) - 2], [*split(3)]]
+
+
+class Graph:
+    """Stands in for a CUDA graph: what is launched while it is captured runs when it is replayed."""
+
+    capturing: "Graph | None" = None
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        Graph.capturing = self
+
+    def capture_end(self) -> None:
+        Graph.capturing = None
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+class Job:
+    """A program that notes the step and the call at every run, in a channel that is none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        self.link = SimpleNamespace(sent=0, received=0, _group=lambda: self)
+        self.watched: list[Any] = []
+        monkeypatch.setattr(replay.watch, "add", lambda room, channel: self.watched.append(room))
+        channel: Any = SimpleNamespace(transport=self.link)
+        self.replay = Replay(channel, self.launch)
+        self.seen: list[tuple[int, int]] = []
+        self.launched = 0
+
+    def launch(self, room: Any, mixed: Number, call: Number) -> None:
+        self.launched += 1
+        self.link.sent += 100
+        self.link.received += 10
+        low, high = numbers(split, mixed)
+        (number,) = numbers(lambda n: (n,), call)
+
+        def run() -> None:
+            assert isinstance(low, Tensor) and isinstance(high, Tensor) and isinstance(number, Tensor)
+            self.seen.append((int(low) & 0xFFFFFFFF | (int(high) & 0xFFFFFFFF) << 32, int(number)))
+
+        if Graph.capturing is None:
+            run()
+        else:
+            Graph.capturing.launches.append(run)
+
+
+def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    rooms: Any = [SimpleNamespace(buffer=torch.zeros(8), device=CPU) for _ in range(2)]
+    x = torch.zeros(5)
+    want = []
+    for step in range(9):
+        if step == 6:
+            rooms[0].buffer = torch.zeros(16)  # it has grown: addresses in the graph are no longer true
+        job.replay.run(rooms[step % 2], [x], hashing.mix64(step), step + 1)
+        want.append((hashing.mix64(step), step + 1))
+        assert job.seen == want
+    # Each room once by itself and once into a graph, the first room again.
+    assert job.launched == 2 + 2 + 2
+    assert job.watched == [rooms[0], rooms[1], rooms[0]]
+    assert (job.link.sent, job.link.received) == (900, 90)
+    assert job.replay.has_graphs
+    other: Any = object()
+    job.replay.release(other)
+    assert job.replay.has_graphs
+    group: Any = job
+    job.replay.release(group)
+    assert not job.replay.has_graphs
+
+
+class Event:
+    """An event of a stream that may stand still."""
+
+    still = False
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not Event.still
+
+
+def test_a_stream_that_stands_still_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: RankPool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *how: ended.append(how))
+    monkeypatch.setattr(replay.transport, "timeout_s", lambda group: 10.0)
+    lock = SimpleNamespace(acquire=lambda blocking: not blocking, release=lambda: None)
+    link = SimpleNamespace(rank=3, group=SimpleNamespace(group_name="dp"))
+    channel: Any = SimpleNamespace(transport=link, lock=lock)
+    room: Any = SimpleNamespace(stream=None)
+    watched = _Watched(channel)
+    for now in range(30):
+        watched.look(room, now)
+    assert ended == []
+    monkeypatch.setattr(Event, "still", True)
+    for now in range(30, 40):
+        watched.look(room, now)
+    assert ended == []
+    watched.look(room, 40)
+    assert ended == [(os.getpid(), signal.SIGABRT)]
+    assert "rank 3 waited in replayed averages of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
+
+
+def refused(group: dist.ProcessGroup) -> str:
+    """What the first step says on gloo."""
+    model = DistributedDataParallel(nn.Linear(40, 40))
+    thinwire.compress_ddp(model, "int8", replay=True)
+    return str(failure(lambda: model(torch.ones(2, 40)).sum().backward()))
+
+
+def test_replay_is_refused_where_there_is_no_stream(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in ranks(2).run(refused):
+        assert "replay=True" in said and "NCCL" in said, said
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    with pytest.raises(thinwire.CollectiveError, match="TORCH_NCCL_BLOCKING_WAIT"):
+        DDPOptions("int8", replay=True)
+    assert "replay" not in DDPOptions("int8").agreed
