@@ -55,6 +55,7 @@ from thinwire import (
     functional as F,  # noqa: N812
 )
 from thinwire.collectives import transport
+from thinwire.collectives.channel import traffic
 from thinwire.collectives.replay import _live
 from thinwire.collectives.work import new_future
 from thinwire.optim import OneBitAdam
@@ -865,7 +866,7 @@ def test_a_bucket_takes_few_launches_whatever_its_parameters(ranks: RankPool, wo
     few, many = (ranks(world).run(launches_of_step, count) for count in (4, 40))
     assert few == many
     assert 0 < max(few) <= MOST_OF_BUCKET, few
-    assert ranks(world).run(launches_of_step, 4, True) == [0.0] * world  # all are in the graph
+    assert max(ranks(world).run(launches_of_step, 4, True)) <= 1  # the graph is one, and all others are in it
 
 
 # --- ranks that disagree ----------------------------------------------------------------------------------------------
@@ -1045,14 +1046,14 @@ def replayed(group: Group, algorithm: Any, dtype: torch.dtype) -> list[str]:
         for replay in (False, True):
             model = wrap(Given(dtypes=dtype, ready=READY), place.group, device=place.device)
             handle = compress_ddp(model, algorithm=algorithm, replay=replay, measure_every=0, **options)
-            before = thinwire.traffic(place.group)
+            before = traffic(place.group)
             found = []
             for step in range(12):
                 gradients = dyadic(place.rank, step, dtype)
                 if step == 9 and place.rank == 1:
                     gradients[0][3, 7] = math.nan
                 found.append(flat(backward(model, gradients)).float().cpu())
-            sent = [now - then for now, then in zip(thinwire.traffic(place.group), before, strict=True)]
+            sent = [now - then for now, then in zip(traffic(place.group), before, strict=True)]
             runs.append((torch.stack(found), residuals(handle), handle.stats().nonfinite, sent))
             graphs = [one for one in _live if one.has_graphs]
             handle.close()

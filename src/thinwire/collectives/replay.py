@@ -1,9 +1,8 @@
 """The launches of a program as one CUDA graph, which is replayed at every step.
 
-[Note: Replayed] To start a graph takes the host a few microseconds, whatever is in it: a tenth of what it takes to
-start the kernels and messages of a bucket one by one, and less than one message of torch's own. What a graph holds are
+[Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. A graph holds
 addresses, so it is captured again where a tensor has moved. NCCL's messages in a graph have two peculiarities. NCCL
-waits for ever to close a group of which a graph is left, so graphs are dropped when torch closes the group. And torch's
+waits for ever to close a group that a graph uses, so graphs are dropped when torch closes the group. And torch's
 watchdog does not see them: a thread of thinwire's ends the process, as that would, if the stream stands still for the
 timeout of the group.
 """
