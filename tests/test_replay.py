@@ -158,7 +158,10 @@ def test_replay_is_refused_where_there_is_no_stream(ranks: RankPool, monkeypatch
     for said in ranks(2).run(refused):
         assert "replay=True: " in said, said
         assert "a group on NCCL" in said, said
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    with pytest.raises(thinwire.CollectiveError, match="TORCH_NCCL_BLOCKING_WAIT"):
-        DDPOptions("int8", replay=True)
+    for name, value in (("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_GRAPH_MIXING_SUPPORT", "0")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            with pytest.raises(thinwire.CollectiveError, match=f"does not go with {name}={value}"):
+                DDPOptions("int8", replay=True)
+    DDPOptions("int8", replay=True)
     assert "replay" not in DDPOptions("int8").agreed

@@ -94,8 +94,10 @@ class DDPOptions:
             raise CodecError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {self.on_nonfinite!r}"
             )
-        if self.replay and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
-            raise CollectiveError("replay=True does not go with TORCH_NCCL_BLOCKING_WAIT=1: leave one of them out")
+        if self.replay:
+            for name, usual in (("TORCH_NCCL_BLOCKING_WAIT", "0"), ("NCCL_GRAPH_MIXING_SUPPORT", "1")):
+                if (value := os.environ.get(name) or usual) != usual:
+                    raise CollectiveError(f"replay=True does not go with {name}={value}: leave one of them out")
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it
