@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,15 @@ from thinwire.collectives.replay import Replay, _Watched
 from thinwire.integrations.options import DDPOptions
 from thinwire.kernels import hashing
 from thinwire.kernels.later import Memo, Number, numbers
-from thinwire.kernels.triton.launch import split
 
 CPU = torch.device("cpu")
 BIG = (1 << 63) + 12345
+
+
+def split(number: int) -> tuple[int, int]:
+    """The halves of 64 bits, signed."""
+    low, high = struct.unpack("<2i", struct.pack("<Q", number))
+    return low, high
 
 
 def test_numbers_are_made_at_once_or_stand_in_memory() -> None:
