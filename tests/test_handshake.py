@@ -211,6 +211,64 @@ def test_later_calls_that_differ_raise_one_sentence_on_all_ranks(
         assert "make a new group" in again
 
 
+MISFITS = {  # the codec, what rank 0 sends to rank 1, which expects the other
+    "more": ("int8", 5, 4),
+    "fewer": ("int8", 3, 4),
+    "as many bytes": ("int4", 3, 4),
+    "chunks": ("int8", 3_000_000, 4),
+    "nothing sent": ("int8", 0, 4),
+    "nothing expected": ("int8", 4, 0),
+}
+
+
+def misfit(group: Group, codec: str, sent: int, expected: int, async_op: bool) -> tuple[str, str]:
+    """What is said of an exchange whose like was made before, and in the next call."""
+    member = dist.new_group()
+    how: Any = {"group": member, "codec": codec, "algorithm": "compressed"}
+
+    def exchange(lengths: tuple[list[int], list[int]], async_op: bool) -> None:
+        out, given = (torch.ones(sum(own), 1) for own in lengths)
+        work = thinwire.all_to_all_single(out, given, *lengths, async_op=async_op, **how)
+        if work is not None:
+            work.wait()
+
+    even = [4] * group.size()
+    for _ in range(2):
+        exchange((even, even), False)
+    dist.barrier()
+    lengths = {0: (even, [4, sent, *even[2:]]), 1: ([expected, *even[1:]], even)}.get(group.rank(), (even, even))
+    with patch.object(boards, "LOOK_S", 0.1):
+        return said(lambda: exchange(lengths, async_op)), said(lambda: exchange((even, even), False))
+
+
+@by_turns("name, world, async_op", list(MISFITS), [2, 3], [False, True, True, False])
+@in_time
+def test_lengths_of_a_known_exchange_that_do_not_fit_are_told(
+    ranks: RankPool, name: str, world: int, async_op: bool
+) -> None:
+    codec, sent, expected = MISFITS[name]
+    both = f"rank 0 sends {sent} elements to rank 1, which expects {expected}"
+    for rank, (text, again) in enumerate(ranks(world).run(misfit, codec, sent, expected, async_op)):
+        assert both in (text if rank < 2 else text + again), (text, again)  # a third rank may have got all it waits for
+        assert text.startswith("DisagreementError: the ranks disagree about operation 3 ") or rank > 1, text
+        assert "make a new group" in again, again
+
+
+def send_itself(group: Group) -> str:
+    member = dist.new_group()
+    how: Any = {"group": member, "codec": "int8", "algorithm": "compressed"}
+    x = torch.ones(8)
+    thinwire.all_to_all_single(x, x.clone(), **how)
+    with patch.object(boards, "LOOK_S", 0.1):
+        return said(lambda: thinwire.all_to_all_single(x, x.clone(), None, [3, 5] if group.rank() == 0 else None, **how))
+
+
+@in_time
+def test_a_rank_that_would_send_itself_what_it_does_not_expect_tells_the_others(ranks: RankPool) -> None:
+    for text in ranks(2).run(send_itself):
+        assert "rank 0 would send itself 3 elements and expects 4" in text, text
+
+
 HIERARCHY: dict[str, Any] = {"algorithm": "hierarchical"}
 MIXED_UP_ON_A_MESH: dict[str, Any] = {
     "op": ("both", HIERARCHY, {**HIERARCHY, "op": dist.ReduceOp.AVG}, "op=sum", "op=avg"),

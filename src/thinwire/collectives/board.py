@@ -9,12 +9,13 @@ knows itself, and a call that is merely late goes on.
 """
 
 import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -43,6 +44,7 @@ class Place:
     text: str
     known: bool  # whether the ranks had compared a call like it before
     step: int | None = None  # where it is known
+    details: str = ""  # of an exchange: the lengths that this rank sends and expects
 
     def differs(self, other: "Place") -> bool:
         """Whether two ranks that wait at the same number make different calls."""
@@ -176,17 +178,27 @@ class Board:
         if refusal or not self._prefix:
             return
         mine = _packed(self.rank, place)
-        self._store.set(f"{self._prefix}/at/{self.rank}", str(place.number))
+        self._store.set(f"{self._prefix}/at/{self.rank}", mine)
         found = self._store.compare_set(f"{self._prefix}/at", self._seen, mine)
         if found != mine and _unpacked(found)[1].number < place.number:
             found = self._store.compare_set(f"{self._prefix}/at", found, mine)
         self._seen = found
         rank, theirs = _unpacked(found)
         if theirs.number == place.number and theirs.differs(place):
-            self._clash(place.number, {self.rank: place, rank: theirs})
+            calls = {self.rank: place, rank: theirs}
+            self._clash(place.number, "; ".join(f"rank {rank} called {calls[rank]}" for rank in sorted(calls)))
+        elif place.known and place.details and (named := unfit(self._lengths(place))):
+            self._clash(place.number, named)
 
-    def _clash(self, number: int, calls: dict[int, Place]) -> None:
-        named = "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
+    def _lengths(self, place: Place) -> dict[int, str]:
+        """What the ranks that wait in this exchange send and expect."""
+        keys = [f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world)]
+        told = dict(_unpacked(self._store.get(key)) for key in keys if self._store.check([key]))
+        return {
+            rank: one.details for rank, one in told.items() if one.number == place.number and one.text == place.text
+        }
+
+    def _clash(self, number: int, named: str) -> None:
         told = self._post(
             f"{_DISAGREED}: the ranks disagree about operation {number} of this group: {named}. "
             "Messages are under way: make a new group"
@@ -217,7 +229,11 @@ class Board:
             return None
         store = self._store
         told = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world) if rank != self.rank}
-        found = [str(rank) for rank, key in told.items() if not store.check([key]) or int(store.get(key)) < number]
+        found = [
+            str(rank)
+            for rank, key in told.items()
+            if not store.check([key]) or _unpacked(store.get(key))[1].number < number
+        ]
         return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else None
 
     def _sentence(self, error: BaseException, place: Place, others: str) -> str:
@@ -251,12 +267,29 @@ def _is_late(error: BaseException) -> bool:
 
 def _packed(rank: int, place: Place) -> bytes:
     step = "" if place.step is None else place.step
-    return f"{rank}\n{place.number}\n{int(place.known)}\n{step}\n{place.text}".encode()
+    return f"{rank}\n{place.number}\n{int(place.known)}\n{step}\n{place.details}\n{place.text}".encode()
 
 
 def _unpacked(found: bytes) -> tuple[int, Place]:
-    rank, number, known, step, text = str(found, "utf-8").split("\n", 4)
-    return int(rank), Place(int(number), text, known == "1", int(step) if step else None)
+    rank, number, known, step, details, text = str(found, "utf-8").split("\n", 5)
+    return int(rank), Place(int(number), text, known == "1", int(step) if step else None, details)
+
+
+def lengths_in(details: str) -> tuple[list[int], list[int]]:
+    """What a rank sends to each, and what it expects of each: two lists with a slash between them."""
+    sent, expected = ([int(n) for n in side[1:-1].split(",")] for side in details.split("/"))
+    return sent, expected
+
+
+def unfit(details: Mapping[int, str]) -> str | None:
+    """Which rank sends another what that one does not expect, if one does."""
+    told = {rank: lengths_in(text) for rank, text in details.items()}
+    for source, target in itertools.product(told, told):
+        numel = told[source][0][target]
+        expected = told[target][1][source]
+        if numel != expected:
+            return f"rank {source} sends {numel} elements to rank {target}, which expects {expected}"
+    return None
 
 
 class Lookout:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
+from thinwire.collectives.board import lengths_in, unfit
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, Refusable, channel_of
 from thinwire.collectives.chunks import Flat
@@ -133,11 +134,13 @@ def _planned(
     received, sent = _lengths(outputs, inputs)
     plan = channel.plans.get(key)
     text = str(key) if plan is None else plan.text
+    rank = channel.transport.rank
+    if text in channel.kinds and sent[rank] != received[rank] and not channel.handshake.every_call:
+        with Refusable(channel.transport.group, inputs):  # what can be known without asking
+            raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     call = Call(channel, text, details=f"{sent}/{received}")
     if call.answers:
         channel.kinds[text] = _compare(channel, call)
-    elif sent[rank := channel.transport.rank] != received[rank]:  # what can be known without asking
-        raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
     if plan is None:
         trial = functools.partial(all_to_all_single, group=channel.transport.group)
         shares = (channel.world, channel.world)
@@ -154,19 +157,11 @@ def _lengths(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[
 
 def _compare(channel: Channel, call: Call) -> int:
     """Check that every rank expects what the others send; the most elements that one rank sends."""
-    answers = call.answers
-    sent, expected = zip(
-        *(([int(n) for n in side[1:-1].split(",")] for side in a.split("/")) for a in answers), strict=True
-    )
-    for source, row in enumerate(sent):
-        for target, numel in enumerate(row):
-            if numel != expected[target][source]:
-                del channel.kinds[call.place.text]  # the next one is compared again
-                raise DisagreementError(
-                    f"the ranks disagree about operation {call.place.number} of this group: rank {source} sends "
-                    f"{numel} elements to rank {target}, which expects {expected[target][source]}"
-                )
-    return max(int(sum(row)) for row in sent)
+    found = unfit(dict(enumerate(call.answers)))
+    if found is not None:
+        del channel.kinds[call.place.text]  # the next one is compared again
+        raise DisagreementError(f"the ranks disagree about operation {call.place.number} of this group: {found}")
+    return max(sum(lengths_in(answer)[0]) for answer in call.answers)
 
 
 def _run(

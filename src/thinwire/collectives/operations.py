@@ -297,19 +297,26 @@ class Exchange(VerbOperation):
         sends = self._messages(self._inputs, index, desk)
         receives = self._messages(self._outputs, index, desk)
         for peer, wire, part in sends:
-            codec.encode(self._inputs[peer].read(part, desk), wire, step=key.of(link.rank))
-        moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0])
+            if part.numel:
+                codec.encode(self._inputs[peer].read(part, desk), wire, step=key.of(link.rank))
+        lengths = [self._inputs[p].numel for p, _, _ in sends], [self._outputs[p].numel for p, _, _ in receives]
+        moving = link.exchange([(p, w) for p, w, _ in sends], [(p, w) for p, w, _ in receives], self._tags[0], lengths)
         kept = Cut(self._inputs[link.rank].numel, self._chunk).span(index)
         self._outputs[link.rank].read(kept, desk).copy_(self._inputs[link.rank].read(kept, desk))
         yield moving
         for peer, wire, part in receives:
-            out = self._outputs[peer].read(part, desk)
-            codec.decode(wire, out, step=known_step(key.of(peer), out.device))
+            if part.numel:
+                out = self._outputs[peer].read(part, desk)
+                codec.decode(wire, out, step=known_step(key.of(peer), out.device))
 
     def _messages(self, flats: Sequence[Flat], index: int, desk: Desk) -> list[tuple[int, Tensor, Span]]:
-        """(other rank, wire, span) of every message of a chunk."""
+        """(other rank, wire, span) of every message of a chunk.
+
+        On gloo an empty one travels where ranks have nothing for each other: one that expects something waits for it.
+        """
         spans = [Cut(flat.numel, self._chunk).span(index) for flat in flats]
-        peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel]
+        empty = index == 0 and not self._link.on_stream
+        peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
         return [(r, desk.take(self._codec.wire_bytes(spans[r].numel, flats[r].dtype)), spans[r]) for r in peers]
 
 

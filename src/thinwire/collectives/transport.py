@@ -9,6 +9,7 @@ grouped messages, issued inline.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -30,12 +31,14 @@ from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
+Lengths = Sequence[Sequence[int]]
 Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags
 _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # what an operation's tags tell of it
+_MIX = 2654435761  # a prime: lengths that differ by less than _MARKS - 1 never have the same tags
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
 _MOST_AFTER = 1024  # calls whose order is remembered
 _ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn counts as half of them
@@ -162,8 +165,14 @@ class Transport:
             raise CollectiveError("the process group of this operation was destroyed")
         return group
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
-        """Start sending and receiving. Buffers belong to the transport until what is returned was waited for."""
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
+    ) -> list[Waitable]:
+        """Start sending and receiving. Buffers belong to the transport until what is returned was waited for.
+
+        `lengths`: what ranks have to agree on pair by pair, of the sends and of the receives, where calls that differ
+        in it have to be kept apart; see `Tags.draw`.
+        """
         raise NotImplementedError
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
@@ -203,14 +212,20 @@ class PairTransport(Transport):
         self.checked = checked or checksums.wanted()
         self._beside = _beside.get(group, ())  # groups whose connections carry a part of every long message
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
+    ) -> Moving:
         """Receives come first in what is returned."""
         self._count(sends, receives)
-        return self._exchange_checked(sends, receives, tag) if self.checked else self._exchange(sends, receives, tag)
+        move = self._exchange_checked if self.checked else self._exchange
+        return move(sends, receives, tag, lengths)
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
-        works = [self._start("recv", rank, part, tag) for rank, part in receives]
-        works += [self._start("send", rank, part, tag) for rank, part in sends]
+    def _exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
+    ) -> Moving:
+        tags_out, tags_in = _tags(tag, lengths)
+        works = [self._start("recv", *message, own) for message, own in zip(receives, tags_in, strict=False)]
+        works += [self._start("send", *message, own) for message, own in zip(sends, tags_out, strict=False)]
         return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
     def _start(self, verb: str, rank: int, part: Tensor, tag: int) -> Waitable:
@@ -221,16 +236,18 @@ class PairTransport(Transport):
         pieces = zip((group, *self._beside), part.chunk(1 + len(self._beside)), strict=False)
         return _Pieces([_start(getattr(one, verb), rank, piece, tag) for one, piece in pieces])
 
-    def _exchange_checked(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+    def _exchange_checked(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths
+    ) -> Moving:
         """Every message is followed by its checksums."""
         sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
         sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
-        came = [self._start("recv", rank, part, tag) for rank, part in (*receives, *sums_in)]
-        sent = [self._start("send", rank, part, tag) for rank, part in (*sends, *sums_out)]
-        pairs = zip(came[: len(receives)], came[len(receives) :], receives, sums_in, strict=True)
+        twice = [[*own, *own] for own in lengths]
+        moving = self._exchange([*sends, *sums_out], [*receives, *sums_in], tag, twice)
+        count = len(receives)
+        pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
         works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
-        peers = [rank for rank, _ in (*receives, *sends, *sends)]
-        return Moving([*works, *sent], peers)
+        return Moving([*works, *moving[2 * count :]], moving.peers[count:])
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """In about log2(world) rounds of one message each: what a rank knows reaches twice as many in every round."""
@@ -260,6 +277,19 @@ class PairTransport(Transport):
                         group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
+def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
+    """The tags of messages that are sent and of those that are received: with other lengths others."""
+    if not lengths:
+        return itertools.repeat(tag), itertools.repeat(tag)
+    turn, mark = divmod((tag - _TAGS_FROM) // TAGS, _MARKS)
+    at = tag % TAGS
+    sent, received = (
+        [_TAGS_FROM + (turn * _MARKS + (mark + length * _MIX) % (_MARKS - 1) + 1) * TAGS + at for length in own]
+        for own in lengths
+    )
+    return sent, received
+
+
 class _Pieces:
     """One message under way in pieces."""
 
@@ -282,9 +312,11 @@ def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> 
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Moving:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
+    ) -> Moving:
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
-        works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag)
+        works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag, lengths)
         for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
             works[at] = _Arrival(works[at], host, part)
         return works
@@ -386,7 +418,9 @@ class StreamTransport(Transport):
         self.sent += nbytes
         self.received += nbytes
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Waitable]:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
+    ) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
         self._count(sends, receives)
         group = self.group
