@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -474,6 +475,40 @@ def leave(group: Group) -> tuple[bool, bool, bool]:
 
 def test_a_failure_keeps_nothing_alive(ranks: RankPool) -> None:
     assert ranks(2).run(leave) == [(True, True, True)] * 2
+
+
+def use_and_destroy(group: Group, kind: str) -> tuple[list[str], list[str], list[float]]:
+    """The threads in use, those that are left when the groups are destroyed, and what a call gives even then."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    if kind == "fsdp":
+        fully_shard(model)
+        handle: Any = thinwire.compress_fsdp(model, "int8")
+    else:
+        handle = thinwire.DiLoCo(model, optimizer, every=1, codec="int8")
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    used = threads()
+    dist.barrier()
+    dist.destroy_process_group()
+    until(lambda: not threads())
+    left = threads()
+    x = torch.full((3,), 127.0)
+    thinwire.all_reduce(x, group=group, **HOW)
+    del handle  # was not closed, and held until now
+    return used, left, x.tolist()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "diloco"])
+@in_time
+def test_threads_end_with_the_groups_whoever_holds_them(ranks: RankPool, kind: str) -> None:
+    world = ranks.fresh(2)
+    for used, left, again in world.run(use_and_destroy, kind):
+        assert "thinwire-lookout" in used
+        assert len(used) > 1
+        assert not left
+        assert again == [254.0] * 3
+    world.close()
 
 
 # --- callbacks, forks, and the end of a process -----------------------------------------------------------------------

@@ -260,7 +260,9 @@ def send_itself(group: Group) -> str:
     x = torch.ones(8)
     thinwire.all_to_all_single(x, x.clone(), **how)
     with patch.object(boards, "LOOK_S", 0.1):
-        return said(lambda: thinwire.all_to_all_single(x, x.clone(), None, [3, 5] if group.rank() == 0 else None, **how))
+        return said(
+            lambda: thinwire.all_to_all_single(x, x.clone(), None, [3, 5] if group.rank() == 0 else None, **how)
+        )
 
 
 @in_time

@@ -88,8 +88,6 @@ class Board:
         self._waits: dict[int, _Wait] = {}
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
-        if any(link.world > 1 for link in links):
-            lookout.add(self)
 
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
@@ -116,6 +114,10 @@ class Board:
             yield
         finally:
             self.end_wait(place)
+
+    @property
+    def has_waits(self) -> bool:
+        return bool(self._waits)
 
     def begin_wait(self, place: Place) -> None:
         self._waits[place.number] = _Wait(place, time.monotonic() + LOOK_S, LOOK_S)
@@ -292,6 +294,13 @@ def unfit(details: Mapping[int, str]) -> str | None:
     return None
 
 
+class Scanned(Protocol):
+    """What the lookout looks after."""
+
+    def scan(self, now: float) -> bool:
+        """Look for everybody who has waited long; False where there will be nobody any more."""
+
+
 class Lookout:
     """The thread of [Note: Board]: it runs while there are groups to look after."""
 
@@ -300,15 +309,15 @@ class Lookout:
 
     def reset(self) -> None:
         """As new: a forked child has no such thread."""
-        self._boards: weakref.WeakSet[Board] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Scanned] = weakref.WeakSet()
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self.leaving = False  # the process ends
 
-    def add(self, board: Board) -> None:
-        """Scan a board every now and then, as long as somebody else holds it."""
-        self._boards.add(board)
+    def add(self, group: Scanned) -> None:
+        """Scan what is known of a group every now and then, as long as somebody else holds it."""
+        self._groups.add(group)
         self._start()
 
     def ask(self, question: Callable[[], Asked | None]) -> Asked | None:
@@ -350,11 +359,12 @@ class Lookout:
             try:
                 asked = self._asked.get(timeout=LOOK_S / 2)
             except Empty:
-                for board in list(self._boards):
-                    board.scan(time.monotonic())
-                    del board
+                for group in list(self._groups):
+                    if not group.scan(time.monotonic()):
+                        self._groups.discard(group)
+                    del group
                 with self._lock:
-                    if not self._boards and self._asked.empty():
+                    if not self._groups and self._asked.empty():
                         self._thread = None
                         return
                 continue

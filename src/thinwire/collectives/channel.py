@@ -62,6 +62,9 @@ class Channel:
         self._line = Line(self.scratch, self.board)
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._registered = all(link.is_registered for link in links)  # not where others made the group
+        if self.world > 1:
+            lookout.add(self)
 
     @property
     def failure(self) -> str | None:
@@ -115,9 +118,10 @@ class Channel:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
                 _record(operation, torch.cuda.default_stream(self.device))
-            if self._thread is None:
-                self._start_thread()
-            self._inbox.put(entry)
+            with self.lock:
+                if self._thread is None:
+                    self._start_thread()
+                self._inbox.put(entry)
             if self._line.failure is not None:  # the thread has ended, or will
                 refuse(self._inbox, self._line.failure)
         return work
@@ -187,9 +191,21 @@ class Channel:
         """Not while the other error is handled, which holds tensors and groups."""
         return self.board.ended(lost.with_traceback(None), Place(self.calls, text, known=True))
 
+    def scan(self, now: float) -> bool:
+        """In the lookout's thread: look for who waits. A group that was destroyed needs no thread any more."""
+        is_idle = self._line.idle and not self.board.has_waits
+        if is_idle and self._registered and not all(link.is_registered for link in self.transports):
+            self.close()
+            return False
+        self.board.scan(now)
+        return True
+
     def close(self) -> None:
-        """End the thread once it has nothing more to do."""
-        self._inbox.put(None)
+        """End the thread once it has nothing more to do; another operation would start a new one."""
+        with self.lock:
+            self._inbox.put(None)
+            self._inbox = SimpleQueue()
+            self._thread = None
 
     def _run_on_stream(self, entry: Queued, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -202,13 +218,11 @@ class Channel:
         _record(entry.operation, stream)
 
     def _start_thread(self) -> None:
-        with self.lock:
-            if self._thread is None:
-                name = f"thinwire-{self.transport.group.group_name}"
-                thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
-                thread.start()
-                self._thread = thread
-                _threads[thread] = weakref.ref(self)
+        name = f"thinwire-{self.transport.group.group_name}"
+        thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
+        thread.start()
+        self._thread = thread
+        _threads[thread] = weakref.ref(self)
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:

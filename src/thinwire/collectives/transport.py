@@ -165,6 +165,12 @@ class Transport:
             raise CollectiveError("the process group of this operation was destroyed")
         return group
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether torch knows the group; one that was destroyed it does not, though it may keep the object."""
+        group = self._group()
+        return group is not None and group in dist.distributed_c10d._world.pg_map
+
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
     ) -> list[Waitable]:
