@@ -35,6 +35,8 @@ from thinwire.collectives import board as boards, checksums, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
+from thinwire.integrations import rejoin
+from thinwire.qat.agreement import Agreement
 
 Group = dist.ProcessGroup
 CPU = torch.device("cpu")
@@ -142,6 +144,41 @@ def test_a_lost_rank_is_named_and_the_others_go_on(
         assert told["again"] == [254.0] * 3
         assert told["ended"] is True, told
         assert told["freed"] is True, told
+
+
+def lose_beside_training(group: Group, kind: str, folder: str) -> str:
+    """Rank 2 ends where ranks only agree on something; what is said to the others."""
+    diloco = functools.partial(thinwire.DiLoCo, nn.Linear(40, 40), None, every=1, codec="int8")
+    begin = functools.partial(diloco, snapshot=f"{folder}/{group.rank()}")
+
+    def end(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind == "agree":  # on a state, once all know that there is one
+        begin().step()
+    if group.rank() == 2:
+        if kind in ("tell", "agree"):
+            with patch.object(rejoin, kind, end):
+                begin()
+        elif kind == "close":
+            diloco(connections=2).synchronize()
+        end()
+    calls: dict[str, Callable[[], Any]] = {
+        "close": lambda: diloco(connections=2).close(),
+        "qat": lambda: Agreement().total(torch.ones(7)),
+    }
+    error = failure(calls.get(kind, begin))
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("tell", "all_gather("), ("agree", "broadcast("), ("close", "DiLoCo.close("), ("qat", "qat(")]
+)
+@in_time
+def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, tmp_path: Path, kind: str, said: str) -> None:
+    for text in ranks.fresh(3).run(lose_beside_training, kind, str(tmp_path), lost=2):
+        where = rf"{re.escape(said)}.* for the first time \(operation \d+ of group '.+'\)"
+        assert re.match(rf"PeerError: rank [01] lost rank [012] in {where}", text), text
 
 
 def torchs(verb: str, group: Group) -> Callable[[int], Any]:

@@ -58,12 +58,17 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
 
 def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The sum, or whatever `op` is, of every rank's values: `what` is what they are for."""
-    call = Call(channel_of(group, device), f"{what}({op.name.lower()} of {len(values)})")
     tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
-    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
-    wait(dist.all_reduce(tensor, op, group=group, async_op=True), call.channel, call.place)
+    combine(what, tensor, op, group)
     found: list[float] = tensor.tolist()
     return found
+
+
+def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """The same of a tensor, in place."""
+    call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
+    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
+    wait(dist.all_reduce(tensor, op, group=group, async_op=True), call.channel, call.place)
 
 
 def reduce_scatter(

@@ -223,7 +223,7 @@ class DiLoCo(Handle):
         told = rejoin.tell(path, state, group, self._device)
         if all(one.rounds < 0 for one in told):
             return
-        shared, source = rejoin.agree(state, told, group)
+        shared, source = rejoin.agree(state, told, group, self._device)
         self.load_state_dict(shared)
         for fragment in self._fragments:
             self._put(fragment, fragment.flat(fragment.outer))
@@ -365,7 +365,8 @@ class DiLoCo(Handle):
         if self._hook is not None:
             self._hook.remove()
         if self._group is not self._given:
-            dist.barrier(self._group)  # nobody waits for a message there any more
+            # When all have come here, nobody waits for a message there any more.
+            over_groups("DiLoCo.close", (self._group,), self._device, [0.0], dist.ReduceOp.MAX)
             self._let_go()
 
     def _let_go(self) -> None:

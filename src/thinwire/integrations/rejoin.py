@@ -4,6 +4,7 @@ A file holds the state after a round, and takes the place of the one before in o
 the old one or the new one. Ranks that start go on from the newest state that any of them has.
 """
 
+import io
 import os
 import socket
 import zlib
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives import all_gather, broadcast
 from thinwire.errors import CollectiveError
 
 State = dict[str, Any]
@@ -59,7 +61,7 @@ def tell(path: Path, state: State | None, group: dist.ProcessGroup, device: torc
     place = zlib.crc32(f"{socket.gethostname()}:{path.resolve()}".encode())
     mine = torch.tensor([*saved, place], dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(rows, mine, group=group)
+    all_gather(rows, mine, group, algorithm="plain")
     told = [Told(*row.tolist()) for row in rows]
     if len({one.place for one in told}) < len(told):
         raise CollectiveError(
@@ -69,7 +71,9 @@ def tell(path: Path, state: State | None, group: dist.ProcessGroup, device: torc
     return told
 
 
-def agree(state: State | None, told: Sequence[Told], group: dist.ProcessGroup) -> tuple[State, int]:
+def agree(
+    state: State | None, told: Sequence[Told], group: dist.ProcessGroup, device: torch.device
+) -> tuple[State, int]:
     """The state that this rank goes on from, on all ranks the newest one, and the rank that had it.
 
     What a rank still owed is its own, and is kept where its file is as new; what was sent since must not be sent twice.
@@ -78,10 +82,7 @@ def agree(state: State | None, told: Sequence[Told], group: dist.ProcessGroup) -
     rank = group.rank()
     newest = max(one.rounds for one in told)
     source = [one.rounds for one in told].index(newest)
-    heads = [_without_own(state) if rank == source and state is not None else None]
-    dist.broadcast_object_list(heads, group=group, group_src=source)
-    head = heads[0]
-    assert head is not None
+    head = _spread(_without_own(state) if rank == source and state is not None else None, source, group, device)
     own: Mapping[str, Any] = {}
     if state is not None and told[rank].rounds == newest:
         own = next(iter(state["compression"]["ranks"].values()))
@@ -91,6 +92,22 @@ def agree(state: State | None, told: Sequence[Told], group: dist.ProcessGroup) -
         head["compression"]["mean"] = {}
     head["compression"] |= {"world": group.size(), "ranks": {str(rank): own}, "errors": {str(rank): []}}
     return head, source
+
+
+def _spread(state: State | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
+    """The state that the rank `source` has, on all ranks."""
+    file = io.BytesIO()
+    if state is not None:
+        torch.save(state, file)
+    nbytes = torch.tensor([file.tell()], device=device)
+    broadcast(nbytes, group=group, group_src=source, algorithm="plain")
+    saved = torch.empty(int(nbytes), dtype=torch.uint8)
+    if state is not None:
+        saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    saved = saved.to(device)
+    broadcast(saved, group=group, group_src=source, algorithm="plain")
+    found: State = torch.load(io.BytesIO(saved.cpu().numpy()), map_location="cpu", weights_only=True)
+    return found
 
 
 def _without_own(state: State) -> State:

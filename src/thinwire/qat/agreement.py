@@ -1,4 +1,4 @@
-"""What ranks find out together: every call of this room into torch.distributed.
+"""What ranks find out together: every message of this room.
 
 torch promises that all_reduce leaves the same bits on every rank, so what is computed from its results is the same on
 every rank too.
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives import torch_verbs, transport
 from thinwire.errors import QatError
 
 Ranks = dist.ProcessGroup | Literal["local"] | None
@@ -47,15 +48,23 @@ class Agreement:
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         if self._ranks == "local" or not (dist.is_available() and dist.is_initialized()):
             return x
-        shared = x.to(x.device if torch.compiler.is_compiling() else self._reachable(x.device), copy=True).contiguous()
-        dist.all_reduce(shared, op=op, group=self._ranks)
+        if torch.compiler.is_compiling():
+            shared = x.to(x.device, copy=True).contiguous()
+            dist.all_reduce(shared, op=op, group=self._ranks)
+            return shared
+        group: Any = dist.group.WORLD if self._ranks is None else self._ranks
+        shared = x.to(_reachable(x.device, group), copy=True).contiguous()
+        if transport.backend(group, shared.device) == "gloo":
+            torch_verbs.combine("qat", shared, op, group)  # whose errors tell what was lost
+        else:
+            dist.all_reduce(shared, op=op, group=group)
         return shared.to(x.device)
 
-    def _reachable(self, device: torch.device) -> torch.device:
-        """The device, or, where NCCL alone serves and the model is still on the CPU, the GPU of this rank."""
-        group: Any = dist.group.WORLD if self._ranks is None else self._ranks
-        served = group._device_types
-        return device if any(one.type == device.type for one in served) else served[0]
+
+def _reachable(device: torch.device, group: Any) -> torch.device:
+    """The device, or, where NCCL alone serves and the model is still on the CPU, the GPU of this rank."""
+    served = group._device_types
+    return device if any(one.type == device.type for one in served) else served[0]
 
 
 def is_sharded(x: Tensor) -> bool:
