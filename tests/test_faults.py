@@ -181,6 +181,26 @@ def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, tmp_path:
         assert re.match(rf"PeerError: rank [01] lost rank [012] in {where}", text), text
 
 
+def cross(group: Group, algorithm: Any, first: bool) -> tuple[str, str]:
+    """Ranks call on two groups in different orders: the name of the one that a rank begins with, and what it says."""
+    members = [dist.new_group(timeout=timedelta(seconds=LATE_S)) for _ in range(2)]
+    how: Any = {"codec": "int8", "algorithm": algorithm}
+    for member in () if first else (*members, *members):
+        thinwire.all_reduce(torch.ones(500), group=member, **how)
+    dist.barrier()
+    begun = members[group.rank() % 2]
+    error = failure(lambda: thinwire.all_reduce(torch.ones(500), group=begun, **how))
+    return begun.group_name, f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("algorithm", "first"), [("two_phase", True), ("two_phase", False), ("plain", False)])
+@in_time
+def test_calls_on_two_groups_that_cross_name_who_was_waited_for(ranks: RankPool, algorithm: str, first: bool) -> None:
+    for rank, (name, text) in enumerate(ranks(2).run(cross, algorithm, first)):
+        assert text.startswith(f"PeerError: rank {rank} waited for rank {1 - rank} in all_reduce("), text
+        assert f"of group {name!r}) for the group's timeout of 1.5 s" in text, text
+
+
 def torchs(verb: str, group: Group) -> Callable[[int], Any]:
     """The like of `calls_of` in plain torch."""
     if verb == "ddp":
