@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -156,6 +157,9 @@ def lose_beside_training(group: Group, kind: str, folder: str) -> str:
 
     if kind == "agree":  # on a state, once all know that there is one
         begin().step()
+    ddp = DistributedDataParallel(nn.Linear(40, 40))
+    state = thinwire.compress_ddp(ddp, "lloyd2")
+    ddp(torch.ones(2, 40)).sum().backward()
     if group.rank() == 2:
         if kind in ("tell", "agree"):
             with patch.object(rejoin, kind, end):
@@ -165,6 +169,8 @@ def lose_beside_training(group: Group, kind: str, folder: str) -> str:
         end()
     calls: dict[str, Callable[[], Any]] = {
         "close": lambda: diloco(connections=2).close(),
+        "gather": lambda: state.state_dict(gather=True),
+        "load": lambda: importlib.import_module("thinwire.integrations.accelerate").load_shared(state, {}),
         "qat": lambda: Agreement().total(torch.ones(7)),
     }
     error = failure(calls.get(kind, begin))
@@ -172,10 +178,20 @@ def lose_beside_training(group: Group, kind: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("tell", "all_gather("), ("agree", "broadcast("), ("close", "DiLoCo.close("), ("qat", "qat(")]
+    ("kind", "said"),
+    [
+        ("tell", "all_gather("),
+        ("agree", "broadcast("),
+        ("close", "DiLoCo.close("),
+        ("gather", "state_dict("),
+        ("load", "load_state_dict("),
+        ("qat", "qat("),
+    ],
 )
 @in_time
 def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, tmp_path: Path, kind: str, said: str) -> None:
+    if kind == "load":
+        pytest.importorskip("accelerate")
     for text in ranks.fresh(3).run(lose_beside_training, kind, str(tmp_path), lost=2):
         where = rf"{re.escape(said)}.* for the first time \(operation \d+ of group '.+'\)"
         assert re.match(rf"PeerError: rank [01] lost rank [012] in {where}", text), text

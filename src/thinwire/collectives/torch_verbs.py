@@ -71,6 +71,14 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
     wait(dist.all_reduce(tensor, op, group=group, async_op=True), call.channel, call.place)
 
 
+def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
+    call = Call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
+    set_apart(call.channel, call.place.text, alike("gather", tensor))
+    work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
+    wait(work, call.channel, call.place)
+
+
 def reduce_scatter(
     call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:

@@ -15,7 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.transport import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
+from thinwire.integrations.averager import over_groups
+from thinwire.integrations.checkpoint import device_of, spread
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.names import describe
@@ -154,11 +157,10 @@ def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:
     process has nothing to save either: feedback then begins anew.
     """
     if not isinstance(handle, Alone) and dist.get_world_size() > 1:
-        found: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(found, bool(state))
-        if not all(found):
-            box = [dict(state)]
-            dist.broadcast_object_list(box)
-            state = box[0]
+        world = resolve(None)
+        device = device_of(world)
+        (all_have_one,) = over_groups("load_state_dict", (world,), device, [float(bool(state))], dist.ReduceOp.MIN)
+        if not all_have_one:
+            state = spread(dict(state), 0, world, device)
     if state:
         handle.load_state_dict(state)

@@ -9,6 +9,7 @@ Where other parameters are frozen than before, no bits can be the same, and the 
 
 import contextlib
 import functools
+import io
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from thinwire import feedback
 from thinwire.codecs.checks import is_int
+from thinwire.collectives import broadcast, torch_verbs
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
@@ -94,16 +96,37 @@ def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str,
     """
     if group is None or group.size() == 1:
         return [dict(own)]
-    device = "cuda" if dist.get_backend(group).endswith("nccl") else "cpu"  # "nccl", or "cuda:nccl"
+    device = device_of(group)
     first = group.rank() == 0
     found: list[dict[str, Tensor]] = [{} for _ in range(group.size())] if first else []
     for name in sorted(own):
         value = own[name].to(device)
         parts = [torch.empty_like(value) for _ in found]
-        dist.gather(value, parts if first else None, group=group, group_dst=0)
+        torch_verbs.gather("state_dict", value, parts, group)
         for rank, part in enumerate(parts):
             found[rank][name] = part.cpu()
     return found
+
+
+def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
+    """The state that the group's rank `source` has, on all ranks; others may give None."""
+    file = io.BytesIO()
+    if group.rank() == source:
+        torch.save(state, file)
+    nbytes = torch.tensor([file.tell()], device=device)
+    broadcast(nbytes, group=group, group_src=source, algorithm="plain")
+    saved = torch.empty(int(nbytes), dtype=torch.uint8, device=device)
+    if group.rank() == source:
+        saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    broadcast(saved, group=group, group_src=source, algorithm="plain")
+    found: State = torch.load(io.BytesIO(saved.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+    return found
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors have to be to travel in a group."""
+    on_gpu = dist.get_backend(group).endswith("nccl")  # "nccl", or "cuda:nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ A file holds the state after a round, and takes the place of the one before in o
 the old one or the new one. Ranks that start go on from the newest state that any of them has.
 """
 
-import io
 import os
 import socket
 import zlib
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives import all_gather, broadcast
+from thinwire.collectives import all_gather
 from thinwire.errors import CollectiveError
-
-State = dict[str, Any]
+from thinwire.integrations.checkpoint import State, spread
 
 
 class Told(NamedTuple):
@@ -82,7 +80,7 @@ def agree(
     rank = group.rank()
     newest = max(one.rounds for one in told)
     source = [one.rounds for one in told].index(newest)
-    head = _spread(_without_own(state) if rank == source and state is not None else None, source, group, device)
+    head = spread(_without_own(state) if rank == source and state is not None else None, source, group, device)
     own: Mapping[str, Any] = {}
     if state is not None and told[rank].rounds == newest:
         own = next(iter(state["compression"]["ranks"].values()))
@@ -92,22 +90,6 @@ def agree(
         head["compression"]["mean"] = {}
     head["compression"] |= {"world": group.size(), "ranks": {str(rank): own}, "errors": {str(rank): []}}
     return head, source
-
-
-def _spread(state: State | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
-    """The state that the rank `source` has, on all ranks."""
-    file = io.BytesIO()
-    if state is not None:
-        torch.save(state, file)
-    nbytes = torch.tensor([file.tell()], device=device)
-    broadcast(nbytes, group=group, group_src=source, algorithm="plain")
-    saved = torch.empty(int(nbytes), dtype=torch.uint8)
-    if state is not None:
-        saved.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
-    saved = saved.to(device)
-    broadcast(saved, group=group, group_src=source, algorithm="plain")
-    found: State = torch.load(io.BytesIO(saved.cpu().numpy()), map_location="cpu", weights_only=True)
-    return found
 
 
 def _without_own(state: State) -> State:
