@@ -72,7 +72,7 @@ class Job:
         self.watched: list[Any] = []
         monkeypatch.setattr(replay.watch, "add", lambda room, channel: self.watched.append(room))
         channel: Any = SimpleNamespace(transport=self.link)
-        self.replay = Replay(channel, self.launch)
+        self.replay = Replay(channel)
         self.seen: list[tuple[int, int]] = []
         self.launched = 0
 
@@ -101,7 +101,7 @@ def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.Mo
     for step in range(9):
         if step == 6:
             rooms[0].buffer = torch.zeros(16)  # it has grown: addresses in the graph are no longer true
-        job.replay.run(rooms[step % 2], [x], hashing.mix64(step), step + 1)
+        job.replay.run(job.launch, rooms[step % 2], [x], hashing.mix64(step), step + 1)
         want.append((hashing.mix64(step), step + 1))
         assert job.seen == want
     # Each room once by itself and once into a graph, the first room again.

@@ -47,34 +47,29 @@ class _Captured:
 class Replay:
     """A program's graphs, one per room."""
 
-    def __init__(self, channel: Channel, launch: _Launch) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._launch = launch
         self._captured: dict[int, _Captured] = {}
         _live.add(self)
         _close_before_groups()
 
     @ranged("thinwire::replay")
-    def run(self, room: TurnRoom, tensors: list[Tensor], mixed: int, call: int) -> None:
+    def run(self, launch: _Launch, room: TurnRoom, tensors: list[Tensor], mixed: int, call: int) -> None:
         """Launch, or replay if these tensors were met before. The current stream is the room's."""
         found = self._captured.get(id(room))
         if found is None or found.where != _where(room, tensors):
             memo = Memo(room.device)
-            self._launch(room, *memo.begin(mixed, call))
+            launch(room, *memo.begin(mixed, call))
             self._captured[id(room)] = _Captured(_where(room, tensors), memo)
             return
         if found.graph is None:
-            self._capture(found, room)
+            self._capture(launch, found, room)
         assert found.graph is not None
         found.memo.write(mixed, call)
         found.graph.replay()
         link = self._channel.transport
         link.sent += found.sent
         link.received += found.received
-
-    def compile(self, room: Room, mixed: int, call: int) -> None:
-        """Launch, where launches only note their kernels."""
-        self._launch(room, *Memo(room.device).begin(mixed, call))
 
     def release(self, group: dist.ProcessGroup | None = None) -> None:
         """Drop the graphs, of this group or of any."""
@@ -85,13 +80,13 @@ class Replay:
     def has_graphs(self) -> bool:
         return any(found.graph is not None for found in list(self._captured.values()))
 
-    def _capture(self, found: _Captured, room: TurnRoom) -> None:
+    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom) -> None:
         link = self._channel.transport
         before = link.sent, link.received
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
         try:
-            self._launch(room, *found.memo.begin(0, 0, captured=True))
+            launch(room, *found.memo.begin(0, 0, captured=True))
         finally:
             graph.capture_end()
         found.graph = graph

@@ -23,7 +23,7 @@ from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
-from thinwire.kernels.later import Number
+from thinwire.kernels.later import Memo, Number
 from thinwire.kernels.rows import Bad, Memory
 
 Future = torch.futures.Future
@@ -53,11 +53,11 @@ class StreamedBucket:
         starts = [0, *itertools.accumulate(piece.numel for piece in lanes[0].pieces)]
         gaps = [torch.arange(starts[i], starts[i + 1]) for i, p in enumerate(lanes[0].pieces) if p.name is None]
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
-        self._lengths = [lane.spec.numel for lane in lanes if lane.aside]
-        self._aside = Scratch(sum(self._lengths) * message.dtype.itemsize, self._cut, program.scratch_end)
+        lengths = [lane.spec.numel for lane in lanes if lane.aside]
+        cut = functools.partial(_cut, message.dtype, lengths)
+        self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
-        self._replay = Replay(message.channel, self._launch_again) if replays else None
-        self._buffer = torch.empty(0)  # of the bucket in which a replay is launched
+        self._replay = Replay(message.channel) if replays else None
         self._kept = [m.tensor for c in carries if c is not None for m in c.memories if m is not None]
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
@@ -72,9 +72,8 @@ class StreamedBucket:
         if self._first:
             self._first = False
             self._note = tally.new_note(buffer.device)
-            self._buffer = buffer
             if channel.stream is not None:
-                channel.compile(functools.partial(self._compile, buffer))
+                channel.compile(lambda room: self._compile(room, buffer))
         mixed = hashing.mix64(step)
         call = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
@@ -83,10 +82,10 @@ class StreamedBucket:
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
                 if self._replay is not None and room is not None:
-                    self._buffer = buffer
-                    self._replay.run(room, [buffer, *self._kept], mixed, call)
+                    launch = functools.partial(self._launch, buffer)
+                    self._replay.run(launch, room, [buffer, *self._kept], mixed, call)
                 else:
-                    self._launch(room or channel.rooms.here, buffer, mixed, Bad(self._note, call))
+                    self._launch(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
                 future.set_result(output)
             return future
@@ -96,32 +95,24 @@ class StreamedBucket:
                 raise
         raise channel.ended(lost, message.text)
 
-    def _compile(self, buffer: Tensor, room: Room) -> None:
-        if self._replay is not None:
-            self._replay.compile(room, 0, 0)
-        else:
-            self._launch(room, buffer, 0, Bad(self._note, 0))
+    def _compile(self, room: Room, buffer: Tensor) -> None:
+        """Launch, where launches only note their kernels."""
+        numbers = (0, 0) if self._replay is None else Memo(room.device).begin(0, 0)
+        self._launch(buffer, room, *numbers)
 
-    def _launch_again(self, room: Room, mixed: Number, call: Number) -> None:
-        self._launch(room, self._buffer, mixed, Bad(self._note, call))
-
-    def _launch(self, room: Room, buffer: Tensor, mixed: Number, bad: Bad) -> None:
+    def _launch(self, buffer: Tensor, room: Room, mixed: Number, call: Number) -> None:
         aside = self._aside.views(room) if self._index is not None else None
         if aside is not None:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
             self._kernels.set_aside(buffer, self._index, aside.whole, kept, self._gaps)
         xs = self._numbers(buffer, aside)
-        self._program.run_lanes(room, xs, mixed, self._memories(xs), bad)
+        self._program.run_lanes(room, xs, mixed, self._memories(xs), Bad(self._note, call))
         for lane, x in zip(self._lanes, xs, strict=True):
             if not lane.aside and len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]
                 torch._foreach_copy_(parts, x.split([part.numel() for part in parts]))
         if aside is not None:
             self._kernels.put_back(buffer, self._index, aside.whole)
-
-    def _cut(self, scratch: Tensor) -> "_Aside":
-        whole = scratch.view(self._message.dtype)
-        return _Aside(whole, whole.split(self._lengths))
 
     def _numbers(self, buffer: Tensor, aside: "_Aside | None") -> list[Tensor]:
         """The numbers of every lane, each in one piece."""
@@ -148,6 +139,11 @@ class _Aside(NamedTuple):
 
     whole: Tensor
     parts: Sequence[Tensor]  # of each such lane
+
+
+def _cut(dtype: torch.dtype, lengths: Sequence[int], scratch: Tensor) -> _Aside:
+    whole = scratch.view(dtype)
+    return _Aside(whole, whole.split(lengths))
 
 
 def _memory(carry: Any, x: Tensor) -> Memory:
