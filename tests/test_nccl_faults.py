@@ -35,6 +35,18 @@ def calls_of(verb: str, group: Group, device: torch.device) -> Callable[[int], A
         model = DistributedDataParallel(nn.Linear(40, 40).to(device), process_group=group)
         thinwire.compress_ddp(model, "int8")
         return lambda numel: model(torch.ones(2, 40, device=device)).sum().backward()
+    if verb == "replay":
+        model = DistributedDataParallel(nn.Linear(40, 40).to(device), process_group=group)
+        thinwire.compress_ddp(model, "int8", replay=True)
+
+        def steps(numel: int) -> None:
+            if numel != 5000:  # a sum of another kind, while graphs are left
+                thinwire.all_reduce(torch.ones(numel, device=device), group=group, **HOW)
+                return
+            for _ in range(3):
+                model(torch.ones(2, 40, device=device)).sum().backward()
+
+        return steps
     return lambda numel: thinwire.all_reduce(torch.ones(numel, device=device), group=group, **HOW)
 
 
@@ -86,6 +98,7 @@ LOST = [
     ("all_reduce", False, signal.SIGKILL),
     ("ddp", False, signal.SIGSTOP),
     ("all_reduce", True, signal.SIGSTOP),
+    ("replay", True, signal.SIGSTOP),
     *thorough(("all_reduce", False, signal.SIGSTOP), ("ddp", False, signal.SIGKILL)),
 ]
 

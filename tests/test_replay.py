@@ -1,8 +1,8 @@
 """Averages replayed as CUDA graphs, without a GPU: numbers in memory, what is captured when, and what watches it."""
 
 import os
-import signal
 import struct
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from ranks import RankPool
 from test_faults import failure
-from thinwire.collectives import replay
-from thinwire.collectives.replay import Replay, _Watched
+from thinwire.collectives import replay, transport
+from thinwire.collectives.replay import Replay
 from thinwire.integrations.options import DDPOptions
 from thinwire.kernels import hashing
 from thinwire.kernels.later import Memo, Number, numbers
@@ -63,15 +63,32 @@ class Graph:
             launch()
 
 
+class Event:
+    """An event of a stream that may stand still."""
+
+    still = False
+
+    def __init__(self) -> None:
+        self.stuck = Event.still
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not self.stuck
+
+
 class Job:
     """A program that notes the step and the call at every run, in a channel that is none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captured)
+        self.captured = False  # by the user
+        monkeypatch.setattr(replay, "_watch", lambda: None)
         self.link = SimpleNamespace(sent=0, received=0, _group=lambda: self)
-        self.watched: list[Any] = []
-        monkeypatch.setattr(replay.watch, "add", lambda room, channel: self.watched.append(room))
-        channel: Any = SimpleNamespace(transport=self.link)
+        channel: Any = SimpleNamespace(transport=self.link, board=SimpleNamespace(rank=3, names="dp", timeout_s=10.0))
         self.replay = Replay(channel)
         self.seen: list[tuple[int, int]] = []
         self.launched = 0
@@ -93,12 +110,18 @@ class Job:
             Graph.capturing.launches.append(run)
 
 
+def rooms_of(count: int) -> Any:
+    return [SimpleNamespace(buffer=torch.zeros(8), device=CPU) for _ in range(count)]
+
+
 def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
-    rooms: Any = [SimpleNamespace(buffer=torch.zeros(8), device=CPU) for _ in range(2)]
+    rooms = rooms_of(2)
     x = torch.zeros(5)
     want = []
-    for step in range(9):
+    for step in range(11):
+        if step == 1:
+            x = torch.zeros(5)  # a bucket that was rebuilt before anything was captured of it
         if step == 6:
             rooms[0].buffer = torch.zeros(16)  # it has grown: addresses in the graph are no longer true
         job.replay.run(job.launch, rooms[step % 2], [x], hashing.mix64(step), step + 1)
@@ -106,50 +129,54 @@ def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.Mo
         assert job.seen == want
     # Each room once by itself and once into a graph, the first room again.
     assert job.launched == 2 + 2 + 2
-    assert job.watched == [rooms[0], rooms[1], rooms[0]]
-    assert (job.link.sent, job.link.received) == (900, 90)
+    assert (job.link.sent, job.link.received) == (1100, 110)
+
+
+def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is given out again has the same address: on one rank, and on another perhaps not."""
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    x = torch.zeros(5)
+    held = weakref.ref(x.untyped_storage())
+    for step in range(3):
+        job.replay.run(job.launch, room, [x], step, step + 1)
+    job.captured = True
+    with pytest.raises(thinwire.CollectiveError, match="a CUDA graph of yours"):
+        job.replay.run(job.launch, room, [x], 3, 4)
+    del x
+    assert held() is not None
     assert job.replay.has_graphs
     other: Any = object()
     job.replay.release(other)
     assert job.replay.has_graphs
     group: Any = job
-    job.replay.release(group)
+    for drop in transport.before_abort:
+        drop(group)
     assert not job.replay.has_graphs
+    assert held() is None
 
 
-class Event:
-    """An event of a stream that may stand still."""
-
-    still = False
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return not Event.still
-
-
-def test_a_stream_that_stands_still_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: RankPool
+def test_a_replay_that_does_not_end_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    ended: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *how: ended.append(how))
-    monkeypatch.setattr(replay.transport, "timeout_s", lambda group: 10.0)
-    lock = SimpleNamespace(acquire=lambda blocking: not blocking, release=lambda: None)
-    link = SimpleNamespace(rank=3, group=SimpleNamespace(group_name="dp"))
-    channel: Any = SimpleNamespace(transport=link, lock=lock)
-    room: Any = SimpleNamespace(stream=None)
-    watched = _Watched(channel)
+    job = Job(monkeypatch)
+    ended: list[bool] = []
+    monkeypatch.setattr(os, "abort", lambda: ended.append(True))
+    (room,) = rooms_of(1)
+    x = torch.zeros(5)
+
+    def step(now: int) -> None:
+        job.replay.run(job.launch, room, [x], now, now + 1)
+        job.replay.look(now)
+
     for now in range(30):
-        watched.look(room, now)
-    assert ended == []
+        step(now)
     monkeypatch.setattr(Event, "still", True)
-    for now in range(30, 40):
-        watched.look(room, now)
+    for now in range(30, 41):
+        step(now)  # the host runs ahead
     assert ended == []
-    watched.look(room, 40)
-    assert ended == [(os.getpid(), signal.SIGABRT)]
+    step(41)
+    assert ended == [True]
     assert "rank 3 waited in replayed averages of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
 
 

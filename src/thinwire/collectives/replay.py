@@ -1,22 +1,25 @@
 """The launches of a program as one CUDA graph, which is replayed at every step.
 
-[Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. A graph holds
-addresses, so it is captured again where a tensor has moved. NCCL's messages in a graph have two peculiarities. NCCL
-waits for ever to close a group that a graph uses, so graphs are dropped when torch closes the group. And torch's
-watchdog does not see them: a thread of thinwire's ends the process, as that would, if the stream stands still for the
-timeout of the group.
+[Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. NCCL asks that all
+ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first meeting with a
+bucket in a room is launched and the second captured, whatever lies where, and a graph holds the memory that it reads
+and writes. What has another address then was made anew, which happens on all ranks or on none.
+NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
+the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
+the timeout of the group.
 """
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import os
-import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,22 +29,36 @@ from torch import Tensor
 from thinwire.collectives import transport
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.rooms import Room, TurnRoom
+from thinwire.errors import CollectiveError
 from thinwire.kernels.later import Memo, Number
 from thinwire.ranges import ranged
 
 _LOOK_S = 1.0
+_RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 _Launch = Callable[[Room, Number, Number], None]  # in a room, with the mixed step and the number of the call
 
 
 @dataclass
 class _Captured:
-    """What was launched once in a room, and at the next step captured."""
+    """What was launched once in a room, and is captured at the next meeting."""
 
-    where: tuple[int, ...]  # the addresses of what it reads and writes
     memo: Memo
     graph: torch.cuda.CUDAGraph | None = None
+    held: list[Tensor] = field(default_factory=list)  # what the graph reads and writes
     sent: int = 0  # bytes of messages in it
     received: int = 0
+    ended: torch.cuda.Event | None = None  # of the last replay
+    watched: tuple[torch.cuda.Event, float] | None = None  # one that has not come up, and since when it is looked at
+
+    def is_for(self, tensors: list[Tensor]) -> bool:
+        return all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in zip(self.held, tensors, strict=True))
+
+    def late(self, now: float) -> float:
+        """Seconds for which a replay has not come to its end. In the thread that watches."""
+        if self.watched is None or self.watched[0].query():
+            last = self.ended
+            self.watched = None if last is None or last.query() else (last, now)
+        return 0.0 if self.watched is None else now - self.watched[1]
 
 
 class Replay:
@@ -50,23 +67,29 @@ class Replay:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._captured: dict[int, _Captured] = {}
-        _live.add(self)
-        _close_before_groups()
+        _drop_before_groups_end()
+        with _lock:
+            _live.add(self)
 
     @ranged("thinwire::replay")
     def run(self, launch: _Launch, room: TurnRoom, tensors: list[Tensor], mixed: int, call: int) -> None:
-        """Launch, or replay if these tensors were met before. The current stream is the room's."""
+        """Launch, or replay what was captured on these tensors. The current stream is the room's."""
+        if torch.cuda.is_current_stream_capturing():
+            raise CollectiveError("replay=True: a step cannot be captured in a CUDA graph of yours: leave replay out")
         found = self._captured.get(id(room))
-        if found is None or found.where != _where(room, tensors):
-            memo = Memo(room.device)
-            launch(room, *memo.begin(mixed, call))
-            self._captured[id(room)] = _Captured(_where(room, tensors), memo)
+        if found is not None and found.graph is not None and not found.is_for([room.buffer, *tensors]):
+            found = None
+        if found is None:
+            found = self._captured[id(room)] = _Captured(Memo(room.device))
+            launch(room, *found.memo.begin(mixed, call))
             return
         if found.graph is None:
-            self._capture(launch, found, room)
+            self._capture(launch, found, room, tensors)
         assert found.graph is not None
         found.memo.write(mixed, call)
         found.graph.replay()
+        found.ended = torch.cuda.Event()
+        found.ended.record()
         link = self._channel.transport
         link.sent += found.sent
         link.received += found.received
@@ -80,120 +103,98 @@ class Replay:
     def has_graphs(self) -> bool:
         return any(found.graph is not None for found in list(self._captured.values()))
 
-    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom) -> None:
+    def look(self, now: float) -> None:
+        """End the process if a replay has not come to its end within the group's timeout."""
+        board = self._channel.board
+        if any(found.late(now) > board.timeout_s for found in list(self._captured.values())):
+            print(
+                f"thinwire: rank {board.rank} waited in replayed averages of group {board.names!r} for the group's "
+                f"timeout of {board.timeout_s:g} s: see whether the other ranks still run. This process ends",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.abort()  # as torch's watchdog does
+
+    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom, tensors: list[Tensor]) -> None:
         link = self._channel.transport
         before = link.sent, link.received
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
         try:
             launch(room, *found.memo.begin(0, 0, captured=True))
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what happened before matters
+                graph.capture_end()
+            raise
+        graph.capture_end()
         found.graph = graph
+        found.held = [room.buffer, *tensors]
         found.sent, found.received = link.sent - before[0], link.received - before[1]
         link.sent, link.received = before
-        watch.add(room, self._channel)
+        _watch()
 
 
-def _where(room: Room, tensors: list[Tensor]) -> tuple[int, ...]:
-    return (room.buffer.data_ptr(), *[tensor.data_ptr() for tensor in tensors])
-
-
-# --- the ends of groups -----------------------------------------------------------------------------------------------
+# --- all graphs of the process ----------------------------------------------------------------------------------------
 
 _live: "weakref.WeakSet[Replay]" = weakref.WeakSet()
+_lock = threading.Lock()  # of the set, and of the thread that watches
+_over = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def _replays() -> list[Replay]:
+    with _lock:
+        return list(_live)
 
 
 def _release(group: dist.ProcessGroup | None = None) -> None:
-    for replay in list(_live):
+    for replay in _replays():
         replay.release(group)
 
 
 @functools.cache
-def _close_before_groups() -> None:
-    """Have graphs dropped before a group is closed, in whatever way torch is asked to do that."""
-    closes: Any = dist.ProcessGroup.shutdown
+def _drop_before_groups_end() -> None:
+    """Have graphs dropped before a group is closed or aborted, by torch's functions or by thinwire itself."""
+    group_type: Any = dist.ProcessGroup
+    for name in ("shutdown", "abort"):
+        ends = getattr(group_type, name)
 
-    def shutdown(group: dist.ProcessGroup) -> None:
-        _release(group)
-        closes(group)
+        def end(group: dist.ProcessGroup, *args: Any, ends: Any = ends, **kwargs: Any) -> Any:
+            _release(group)
+            return ends(group, *args, **kwargs)
 
-    dist.ProcessGroup.shutdown = shutdown  # type: ignore[method-assign, assignment]
-    atexit.register(_release)
-
-
-class Watch:
-    """The thread of [Note: Replayed]: it runs while there are graphs."""
-
-    def __init__(self) -> None:
-        self._rooms: weakref.WeakKeyDictionary[TurnRoom, _Watched] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-
-    def add(self, room: TurnRoom, channel: Channel) -> None:
-        """Watch the stream of a room, in which graphs of a channel are replayed."""
-        with self._lock:
-            if room not in self._rooms:
-                self._rooms[room] = _Watched(channel)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="thinwire-watch", daemon=True)
-                self._thread.start()
-                atexit.register(self._end, self._thread)
-
-    def _run(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            with self._lock:
-                if not any(replay.has_graphs for replay in list(_live)):
-                    self._rooms.clear()
-                    self._thread = None
-                    return
-                rooms = list(self._rooms.items())
-            for room, watched in rooms:
-                watched.look(room, time.monotonic())
-            del rooms
-
-    def _end(self, thread: threading.Thread) -> None:
-        """At the end of the process, which a thread must not outlive."""
-        self._over.set()
-        thread.join(2 * _LOOK_S)
+        setattr(group_type, name, end)
+    transport.before_abort.append(_release)
+    atexit.register(_end)
 
 
-class _Watched:
-    """An event in the stream of a room, and since when it has not come up."""
-
-    def __init__(self, channel: Channel) -> None:
-        link = channel.transport
-        self._lock = channel.lock
-        self._rank = link.rank
-        self._name = link.group.group_name
-        self._timeout_s = transport.timeout_s(link.group)
-        self._event: torch.cuda.Event | None = None
-        self._since = 0.0
-
-    def look(self, room: TurnRoom, now: float) -> None:
-        """Put another event into the stream if the last has come up; end the process if it has not for too long."""
-        if self._event is not None and not self._event.query():
-            if now - self._since > self._timeout_s:
-                self._end()
-            return
-        self._event = None
-        if self._lock.acquire(blocking=False):  # nothing is being captured
-            try:
-                self._event = torch.cuda.Event()
-                self._event.record(room.stream)
-                self._since = now
-            finally:
-                self._lock.release()
-
-    def _end(self) -> None:
-        print(
-            f"thinwire: rank {self._rank} waited in replayed averages of group {self._name!r} for the group's timeout "
-            f"of {self._timeout_s:g} s: see whether the other ranks still run. This process ends",
-            file=sys.stderr,
-            flush=True,
-        )
-        os.kill(os.getpid(), signal.SIGABRT)  # as torch's watchdog does
+def _watch() -> None:
+    """Watch replays, as long as there are graphs."""
+    global _thread
+    with _lock:
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="thinwire-watch", daemon=True)
+            _thread.start()
 
 
-watch = Watch()
+def _run() -> None:
+    global _thread
+    with contextlib.suppress(OSError, AttributeError):
+        # Or a question about an event would spoil a graph that somebody captures meanwhile.
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+    while not _over.wait(_LOOK_S):
+        with _lock:
+            if not any(replay.has_graphs for replay in _live):
+                _thread = None
+                return
+        for replay in _replays():
+            with contextlib.suppress(RuntimeError):  # of CUDA, which every other thread is told as well
+                replay.look(time.monotonic())
+
+
+def _end() -> None:
+    """At the end of the process, which a thread must not outlive."""
+    _over.set()
+    if _thread is not None:
+        _thread.join(2 * _LOOK_S)
+    _release()

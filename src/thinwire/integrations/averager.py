@@ -235,11 +235,12 @@ class Averager:
             self._messages[key] = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
+        replays = self._replays and self.decisions.race is None  # codecs that change at every step are never replayed
         return _Bucket(
             lanes=found,
             message=message,
             carries=carries,
-            streamed=None if message is None else streamed(message, found, carries, numels, replays=self._replays),
+            streamed=None if message is None else streamed(message, found, carries, numels, replays=replays),
             numel=sum(numels),
             plain_bytes=sum_bytes(sum(numels), like.dtype, world),
         )

@@ -160,9 +160,9 @@ def streamed(
     if program is None or any(memory.tensor is None for memory in kept) or (replays and not program.replays):
         if replays:
             raise CollectiveError(
-                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat: they need "
-                "a group on NCCL, no mesh, Triton, a codec other than top-k or affine, and a residual_dtype of floats; "
-                f"got {message.text}"
+                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat. They need "
+                "Triton, a group on NCCL, no mesh, a residual_dtype of floats, gradients of 16 or 32 bits, and a codec "
+                f"that is not top-k, nor in two phases affine or of blocks above 8192; got {message.text}"
             )
         return None
     return StreamedBucket(message, program, lanes, carries, sizes, replays=replays)

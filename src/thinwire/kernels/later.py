@@ -5,7 +5,8 @@ step, the keys of rotation and dither and the number of a call, therefore stands
 its address. `Memo.write` puts the numbers of the next replay there, in the order of the stream.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Memo:
         self._made: list[_Made] = []
         self._used = 0
         self._now: tuple[int, int] | None = None
+        self._sources: deque[Tensor] = deque(maxlen=256)  # where the GPU may still read, if it reads the host's memory
 
     def begin(self, mixed: int, call: int, *, captured: bool = False) -> tuple[Later, Later]:
         """The mixed step and the number of the call for launches that follow, which run at once or are captured."""
@@ -65,14 +67,15 @@ class Memo:
         self._made.append(made)
         self._used += count
         if self._now is not None and not is_ahead():
-            _put(found, made(*self._now))
+            self._put(found, made(*self._now))
         return tuple(found.split(1))
 
     def write(self, mixed: int, call: int) -> None:
         """Put a step's numbers where the captured launches find them."""
-        _put(self._memory[: self._used], [number for made in self._made for number in made(mixed, call)])
+        self._put(self._memory[: self._used], [number for made in self._made for number in made(mixed, call)])
 
-
-def _put(target: Tensor, values: "list[int] | tuple[int, ...]") -> None:
-    """In the order of the stream; CUDA takes the values with it at once, so that the host may go on."""
-    target.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
+    def _put(self, target: Tensor, values: Sequence[int]) -> None:
+        """In the order of the stream; the host goes on."""
+        source = torch.tensor(values, dtype=torch.int32)
+        target.copy_(source, non_blocking=True)
+        self._sources.append(source)
