@@ -53,6 +53,17 @@ def test_moments_of_zeros_are_no_unit_and_gradients_stay_finite() -> None:
     assert (torch.full((3,), 1e19) / found.roots([weight])[0]).isfinite().all()
 
 
+def test_complex_parameters_are_not_weighed() -> None:
+    weights = {"real": nn.Parameter(torch.zeros(3)), "complex": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}
+    optimizer = torch.optim.AdamW(weights.values(), 1e-3)
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    found = Moments([optimizer])
+    found.look(weights, alone)
+    assert found.shared == {"real"}
+
+
 def test_moments_that_are_gone_are_looked_for_again() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.Adam([weight])

@@ -102,5 +102,5 @@ class Moments:
             for key in _KEYS:
                 moment = state.get(key)
                 if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.numel():
-                    return moment
+                    return None if moment.is_complex() else moment  # complex gradients are not weighed
         return None
