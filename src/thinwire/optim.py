@@ -66,16 +66,19 @@ class OneBitAdam(Optimizer):
         group = self.param_groups[0]
         return bool(group["steps"] >= group["warmup_steps"])
 
+    def groups_of(self, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """The settings of each of these parameters, which are all its own, or an error."""
+        owners = {id(p): group for group in self.param_groups for p in group["params"]}
+        found = [owners.get(id(parameter)) for parameter in parameters]
+        groups = [group for group in found if group is not None]
+        if len(groups) < len(found):
+            raise OptimizerError("OneBitAdam has to own every parameter of the model that DDP averages gradients of")
+        return groups
+
     @torch.no_grad()
     def put_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The gradients become this rank's new momentum, in place."""
-        owners = {id(p): group for group in self.param_groups for p in group["params"]}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            group = owners.get(id(parameter))
-            if group is None:
-                raise OptimizerError(
-                    "OneBitAdam has to own every parameter of the model that DDP averages gradients of"
-                )
+        for parameter, gradient, group in zip(parameters, gradients, self.groups_of(parameters), strict=True):
             if id(parameter) in self._arrived:
                 raise OptimizerError(
                     "OneBitAdam: gradients were averaged twice before step(), and the first time they became momentum: "

@@ -80,6 +80,8 @@ class DDPState(Handle):
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
         self._decisions.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
+        if self._decisions.onebit is not None:  # now rather than when its warm-up ends
+            self._decisions.onebit.groups_of(self._names.tensors().values())
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""

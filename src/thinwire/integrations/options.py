@@ -150,7 +150,7 @@ class DDPOptions:
     @property
     def onebit(self) -> OneBitAdam | None:
         """The optimiser, where it sends its momentum."""
-        return next((one for one in self.optimizers[:1] if isinstance(one, OneBitAdam)), None)
+        return next((one for one in self.optimizers if isinstance(one, OneBitAdam)), None)
 
     @property
     def family(self) -> str | None:
