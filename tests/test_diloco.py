@@ -886,19 +886,34 @@ def test_ranks_come_back_join_and_leave(ranks: RankPool, tmp_path: Path) -> None
 
 
 def one_file(group: Group, folder: str) -> list[str]:
-    """Two ranks that write one file, and a file that DiLoCo did not write."""
+    """Two ranks that write one file; files that DiLoCo did not write; the first rank's file alone is none."""
     model = network()
-    shared = f"{folder}/shared.pt"
-    own = f"{folder}/{group.rank()}.pt"
-    Path(own).write_text("no state")
-    return [message_of(partial(DiLoCo, model, inner(model), every=4, snapshot=path)) for path in (shared, own)]
+    own = Path(folder, f"{group.rank()}.pt")
+    tried = partial(DiLoCo, model, inner(model), every=4)
+    found = [message_of(partial(tried, snapshot=f"{folder}/shared.pt"))]
+    for content in (b"no state", b"hello"):  # what torch.load raises depends on the bytes
+        own.write_bytes(content)
+        found.append(message_of(partial(tried, snapshot=own)))
+    torch.save({"model": 1}, own)
+    found.append(message_of(partial(tried, snapshot=own)))
+    found.append(message_of(partial(tried, snapshot=own / "inside a file.pt")))
+    if group.rank() == 1:
+        own.unlink()
+    found.append(message_of(partial(tried, snapshot=own)))
+    return found
 
 
 def test_files_that_are_no_snapshots_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    for shared, damaged in ranks(2).run(one_file, str(tmp_path)):
-        assert "expected a file of its own for every rank, got one that several write" in shared
-        assert "expected what DiLoCo wrote there" in damaged
-        assert "remove the file" in damaged
+    shared, *damaged = ranks(2).run(one_file, str(tmp_path))[0]
+    assert "expected a file of its own for every rank, got one that several write" in shared
+    for message in damaged:
+        assert "expected what DiLoCo wrote there" in message
+        assert "remove the file" in message
+
+
+def test_ranks_are_told_of_files_that_are_no_snapshots_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
+    *_, alone = ranks(2).run(one_file, str(tmp_path))[1]
+    assert "expected what DiLoCo wrote, got something else on rank 0" in alone
 
 
 def started_anew(group: Group, folder: str, feedback: str) -> tuple[Tensor, Tensor, int]:

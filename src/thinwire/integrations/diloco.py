@@ -219,8 +219,7 @@ class DiLoCo(Handle):
                 f"snapshot: expected one rank per site, got {dist.get_world_size()} ranks of which {group.size()} "
                 "average: with several save state_dict() yourself"
             )
-        state = rejoin.read(path)
-        told = rejoin.tell(path, state, group, self._device)
+        state, told = rejoin.meet(path, group, self._device)
         if all(one.rounds < 0 for one in told):
             return
         shared, source = rejoin.agree(state, told, group, self._device)

@@ -9,7 +9,6 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from thinwire.integrations.checkpoint import State, spread
 class Told(NamedTuple):
     """What a rank says about its file when it starts."""
 
-    rounds: int  # -1: it has none
+    rounds: int  # -1: it has none; -2: what lies there is none
     world: int  # in which it was written
     place: int  # a hash of machine and path
 
@@ -41,32 +40,53 @@ def write(path: Path, state: State) -> None:
 
 def read(path: Path) -> State | None:
     """The state in a file, on the CPU; None where there is no file."""
-    if not path.exists():
-        return None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # raises now rather than after the first round
+        if not path.exists():
+            return None
         found: State = torch.load(path, map_location="cpu", weights_only=True)
+        _saved(found)
         return found
-    except (RuntimeError, OSError, EOFError, ValueError, UnpicklingError) as error:
+    except Exception as error:  # of any kind, by what the bytes look like
         raise CollectiveError(
             f"snapshot={str(path)!r}: expected what DiLoCo wrote there, got {type(error).__name__}: {error}; remove "
             "the file, and this rank goes on from the others' state"
         ) from error
 
 
-def tell(path: Path, state: State | None, group: dist.ProcessGroup, device: torch.device) -> list[Told]:
-    """What all ranks say, in rank order; raises on all of them where two write one file."""
-    saved = (-1, 0) if state is None else (state["compression"]["step"], state["compression"]["world"])
+def _saved(state: State) -> tuple[int, int]:
+    """After how many rounds, and in which world."""
+    return state["compression"]["step"], state["compression"]["world"]
+
+
+def meet(path: Path, group: dist.ProcessGroup, device: torch.device) -> tuple[State | None, list[Told]]:
+    """This rank's state, and what all ranks say, in rank order; raises on all of them where a file is of no use."""
+    state = None
+    wrong: CollectiveError | None = None
+    try:
+        state = read(path)
+        saved = (-1, 0) if state is None else _saved(state)
+    except CollectiveError as error:
+        wrong = error
+        saved = (-2, 0)
     place = zlib.crc32(f"{socket.gethostname()}:{path.resolve()}".encode())
     mine = torch.tensor([*saved, place], dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     all_gather(rows, mine, group, algorithm="plain")
     told = [Told(*row.tolist()) for row in rows]
+    if wrong is not None:
+        raise wrong
+    bad = [rank for rank, one in enumerate(told) if one.rounds == -2]
+    if bad:
+        raise CollectiveError(
+            f"snapshot: expected what DiLoCo wrote, got something else on rank {bad[0]}, which says more"
+        )
     if len({one.place for one in told}) < len(told):
         raise CollectiveError(
             f"snapshot={str(path)!r}: expected a file of its own for every rank, got one that several write: put the "
             "rank into the name"
         )
-    return told
+    return state, told
 
 
 def agree(
