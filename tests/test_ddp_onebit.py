@@ -150,6 +150,18 @@ def test_it_owns_every_parameter_and_takes_no_enormous_steps(ranks: RankPool) ->
         assert moved < 1.0
 
 
+def forgotten(group: Group) -> str:
+    """An optimiser that compress_ddp was not given."""
+    model = wrap(network(), group)
+    stepper = OneBitAdam(model.parameters(), warmup_steps=1)
+    compress_ddp(model, "lloyd1")
+    return message_of(lambda: learn(model, stepper, group.rank(), range(3)))
+
+
+def test_it_has_to_be_passed(ranks: RankPool) -> None:
+    assert all("optimizer=" in message for message in ranks(2).run(forgotten))
+
+
 def skip_onebit(group: Group) -> bool:
     """Steps that are thrown away after the warm-up."""
     model = wrap(network(), group)

@@ -16,11 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
-from thinwire.errors import CollectiveError
+from thinwire.errors import CollectiveError, OptimizerError
 from thinwire.integrations import auto, policy
 from thinwire.integrations.moments import Moments
 from thinwire.integrations.names import Names, ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
+from thinwire.optim import OneBitAdam
 
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
@@ -317,6 +318,11 @@ def _saw(
     if decisions is None:
         return
     if any(names.get(p) is not None for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
+            raise OptimizerError(
+                "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
+                "momentum: pass compress_ddp(..., optimizer=) the optimiser"
+            )
         decisions.moments.saw(optimizer)
     family = policy.family(optimizer)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
