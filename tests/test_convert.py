@@ -370,3 +370,11 @@ def test_layers_whose_weight_is_made_elsewhere_are_refused() -> None:
     model.wte.max_norm = 1.0
     with pytest.raises(ValueError, match="wte rescales rows"):
         qat.convert(model)
+
+
+def test_layers_that_met_zeros_alone_are_named_with_a_way_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="no usable batch"):
+        qat.calibrate(qat.prepare(model), [torch.zeros(2, 4)])
+    with pytest.raises(ValueError, match=r"no scale yet: 0\.act_quantizer.*skip="):
+        qat.convert(model)

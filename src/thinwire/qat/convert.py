@@ -221,5 +221,6 @@ def _check(model: nn.Module) -> None:
     if late:
         raise QatError(
             f"these quantisers have no scale yet: {', '.join(late)}; "
-            "run qat.calibrate(model, batches), or train the model, before converting it"
+            "run qat.calibrate(model, batches), or train the model, before converting it. Layers that meet nothing but "
+            "zeros never have one: leave them out with qat.prepare(model, skip=...)"
         )
