@@ -366,6 +366,7 @@ def train(group: dist.ProcessGroup, plan: TrainPlan, scheme: TrainScheme) -> lis
 NAMES_SHARDED = "int8,int8/int8,lloyd4/lloyd4@replica,int8/lloyd4,mixed"
 
 
+@pytest.mark.thorough
 def test_a_quick_run_of_fsdp2_on_text(quick_run: Callable[..., record.Record]) -> None:
     small = ("--steps", "3", "--batch", "1", "--optimizer", "sgd")
     found = quick_run("--parallel", "fsdp2", "--codecs", NAMES_SHARDED, *small)

@@ -161,7 +161,7 @@ def lose_beside_training(group: Group, kind: str, folder: str) -> str:
     state = thinwire.compress_ddp(ddp, "lloyd2")
     ddp(torch.ones(2, 40)).sum().backward()
     if group.rank() == 2:
-        if kind in ("tell", "agree"):
+        if kind in ("meet", "agree"):
             with patch.object(rejoin, kind, end):
                 begin()
         elif kind == "close":
@@ -180,7 +180,7 @@ def lose_beside_training(group: Group, kind: str, folder: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("tell", "all_gather("),
+        ("meet", "all_gather("),
         ("agree", "broadcast("),
         ("close", "DiLoCo.close("),
         ("gather", "state_dict("),
