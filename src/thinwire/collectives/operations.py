@@ -317,7 +317,8 @@ class Exchange(VerbOperation):
         spans = [Cut(flat.numel, self._chunk).span(index) for flat in flats]
         empty = index == 0 and not self._link.on_stream
         peers = [r for r in others_first(self._link.rank, self._link.world)[:-1] if spans[r].numel or empty]
-        return [(r, desk.take(self._codec.wire_bytes(spans[r].numel, flats[r].dtype)), spans[r]) for r in peers]
+        sizes = [self._codec.wire_bytes(spans[r].numel, flats[r].dtype) if spans[r].numel else 0 for r in peers]
+        return [(r, desk.take(nbytes), spans[r]) for r, nbytes in zip(peers, sizes, strict=True)]
 
 
 class Broadcast(VerbOperation):
