@@ -1,11 +1,14 @@
 """Ranks that call different things: one error on every rank that names both sides, instead of a hang or garbage."""
 
+import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +21,8 @@ import thinwire
 from cases import by_turns, in_time
 from ranks import RankPool
 from thinwire.collectives import board as boards, channel as channels, transport
+from thinwire.collectives.board import Board, Trail
+from thinwire.collectives.channel import channel_of
 from thinwire.collectives.handshake import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
@@ -475,3 +480,79 @@ def shakes(group: Group) -> tuple[int, int, int]:
 
 def test_only_the_first_call_of_a_kind_shakes_hands(ranks: RankPool) -> None:
     assert ranks(2).run(shakes) == [(1, 2, 2)] * 2
+
+
+class Link:
+    """A rank's end of a group that has a store, and nothing else."""
+
+    def __init__(self, rank: int, world: int, store: dist.Store) -> None:
+        self.rank = rank
+        self.world = world
+        self.closed = False
+        options = SimpleNamespace(_timeout=timedelta(seconds=5))
+        backend = SimpleNamespace(options=options)
+        self.group = SimpleNamespace(
+            group_name="dp",
+            get_group_store=lambda: store,
+            _device_types=["cuda"],
+            _get_backend=lambda device: backend,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def followed(calls: Sequence[Sequence[str]]) -> tuple[list[Board], list[Link]]:
+    """Boards after ranks, which wait for nothing, made these calls and looked at each other's three times."""
+    store = dist.HashStore()
+    links = [Link(rank, len(calls), store) for rank in range(len(calls))]
+    made = [Board([cast(Any, link)]) for link in links]
+    trails = [Trail() for _ in calls]
+    for board, trail, own in zip(made, trails, calls, strict=True):
+        board.open(12345)
+        for number, text in enumerate(own):
+            trail.add(number, text)
+    for now in (100.0, 101.0, 200.0, 300.0):
+        for board, trail, own in zip(made, trails, calls, strict=True):
+            board.follow(trail, len(own) - 1, now)
+    return made, links
+
+
+def test_calls_that_nobody_waits_for_are_compared_by_their_trails() -> None:
+    """As on NCCL: ranks that are ahead of others are fine, one that makes another call is told to all."""
+    usual = [f"all_reduce({n % 7})" for n in range(9000)]
+    found, links = followed([usual, usual[:-5000], usual[:-3], usual[:20]])
+    assert [board.over for board in found] == [None] * 4
+    assert not any(link.closed for link in links)
+    found, links = followed([usual[:50], usual[:50], [*usual[:48], "broadcast(3)", usual[49]], usual[:48]])
+    told = found[0].over
+    assert told is not None
+    assert [board.over for board in found] == [told] * 4
+    assert all(link.closed for link in links)
+    assert "operation 48 of this group: rank 1 called all_reduce(6); rank 2 called broadcast(3)" in told
+    assert isinstance(found[3].raised(), DisagreementError)
+
+
+def trailed(group: Group) -> list[str | None]:
+    """What a channel notes of calls: first ones, known ones by both ways, and one that ranks disagreed about."""
+    channel = channel_of(group, torch.device("cpu"))
+    channel.trail = Trail()
+    first = channel.calls + 1
+    how: Any = {"group": group, "codec": "int8", "algorithm": "plain"}
+    for numel in (31, 32, 31, 31):
+        thinwire.all_reduce(torch.ones(numel), **how)
+    with contextlib.suppress(DisagreementError):
+        thinwire.all_reduce(torch.ones(41 + group.rank()), **how)
+    thinwire.all_reduce(torch.ones(31), **how)
+    found = [channel.trail.at(number) for number in range(first, channel.calls + 1)]
+    channel.trail = None
+    return found
+
+
+def test_a_trail_has_every_call_that_ranks_agreed_on(ranks: RankPool) -> None:
+    for found in ranks(2).run(trailed):
+        a, b, *rest = found
+        assert a is not None
+        assert b is not None
+        assert a != b
+        assert rest == [a, a, None, a]

@@ -6,10 +6,16 @@ in different calls, the one that finds it writes the sentence that all ranks rai
 group, which wakes everybody who waits for one of them. A rank that fails by itself, or loses another, does the same. No
 other thread touches the store, so that a store that hangs or is gone holds up nobody: then every rank says what it
 knows itself, and a call that is merely late goes on.
+
+[Note: Trail] On NCCL the host waits for nothing, and messages have no tags: calls that differ would mix, or hold up the
+GPU until torch's watchdog comes. So every few seconds the lookout writes the last calls of the rank into the store,
+and compares its neighbour's with what this rank called under the same numbers.
 """
 
 import contextlib
 import itertools
+import json
+import math
 import os
 import secrets
 import threading
@@ -29,6 +35,9 @@ LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then
 _TELL_S = 0.5  # how long a rank that fails waits for the store
 _TELLS = 10  # in so many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
+_FOLLOW_S = 5.0  # between two looks at a neighbour's trail
+_KEPT = 4096  # calls of a trail that are kept; ranks are not further apart
+_SHOWN = 8  # that are shown to the neighbour
 Found = TypeVar("Found")
 Asked = TypeVar("Asked")
 _FIRST = "thinwire/first"  # of refusals, before ranks have found a key that no group had before
@@ -54,6 +63,26 @@ class Place:
     def __str__(self) -> str:
         step = "" if self.step is None else f" at step {self.step}"
         return f"{self.text}{step}{'' if self.known else ' for the first time'}"
+
+
+class Trail:
+    """The last calls of a rank that were compared once, by number."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, str]] = [(-1, "")] * _KEPT
+
+    def add(self, number: int, text: str) -> None:
+        self._calls[number % _KEPT] = number, text
+
+    def at(self, number: int) -> str | None:
+        """The call of that number; None where it was not noted, or is forgotten."""
+        found, text = self._calls[number % _KEPT]
+        return text if found == number else None
+
+    def last(self, number: int) -> list[tuple[int, str]]:
+        """The last few up to that number."""
+        some = [self._calls[n % _KEPT] for n in range(max(0, number - _SHOWN + 1), number + 1)]
+        return [call for call in some if 0 <= call[0] <= number]
 
 
 @dataclass
@@ -88,6 +117,8 @@ class Board:
         self._waits: dict[int, _Wait] = {}
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
+        self._ranks = math.prod(link.world for link in links)
+        self._follow_at = 0.0
 
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
@@ -191,6 +222,27 @@ class Board:
             self._clash(place.number, "; ".join(f"rank {rank} called {calls[rank]}" for rank in sorted(calls)))
         elif place.known and place.details and (named := unfit(self._lengths(place))):
             self._clash(place.number, named)
+
+    def follow(self, trail: Trail, number: int, now: float) -> None:
+        """Show the calls up to `number` to a neighbour, and look at another's. [Note: Trail]"""
+        if now < self._follow_at or not self._prefix or self.over is not None:
+            return
+        self._follow_at = now + _FOLLOW_S
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            told = f"{self._prefix}/over"
+            if self._store.check([told]):
+                self.over = str(self._store.get(told), "utf-8")
+                self._close()
+                return
+            self._store.set(f"{self._prefix}/trail/{self.rank}", json.dumps(trail.last(number)))
+            neighbour = (self.rank + 1) % self._ranks
+            key = f"{self._prefix}/trail/{neighbour}"
+            for at, text in json.loads(self._store.get(key)) if self._store.check([key]) else ():
+                own = trail.at(at)
+                if own is not None and own != text:
+                    sides = sorted({self.rank: own, neighbour: text}.items())
+                    self._clash(at, "; ".join(f"rank {rank} called {call}" for rank, call in sides))
+                    return
 
     def _lengths(self, place: Place) -> dict[int, str]:
         """What the ranks that wait in this exchange send and expect."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
-from thinwire.collectives.board import Board, Place, lookout
+from thinwire.collectives.board import Board, Place, Trail, lookout
 from thinwire.collectives.cost import Measured
 from thinwire.collectives.handshake import Handshake
 from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refuse, serve
@@ -62,6 +62,7 @@ class Channel:
         self._line = Line(self.scratch, self.board)
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.trail = Trail() if self.transport.on_stream and self.world > 1 else None
         self._registered = all(link.is_registered for link in links)  # not where others made the group
         if self.world > 1:
             lookout.add(self)
@@ -70,12 +71,14 @@ class Channel:
     def failure(self) -> str | None:
         return self._failed or self._line.failure or self.board.over
 
-    def next_call(self) -> int:
-        """The number of a call: all ranks make them in the same order."""
+    def next_call(self, known: str | None = None) -> int:
+        """The number of a call: all ranks make them in the same order. `known`: the text of one like those before."""
         with self.lock:
             self.calls += 1
             if self.board.refused:
                 self.board.refuse(self.calls, None)
+            if known is not None and self.trail is not None:
+                self.trail.add(self.calls, known)
             return self.calls
 
     def next_step(self) -> int:
@@ -198,6 +201,8 @@ class Channel:
             self.close()
             return False
         self.board.scan(now)
+        if self.trail is not None:
+            self.board.follow(self.trail, self.calls, now)
         return True
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class Message:
         """Compare the message with the other ranks' before its program runs for the first time."""
         channel = self.channel
         if self.text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
-            channel.next_call()
+            channel.next_call(self.text)
         else:
             Call(channel, self.text)
 

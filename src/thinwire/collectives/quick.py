@@ -85,7 +85,7 @@ def quick(
             return UNKNOWN
     if channel.failure or (async_op and program is None):
         return UNKNOWN
-    number = channel.next_call()
+    number = channel.next_call(text)
     if program is None:
         link = channel.transport
         numbers = 0 if link.on_stream else link.to_skip(text, alike)
