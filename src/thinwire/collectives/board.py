@@ -35,7 +35,8 @@ LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then
 _TELL_S = 0.5  # how long a rank that fails waits for the store
 _TELLS = 10  # in so many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
-_FOLLOW_S = 5.0  # between two looks at a neighbour's trail
+_FOLLOW_S = 5.0  # between two looks at a neighbour's trail, and more where there are very many ranks,
+_A_SECOND = 200  # so many of which may look in a second
 _KEPT = 4096  # calls of a trail that are kept; ranks are not further apart
 _SHOWN = 8  # that are shown to the neighbour
 Found = TypeVar("Found")
@@ -118,7 +119,7 @@ class Board:
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
         self._ranks = math.prod(link.world for link in links)
-        self._follow_at = 0.0
+        self._follow_at = math.inf if _is_file(self._store) else 0.0  # a file would grow with every look
 
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
@@ -227,8 +228,9 @@ class Board:
         """Show the calls up to `number` to a neighbour, and look at another's. [Note: Trail]"""
         if now < self._follow_at or not self._prefix or self.over is not None:
             return
-        self._follow_at = now + _FOLLOW_S
-        with contextlib.suppress(RuntimeError):  # of a store that is gone
+        self._follow_at = now + _FOLLOW_S + self._ranks / _A_SECOND
+        clashed = None
+        try:
             told = f"{self._prefix}/over"
             if self._store.check([told]):
                 self.over = str(self._store.get(told), "utf-8")
@@ -241,8 +243,13 @@ class Board:
                 own = trail.at(at)
                 if own is not None and own != text:
                     sides = sorted({self.rank: own, neighbour: text}.items())
-                    self._clash(at, "; ".join(f"rank {rank} called {call}" for rank, call in sides))
-                    return
+                    clashed = at, "; ".join(f"rank {rank} called {call}" for rank, call in sides)
+                    break
+        except Exception:  # of a store that is gone, as when the rank that has it has ended
+            self._follow_at = math.inf
+        if clashed is not None:
+            with contextlib.suppress(Exception):
+                self._clash(*clashed)
 
     def _lengths(self, place: Place) -> dict[int, str]:
         """What the ranks that wait in this exchange send and expect."""
@@ -312,6 +319,12 @@ def _store(links: Sequence[Transport]) -> Any:
     while len(links) > 1 and isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _is_file(store: Any) -> bool:
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, c10d.FileStore)
 
 
 def _is_late(error: BaseException) -> bool:

@@ -33,8 +33,9 @@ class Call:
         self.free_next_time = not channel.handshake.every_call
         if not (self.place.known and self.free_next_time):
             self.answers = channel.compare(self.place, details)
-        if channel.trail is not None:
-            channel.trail.add(self.place.number, text)
+        trail = channel.trail
+        if trail is not None:
+            trail.add(self.place.number, text)
 
     def setting(self, plan: CallPlan, step: int | None, scratch: tuple[int, int] | None = None) -> Setting:
         """What an operation of this call needs to know; `scratch` where the plan does not say it."""

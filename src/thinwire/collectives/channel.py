@@ -77,6 +77,8 @@ class Channel:
             self.calls += 1
             if self.board.refused:
                 self.board.refuse(self.calls, None)
+            if self.trail is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self.trail = None  # the user's graphs make calls that are not counted
             if known is not None and self.trail is not None:
                 self.trail.add(self.calls, known)
             return self.calls
@@ -201,8 +203,9 @@ class Channel:
             self.close()
             return False
         self.board.scan(now)
-        if self.trail is not None:
-            self.board.follow(self.trail, self.calls, now)
+        trail = self.trail
+        if trail is not None:
+            self.board.follow(trail, self.calls, now)
         return True
 
     def close(self) -> None:

@@ -85,6 +85,8 @@ def quick(
             return UNKNOWN
     if channel.failure or (async_op and program is None):
         return UNKNOWN
+    if step is not None:
+        check_step(step)  # before the call counts
     number = channel.next_call(text)
     if program is None:
         link = channel.transport
@@ -93,5 +95,5 @@ def quick(
             torch_verbs.skip(link, numbers)
         torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
         return None
-    at = channel.next_step() if step is None else check_step(step)
+    at = channel.next_step() if step is None else step
     return channel.start(program, tensors, tensors[:1], at, text=text, async_op=async_op)

@@ -2,8 +2,8 @@
 
 [Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. NCCL asks that all
 ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first meeting with a
-bucket in a room is launched and the second captured, whatever lies where, and a graph holds the memory that it reads
-and writes. What has another address then was made anew, which happens on all ranks or on none.
+bucket in a room is launched, the second captured, and every later one replayed. A graph holds the memory that it reads
+and writes; a bucket that lies elsewhere by then, as of a rank that has joined early, is copied there and back.
 NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
 the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
 the timeout of the group.
@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,14 +44,11 @@ class _Captured:
 
     memo: Memo
     graph: torch.cuda.CUDAGraph | None = None
-    held: list[Tensor] = field(default_factory=list)  # what the graph reads and writes
+    held: tuple[Tensor, ...] = ()  # the bucket and the scratch that the graph reads and writes
     sent: int = 0  # bytes of messages in it
     received: int = 0
     ended: torch.cuda.Event | None = None  # of the last replay
     watched: tuple[torch.cuda.Event, float] | None = None  # one that has not come up, and since when it is looked at
-
-    def is_for(self, tensors: list[Tensor]) -> bool:
-        return all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in zip(self.held, tensors, strict=True))
 
     def late(self, now: float) -> float:
         """Seconds for which a replay has not come to its end. In the thread that watches."""
@@ -71,23 +68,30 @@ class Replay:
         with _lock:
             _live.add(self)
 
-    @ranged("thinwire::replay")
-    def run(self, launch: _Launch, room: TurnRoom, tensors: list[Tensor], mixed: int, call: int) -> None:
-        """Launch, or replay what was captured on these tensors. The current stream is the room's."""
+    def check(self) -> None:
+        """Raise where a step cannot be replayed."""
         if torch.cuda.is_current_stream_capturing():
             raise CollectiveError("replay=True: a step cannot be captured in a CUDA graph of yours: leave replay out")
+
+    @ranged("thinwire::replay")
+    def run(self, launch: _Launch, room: TurnRoom, buffer: Tensor, mixed: int, call: int) -> None:
+        """Launch, or replay on the numbers of a bucket what was captured. The current stream is the room's."""
         found = self._captured.get(id(room))
-        if found is not None and found.graph is not None and not found.is_for([room.buffer, *tensors]):
-            found = None
         if found is None:
             found = self._captured[id(room)] = _Captured(Memo(room.device))
             launch(room, *found.memo.begin(mixed, call))
             return
         if found.graph is None:
-            self._capture(launch, found, room, tensors)
+            self._capture(launch, found, room, buffer)
         assert found.graph is not None
+        bucket = found.held[0]
+        moved = bucket.data_ptr() != buffer.data_ptr()
+        if moved:
+            bucket.copy_(buffer)
         found.memo.write(mixed, call)
         found.graph.replay()
+        if moved:
+            buffer.copy_(bucket)
         found.ended = torch.cuda.Event()
         found.ended.record()
         link = self._channel.transport
@@ -115,7 +119,7 @@ class Replay:
             )
             os.abort()  # as torch's watchdog does
 
-    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom, tensors: list[Tensor]) -> None:
+    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom, buffer: Tensor) -> None:
         link = self._channel.transport
         before = link.sent, link.received
         graph = torch.cuda.CUDAGraph()
@@ -128,7 +132,7 @@ class Replay:
             raise
         graph.capture_end()
         found.graph = graph
-        found.held = [room.buffer, *tensors]
+        found.held = (buffer, room.buffer)
         found.sent, found.received = link.sent - before[0], link.received - before[1]
         link.sent, link.received = before
         _watch()

@@ -58,13 +58,14 @@ class StreamedBucket:
         self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
         self._replay = Replay(message.channel) if replays else None
-        self._kept = [m.tensor for c in carries if c is not None for m in c.memories if m is not None]
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
+        if self._replay is not None:
+            self._replay.check()
         message = self._message
         message.meet()
         channel = message.channel
@@ -83,7 +84,7 @@ class StreamedBucket:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
                 if self._replay is not None and room is not None:
                     launch = functools.partial(self._launch, buffer)
-                    self._replay.run(launch, room, [buffer, *self._kept], mixed, call)
+                    self._replay.run(launch, room, buffer, mixed, call)
                 else:
                     self._launch(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
