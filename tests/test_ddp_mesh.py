@@ -19,7 +19,7 @@ from ranks import RankPool
 from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of, network, same_everywhere, wrap
 from thinwire import Lloyd, codec, compress_ddp
 from thinwire.collectives import traffic
-from thinwire.integrations import ddp
+from thinwire.log import announce_once
 from thinwire.optim import OneBitAdam
 
 Shape = tuple[int, int]
@@ -240,7 +240,7 @@ def test_a_bad_number_spoils_its_block_and_is_counted_on_every_rank(ranks: RankP
 
 def hinted(group: Group, options: Mapping[str, Any]) -> list[str]:
     """What is said, of the same group, where hosts have so many ranks."""
-    ddp._announce_once.cache_clear()
+    announce_once.cache_clear()
     told = []
     for inside, backend in (("2", "nccl"), ("4", "nccl"), ("1", "nccl"), ("3", "nccl"), ("", "nccl"), ("2", "gloo")):
         asked = {"mesh": mesh_of((2, 2))} if options.get("mesh") else options

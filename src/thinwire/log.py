@@ -1,5 +1,6 @@
 """What thinwire says while it works: single lines, through the logger called "thinwire"."""
 
+import functools
 import logging
 import sys
 
@@ -15,3 +16,9 @@ def announce(text: str) -> None:
         logger.info(text)
     elif logger.level <= logging.INFO and logger.manager.disable < logging.INFO:
         print(f"thinwire: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def announce_once(text: str) -> None:
+    """The same, once per process."""
+    announce(text)

@@ -35,8 +35,8 @@ LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then
 _TELL_S = 0.5  # how long a rank that fails waits for the store
 _TELLS = 10  # in so many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # and where it has none, before it closes its connections
-_FOLLOW_S = 5.0  # between two looks at a neighbour's trail, and more where there are very many ranks,
-_A_SECOND = 200  # so many of which may look in a second
+_FOLLOW_S = 5.0  # between two looks at a neighbour's trail
+_LOOKS_PER_S = 200  # of all ranks together, nearly: very many ranks look less often
 _KEPT = 4096  # calls of a trail that are kept; ranks are not further apart
 _SHOWN = 8  # that are shown to the neighbour
 Found = TypeVar("Found")
@@ -119,7 +119,8 @@ class Board:
         self._turn = -1  # of the line, at the last scan
         self._lock = threading.Lock()
         self._ranks = math.prod(link.world for link in links)
-        self._follow_at = math.inf if _is_file(self._store) else 0.0  # a file would grow with every look
+        in_file = isinstance(_bottom(self._store), c10d.FileStore)
+        self._follow_at = math.inf if in_file else 0.0  # a file would grow with every look
 
     def open(self, key: int) -> None:
         """From now on tell the other ranks where this one waits, under a key that all have, and no group had before."""
@@ -219,8 +220,7 @@ class Board:
         self._seen = found
         rank, theirs = _unpacked(found)
         if theirs.number == place.number and theirs.differs(place):
-            calls = {self.rank: place, rank: theirs}
-            self._clash(place.number, "; ".join(f"rank {rank} called {calls[rank]}" for rank in sorted(calls)))
+            self._clash(place.number, _called({self.rank: place, rank: theirs}))
         elif place.known and place.details and (named := unfit(self._lengths(place))):
             self._clash(place.number, named)
 
@@ -228,28 +228,24 @@ class Board:
         """Show the calls up to `number` to a neighbour, and look at another's. [Note: Trail]"""
         if now < self._follow_at or not self._prefix or self.over is not None:
             return
-        self._follow_at = now + _FOLLOW_S + self._ranks / _A_SECOND
-        clashed = None
+        self._follow_at = now + _FOLLOW_S + self._ranks / _LOOKS_PER_S
+        told = f"{self._prefix}/over"
+        neighbour = (self.rank + 1) % self._ranks
+        theirs = f"{self._prefix}/trail/{neighbour}"
         try:
-            told = f"{self._prefix}/over"
             if self._store.check([told]):
                 self.over = str(self._store.get(told), "utf-8")
                 self._close()
                 return
             self._store.set(f"{self._prefix}/trail/{self.rank}", json.dumps(trail.last(number)))
-            neighbour = (self.rank + 1) % self._ranks
-            key = f"{self._prefix}/trail/{neighbour}"
-            for at, text in json.loads(self._store.get(key)) if self._store.check([key]) else ():
-                own = trail.at(at)
-                if own is not None and own != text:
-                    sides = sorted({self.rank: own, neighbour: text}.items())
-                    clashed = at, "; ".join(f"rank {rank} called {call}" for rank, call in sides)
-                    break
+            shown = json.loads(self._store.get(theirs)) if self._store.check([theirs]) else []
         except Exception:  # of a store that is gone, as when the rank that has it has ended
             self._follow_at = math.inf
-        if clashed is not None:
+            return
+        differ = [(at, text) for at, text in shown if trail.at(at) not in (None, text)]
+        for at, text in differ[:1]:
             with contextlib.suppress(Exception):
-                self._clash(*clashed)
+                self._clash(at, _called({self.rank: trail.at(at), neighbour: text}))
 
     def _lengths(self, place: Place) -> dict[int, str]:
         """What the ranks that wait in this exchange send and expect."""
@@ -316,15 +312,18 @@ class Board:
 def _store(links: Sequence[Transport]) -> Any:
     """The store of a group; for the groups of a mesh the one below theirs, which all of its ranks have."""
     store: Any = links[0].group.get_group_store()
-    while len(links) > 1 and isinstance(store, c10d.PrefixStore):
+    return _bottom(store) if len(links) > 1 else store
+
+
+def _bottom(store: Any) -> Any:
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return store
 
 
-def _is_file(store: Any) -> bool:
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, c10d.FileStore)
+def _called(calls: Mapping[int, object]) -> str:
+    """Who called what, by rank."""
+    return "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
 
 
 def _is_late(error: BaseException) -> bool:

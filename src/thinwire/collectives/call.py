@@ -27,8 +27,8 @@ class Call:
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
-            self.place = Place(channel.next_call(), text, known=text in channel.kinds and not anew)
-            self.place.details = details
+            known = text in channel.kinds and not anew
+            self.place = Place(channel.next_call(), text, known, details=details)
         self.answers: list[str] = []  # the ranks' details, where they were compared
         self.free_next_time = not channel.handshake.every_call
         if not (self.place.known and self.free_next_time):

@@ -6,7 +6,7 @@ bucket in a room is launched, the second captured, and every later one replayed.
 and writes; a bucket that lies elsewhere by then, as of a rank that has joined early, is copied there and back.
 NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
 the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
-the timeout of the group.
+the timeout of the group. The lookout cannot do that: it asks the store, which may be on the host that has stopped.
 """
 
 import atexit

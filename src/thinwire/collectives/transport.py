@@ -31,7 +31,7 @@ from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
-Lengths = Sequence[Sequence[int]]
+Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
 Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew

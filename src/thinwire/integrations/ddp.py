@@ -4,7 +4,6 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
-import functools
 import gc
 import os
 import weakref
@@ -29,7 +28,7 @@ from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_n
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.log import announce
+from thinwire.log import announce_once
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
 _Undo = Callable[["Future[Tensor]"], Tensor]
@@ -334,11 +333,8 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
     if state.rank == 0 and (hint := _mesh_hint(state)):
-        _announce_once(hint)
+        announce_once(hint)
     return state
-
-
-_announce_once = functools.cache(announce)
 
 
 def _mesh_hint(state: DDPState) -> str:

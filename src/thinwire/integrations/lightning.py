@@ -3,7 +3,6 @@
 trainer = lightning.Trainer(strategy="ddp", callbacks=Compress("int8"))    # the rest of the script stays
 """
 
-import functools
 import sys
 import typing
 import weakref
@@ -24,7 +23,7 @@ from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.fsdp.private import groups_of
 from thinwire.integrations.options import Algorithm, CodecChoice, SharedKeywords, Weigh, check_options
 from thinwire.integrations.policy import CodecLike
-from thinwire.log import announce
+from thinwire.log import announce_once
 
 if typing.TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -137,7 +136,7 @@ class Compress(Callback):
             _check_options(self._of_ddp, strategy, "strategy='ddp'")
             return compress_fsdp(model, self._codec, **{**options, **self._of_fsdp})
         if trainer.world_size == 1:
-            _announce_once(f"{strategy} has one rank, which sends nothing: there is nothing to compress")
+            announce_once(f"{strategy} has one rank, which sends nothing: there is nothing to compress")
             return None
         raise CollectiveError(
             f"Compress expected a model in DistributedDataParallel or sharded by fully_shard, got {strategy} with "
@@ -171,7 +170,7 @@ class Compress(Callback):
             return self.handle.state_dict(gather=True)
         except CollectiveError as error:  # on all ranks alike; a checkpoint without it is better than none
             if dist.get_rank() == 0:
-                _announce_once(f"a checkpoint is saved without the state of compression: {error}")
+                announce_once(f"a checkpoint is saved without the state of compression: {error}")
             return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -209,8 +208,3 @@ def _check_hook(trainer: "Trainer") -> None:
 def _nodes(trainer: "Trainer") -> DeviceMesh:
     shape = (trainer.num_nodes, trainer.world_size // trainer.num_nodes)
     return init_device_mesh(trainer.strategy.root_device.type, shape)
-
-
-@functools.cache
-def _announce_once(text: str) -> None:
-    announce(text)
