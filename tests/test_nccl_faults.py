@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from cases import in_time, thorough
 from ranks import RankPool
 from test_faults import SOON_S, failure, threads, until
-from test_nccl import Group, on_nccl, on_worlds
+from test_nccl import Group, each_world, on_nccl, on_worlds
+from thinwire.collectives.channel import channel_of
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost
 HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
@@ -80,7 +82,7 @@ def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[st
     del call, member, warm
     dist.destroy_process_group()
     ended = until(lambda: not threads())
-    store = dist.FileStore(f"{folder}/again", 1)
+    store = c10d.FileStore(f"{folder}/again", 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
     again = torch.full((3,), 127.0, device="cuda")
     thinwire.all_reduce(again, **HOW)
@@ -145,3 +147,55 @@ def test_a_rank_that_stops_in_replays_ends_the_others(ranks: RankPool, world: in
     with pytest.raises(RuntimeError, match=f"rank 0 waited in replayed averages .* timeout of {LATE_S:g} s"):
         ranks.fresh(world).run(stop_in_replays, lost=1)
     assert time.monotonic() - start > LATE_S
+
+
+# --- calls that differ ------------------------------------------------------------------------------------------------
+
+
+def differ(group: Group) -> dict[str, Any]:
+    """Each rank makes another call than the other, both of them known; what it is told, and whether others follow."""
+    place = on_nccl(group)
+    device = place.device
+    del place
+    on_nccl.cache_clear()
+    rank, size = group.rank(), group.size()
+    own = c10d.TCPStore("localhost", 0, is_master=True) if rank == 0 else None
+    ports = [0 if own is None else own.port]
+    dist.broadcast_object_list(ports, 0)
+    dist.destroy_process_group()
+    store = own or c10d.TCPStore("localhost", ports[0])
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    member = dist.new_group(backend="nccl")
+    call = calls_of("all_reduce", member, device)
+    for numel in (5000, 6000) * 3:
+        call(numel)
+    torch.cuda.synchronize()
+    channel = channel_of(member, device)
+    start = time.monotonic()
+    call(5000 if rank else 6000)
+    told = until(lambda: channel.failure is not None, seconds=60)
+    seconds = time.monotonic() - start
+    torch.cuda.synchronize()  # nothing on the GPU waits for another rank any more
+    errors = [failure(functools.partial(call, numel)) for numel in (5000, 7)]
+    again = torch.full((3,), 127.0, device=device)
+    thinwire.all_reduce(again, group=dist.new_group(backend="nccl"), **HOW)
+    return {
+        "told": told,
+        "seconds": seconds,
+        "errors": [f"{type(error).__name__}: {error}" for error in errors],
+        "again": again.tolist(),
+    }
+
+
+@each_world
+@in_time
+def test_known_calls_that_differ_are_told_to_all_ranks(ranks: RankPool, world: int) -> None:
+    answers = ranks.fresh(world).run(differ)
+    for told in answers:
+        assert told["told"], told
+        assert told["seconds"] < 30, told  # of a timeout of 120
+        for error in told["errors"]:
+            assert error == answers[0]["errors"][0], answers
+            said = ("the ranks disagree about operation", "numel=5000", "numel=6000", "make a new group to go on")
+            assert all(part in error for part in said), error
+        assert told["again"] == [127.0 * world] * 3
