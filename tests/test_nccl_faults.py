@@ -190,7 +190,9 @@ def differ(group: Group) -> dict[str, Any]:
 @each_world
 @in_time
 def test_known_calls_that_differ_are_told_to_all_ranks(ranks: RankPool, world: int) -> None:
-    answers = ranks.fresh(world).run(differ)
+    fresh = ranks.fresh(world)
+    answers = fresh.run(differ)
+    fresh.close()
     for told in answers:
         assert told["told"], told
         assert told["seconds"] < 30, told  # of a timeout of 120

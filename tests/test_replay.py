@@ -1,4 +1,4 @@
-"""Averages replayed as CUDA graphs, without a GPU: numbers in memory, what is captured when, and what watches it."""
+"""Calls replayed as CUDA graphs, without a GPU: numbers in memory, what is captured when, and what watches it."""
 
 import os
 import struct
@@ -79,6 +79,16 @@ class Event:
         return not self.stuck
 
 
+class Stream:
+    """One that notes which events it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event)
+
+
 class Job:
     """A program that notes the step and the call at every run, in a channel that is none."""
 
@@ -87,9 +97,14 @@ class Job:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captured)
         self.captured = False  # by the user
+        self.stream = Stream()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
+        self.recorded: list[tuple[Tensor, Stream]] = []
+        monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: self.recorded.append((x, stream)))
         monkeypatch.setattr(replay, "_watch", lambda: None)
         self.link = SimpleNamespace(sent=0, received=0, _group=lambda: self)
-        channel: Any = SimpleNamespace(transport=self.link, board=SimpleNamespace(rank=3, names="dp", timeout_s=10.0))
+        board = SimpleNamespace(rank=3, names="dp", timeout_s=10.0)
+        channel: Any = SimpleNamespace(transport=self.link, board=board, stream=None)
         self.replay = Replay(channel)
         self.seen: list[tuple[int, int]] = []
         self.launched = 0
@@ -146,10 +161,11 @@ def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest
         job.step(room, x, step)
     job.captured = True
     with pytest.raises(thinwire.CollectiveError, match="a CUDA graph of yours"):
-        job.replay.check()
+        replay.check_not_captured()
     job.captured = False
-    job.replay.check()
+    replay.check_not_captured()
     del x
+    job.recorded.clear()
     assert held() is not None
     assert job.replay.has_graphs
     other: Any = object()
@@ -160,6 +176,25 @@ def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest
         drop(group)
     assert not job.replay.has_graphs
     assert held() is None
+
+
+def test_calls_from_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one scratch; and its memory goes to nobody else before all of them are done."""
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    x = torch.zeros(5)
+    streams = [Stream(), Stream()]
+    ends = []
+    for step, number in enumerate((0, 1, 1, 0)):
+        job.stream = streams[number]
+        job.step(room, x, step)
+        (found,) = job.replay._captured.values()
+        ends.append(found.ended)
+    assert streams[1].waited == [ends[0]]
+    assert streams[0].waited == [ends[2]]
+    for stream in streams:
+        assert {id(y) for y, used in job.recorded if used is stream} >= {id(x), id(room.buffer)}
+    assert job.seen == [(hashing.mix64(step), step + 1) for step in range(4)]
 
 
 def test_a_replay_that_does_not_end_ends_the_process(
@@ -183,20 +218,40 @@ def test_a_replay_that_does_not_end_ends_the_process(
     assert ended == []
     step(41)
     assert ended == [True]
-    assert "rank 3 waited in replayed averages of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
+    assert "rank 3 waited in replayed calls of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
 
 
-def refused(group: dist.ProcessGroup) -> str:
-    """What the first step says on gloo."""
+def refused(group: dist.ProcessGroup) -> list[str]:
+    """What the first step says on gloo, and the first sum; then sums with other options."""
     model = DistributedDataParallel(nn.Linear(40, 40))
     thinwire.compress_ddp(model, "int8", replay=True)
-    return str(failure(lambda: model(torch.ones(2, 40)).sum().backward()))
+    calls: list[Callable[[], Any]] = [lambda: model(torch.ones(2, 40)).sum().backward()]
+    asked: list[Any] = [{"algorithm": "two_phase"}, {}, {"algorithm": "plain"}, {"algorithm": "one_shot", "replay": 1}]
+    calls += [partial(thinwire.all_reduce, torch.ones(9), **{"replay": True, **options}) for options in asked]
+    found = [str(failure(call)) for call in calls]
+    x = torch.full((9,), 127.0)
+    thinwire.all_reduce(x, codec="int8", algorithm="two_phase", replay=False)
+    return [*found, str(float(x[0]))]
+
+
+def alone(group: dist.ProcessGroup) -> float:
+    """One rank has nothing to send, so nothing to replay."""
+    x = torch.full((9,), 127.0)
+    thinwire.all_reduce(x, algorithm="one_shot", replay=True)
+    return float(x[0])
 
 
 def test_replay_is_refused_where_there_is_no_stream(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for said in ranks(2).run(refused):
-        assert "replay=True: " in said, said
-        assert "a group on NCCL" in said, said
+    for step, total, auto, plain, odd, later in ranks(2).run(refused):
+        for said in (step, total):
+            assert "replay=True: " in said, said
+            assert "a group on NCCL" in said, said
+        assert "numel=9, op=sum, float32, codec=int8, algorithm=two_phase, replay=True" in total, total
+        assert "goes with algorithm='two_phase' or 'one_shot', got 'auto'" in auto, auto
+        assert "goes with algorithm='two_phase' or 'one_shot', got 'plain'" in plain, plain
+        assert "replay must be True or False, got 1" in odd, odd
+        assert later == "254.0"
+    assert ranks(1).run(alone) == [127.0]
     for name, value in (("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_GRAPH_MIXING_SUPPORT", "0")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)

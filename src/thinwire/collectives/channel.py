@@ -102,7 +102,9 @@ class Channel:
         return found
 
     def remember(self, key: PlanKey, plan: CallPlan) -> None:
-        """Keep the plan of calls of one kind."""
+        """Keep the plan of calls of one kind; where very many are forgotten, so are quick calls, which share them."""
+        if len(self.plans) >= MOST_KINDS:
+            self.quick.clear()
         bounded(self.plans)[key] = plan
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:

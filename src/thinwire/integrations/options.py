@@ -1,7 +1,6 @@
 """The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -15,6 +14,7 @@ from thinwire.codecs import Cast, registry
 from thinwire.codecs.checks import is_int
 from thinwire.collectives.checks import check_algorithm
 from thinwire.collectives.message import ALGORITHMS, Nodes
+from thinwire.collectives.replay import check_replay
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import Ledger
 from thinwire.integrations import policy as policies
@@ -94,10 +94,7 @@ class DDPOptions:
             raise CodecError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {self.on_nonfinite!r}"
             )
-        if self.replay:
-            for name, usual in (("TORCH_NCCL_BLOCKING_WAIT", "0"), ("NCCL_GRAPH_MIXING_SUPPORT", "1")):
-                if (value := os.environ.get(name) or usual) != usual:
-                    raise CollectiveError(f"replay=True does not go with {name}={value}: leave one of them out")
+        check_replay(self.replay)
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it

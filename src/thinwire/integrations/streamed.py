@@ -16,10 +16,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
-from thinwire.collectives.replay import Replay
+from thinwire.collectives.replay import Replay, check_not_captured, refusal
 from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.work import new_future
-from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
@@ -65,7 +64,7 @@ class StreamedBucket:
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
         if self._replay is not None:
-            self._replay.check()
+            check_not_captured()
         message = self._message
         message.meet()
         channel = message.channel
@@ -160,10 +159,6 @@ def streamed(
     kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
     if program is None or any(memory.tensor is None for memory in kept) or (replays and not program.replays):
         if replays:
-            raise CollectiveError(
-                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat. They need "
-                "Triton, a group on NCCL, no mesh, a residual_dtype of floats, gradients of 16 or 32 bits, and a codec "
-                f"that is not top-k, nor in two phases affine or of blocks above 8192; got {message.text}"
-            )
+            raise refusal(message.text)
         return None
     return StreamedBucket(message, program, lanes, carries, sizes, replays=replays)

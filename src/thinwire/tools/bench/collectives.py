@@ -2,7 +2,8 @@
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
 bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank. On NCCL sums
-are averages, every codec runs in both algorithms, and what a call costs the host is told apart from what it takes.
+are averages, every codec runs in both algorithms, launched and replayed, and what a call costs the host is told apart
+from what it takes.
 
 [Note: Nodes] With nodes several ranks share a host and its link, which what they send to each other does not cross.
 Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is summed inside the nodes in the first
@@ -67,6 +68,7 @@ class Entry:
     algorithm: str
     inside: Codec | None = None  # of a hierarchy
     connections: int = 1  # between two ranks, of gloo
+    replay: bool = False  # as a CUDA graph
 
     @property
     def key(self) -> str:
@@ -218,9 +220,18 @@ def divisible(verb: str, world: int, numel: int) -> int:
 
 
 def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
-    algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
-    found = (_entry(name, algorithm) for name in names for algorithm in algorithms)
+    """The entries of codecs, which always compress, of "auto" and of "plain".
+
+    Sums of codecs in `every` algorithm, if asked, launched and replayed.
+    """
+    both = every and verb == "all_reduce"
+    algorithms = ALGORITHMS if both else (compressing(verb, world),)
+    found = []
+    for name in names:
+        some = [_entry(name, algorithm) for algorithm in algorithms]
+        found += some
+        if both and name != "bf16":
+            found += [replace(e, name=f"{e.name}+replay", replay=True) for e in some if e.algorithm in ALGORITHMS]
     return tuple(dict.fromkeys(found))
 
 
@@ -406,6 +417,8 @@ class _RankBench:
         how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm, "group": group}
         if self.case.averages:
             how["op"] = dist.ReduceOp.AVG
+        if entry.replay:
+            how["replay"] = True
         if entry.inside is not None:
             how |= {"codec": (entry.inside, entry.codec), "group": self.mesh}
         return lambda: verb(*given, **how)
