@@ -1120,6 +1120,7 @@ def replayed_sums(group: Group, algorithm: Any, dtype: torch.dtype) -> list[str]
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
+            x.add_(1)
             call()
         wrong.append("was captured")
     except thinwire.CollectiveError as error:
@@ -1148,9 +1149,10 @@ def closed_with_graphs(group: Group) -> list[bool]:
         for step in range(8):
             backward(model, dyadic(place.rank, step))
             thinwire.all_reduce(torch.ones(9, device=place.device), group=member, algorithm="one_shot", replay=True)
-        before = any(one.has_graphs for one in _live)
+        own = [one for one in list(_live) if one._channel.transport._group() is member]
+        before = sum(one.has_graphs for one in own)
         dist.destroy_process_group(member)
-        found.append(before and not any(one.has_graphs for one in _live))
+        found.append(before > 1 and not any(one.has_graphs for one in own))
     return found
 
 
