@@ -531,6 +531,11 @@ def test_calls_that_nobody_waits_for_are_compared_by_their_trails() -> None:
     assert all(link.closed for link in links)
     assert "operation 48 of this group: rank 1 called all_reduce(6); rank 2 called broadcast(3)" in told
     assert isinstance(found[3].raised(), DisagreementError)
+    new = [*usual[:48], "broadcast(4) for the first time"]  # in which a rank waits for the others
+    found, _ = followed([usual[:50], new])
+    assert "rank 0 called all_reduce(6); rank 1 called broadcast(4) for the first time" in str(found[1].over)
+    found, _ = followed([new, [*new[:-1], "broadcast(5) for the first time"], [*new, usual[49]]])
+    assert [board.over for board in found] == [None] * 3  # ranks compare these before they make them
 
 
 def trailed(group: Group) -> list[str | None]:
@@ -551,8 +556,9 @@ def trailed(group: Group) -> list[str | None]:
 
 def test_a_trail_has_every_call_that_ranks_agreed_on(ranks: RankPool) -> None:
     for found in ranks(2).run(trailed):
-        a, b, *rest = found
-        assert a is not None
-        assert b is not None
-        assert a != b
-        assert rest == [a, a, None, a]
+        a, b, *known, odd, last = found
+        assert "numel=31" in str(a)
+        assert "numel=32" in str(b)
+        assert "numel=4" in str(odd)
+        assert all(str(new).endswith(" for the first time") for new in (a, b, odd))
+        assert [f"{text} for the first time" for text in (*known, last)] == [a, a, a]

@@ -152,8 +152,8 @@ def test_a_rank_that_stops_in_replays_ends_the_others(ranks: RankPool, world: in
 # --- calls that differ ------------------------------------------------------------------------------------------------
 
 
-def differ(group: Group) -> dict[str, Any]:
-    """Each rank makes another call than the other, both of them known; what it is told, and whether others follow."""
+def differ(group: Group, numel: int) -> dict[str, Any]:
+    """Rank 0 makes another call than the others, of which all know these; what each is told, and what follows."""
     place = on_nccl(group)
     device = place.device
     del place
@@ -167,37 +167,39 @@ def differ(group: Group) -> dict[str, Any]:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     member = dist.new_group(backend="nccl")
     call = calls_of("all_reduce", member, device)
-    for numel in (5000, 6000) * 3:
-        call(numel)
+    for known in (5000, 6000) * 3:
+        call(known)
     torch.cuda.synchronize()
     channel = channel_of(member, device)
     start = time.monotonic()
-    call(5000 if rank else 6000)
+    raised = failure(functools.partial(call, 5000 if rank else numel))
     told = until(lambda: channel.failure is not None, seconds=60)
     seconds = time.monotonic() - start
     torch.cuda.synchronize()  # nothing on the GPU waits for another rank any more
-    errors = [failure(functools.partial(call, numel)) for numel in (5000, 7)]
+    errors = [failure(functools.partial(call, known)) for known in (5000, 7)]
     again = torch.full((3,), 127.0, device=device)
     thinwire.all_reduce(again, group=dist.new_group(backend="nccl"), **HOW)
     return {
         "told": told,
         "seconds": seconds,
+        "raised": str(raised),
         "errors": [f"{type(error).__name__}: {error}" for error in errors],
         "again": again.tolist(),
     }
 
 
 @each_world
+@pytest.mark.parametrize("numel", [6000, 7000], ids=["known", "new"])
 @in_time
-def test_known_calls_that_differ_are_told_to_all_ranks(ranks: RankPool, world: int) -> None:
+def test_calls_that_differ_are_told_to_all_ranks(ranks: RankPool, world: int, numel: int) -> None:
     fresh = ranks.fresh(world)
-    answers = fresh.run(differ)
+    answers = fresh.run(differ, numel)
     fresh.close()
     for told in answers:
         assert told["told"], told
         assert told["seconds"] < 30, told  # of a timeout of 120
         for error in told["errors"]:
             assert error == answers[0]["errors"][0], answers
-            said = ("the ranks disagree about operation", "numel=5000", "numel=6000", "make a new group to go on")
+            said = ("the ranks disagree about operation", "numel=5000", f"numel={numel}", "make a new group to go on")
             assert all(part in error for part in said), error
         assert told["again"] == [127.0 * world] * 3

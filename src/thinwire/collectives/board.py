@@ -9,7 +9,8 @@ knows itself, and a call that is merely late goes on.
 
 [Note: Trail] On NCCL the host waits for nothing, and messages have no tags: calls that differ would mix, or hold up the
 GPU until torch's watchdog comes. So every few seconds the lookout writes the last calls of the rank into the store,
-and compares its neighbour's with what this rank called under the same numbers.
+and compares its neighbour's with what this rank called under the same numbers. Two new calls are not compared here:
+ranks do that before they make them.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from torch._C import _distributed_c10d as c10d
 from thinwire.collectives.transport import LostRankError, Transport, timeout_s
 from thinwire.errors import CollectiveError, DisagreementError, PeerError
 
+FIRST_TIME = " for the first time"  # ends the name of a call that is new
 LOOK_S = 1.0  # how long a rank waits before it looks where the others are; then twice as long, and so on
 _TELL_S = 0.5  # how long a rank that fails waits for the store
 _TELLS = 10  # in so many parts: a machine that stands still for seconds uses up one of them, not all
@@ -63,11 +65,11 @@ class Place:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f" at step {self.step}"
-        return f"{self.text}{step}{'' if self.known else ' for the first time'}"
+        return f"{self.text}{step}{'' if self.known else FIRST_TIME}"
 
 
 class Trail:
-    """The last calls of a rank that were compared once, by number."""
+    """The last calls of a rank, by number."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, str]] = [(-1, "")] * _KEPT
@@ -242,10 +244,12 @@ class Board:
         except Exception:  # of a store that is gone, as when the rank that has it has ended
             self._follow_at = math.inf
             return
-        differ = [(at, text) for at, text in shown if trail.at(at) not in (None, text)]
-        for at, text in differ[:1]:
-            with contextlib.suppress(Exception):
-                self._clash(at, _called({self.rank: trail.at(at), neighbour: text}))
+        for at, text in shown:
+            own = trail.at(at)
+            if own not in (None, text) and not (str(own).endswith(FIRST_TIME) and text.endswith(FIRST_TIME)):
+                with contextlib.suppress(Exception):
+                    self._clash(at, _called({self.rank: own, neighbour: text}))
+                return
 
     def _lengths(self, place: Place) -> dict[int, str]:
         """What the ranks that wait in this exchange send and expect."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from thinwire.collectives.board import Place
+from thinwire.collectives.board import FIRST_TIME, Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.measuring import Trial, fastest
@@ -28,14 +28,12 @@ class Call:
             if channel.failure is not None:
                 raise broken(channel.failure)
             known = text in channel.kinds and not anew
-            self.place = Place(channel.next_call(), text, known, details=details)
+            number = channel.next_call(text if known else text + FIRST_TIME)
+            self.place = Place(number, text, known, details=details)
         self.answers: list[str] = []  # the ranks' details, where they were compared
         self.free_next_time = not channel.handshake.every_call
         if not (self.place.known and self.free_next_time):
             self.answers = channel.compare(self.place, details)
-        trail = channel.trail
-        if trail is not None:
-            trail.add(self.place.number, text)
 
     def setting(self, plan: CallPlan, step: int | None, scratch: tuple[int, int] | None = None) -> Setting:
         """What an operation of this call needs to know; `scratch` where the plan does not say it."""

@@ -71,16 +71,16 @@ class Channel:
     def failure(self) -> str | None:
         return self._failed or self._line.failure or self.board.over
 
-    def next_call(self, known: str | None = None) -> int:
-        """The number of a call: all ranks make them in the same order. `known`: the text of one like those before."""
+    def next_call(self, name: str) -> int:
+        """The number of a call: all ranks make them in the same order."""
         with self.lock:
             self.calls += 1
             if self.board.refused:
                 self.board.refuse(self.calls, None)
             if self.trail is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.trail = None  # the user's graphs make calls that are not counted
-            if known is not None and self.trail is not None:
-                self.trail.add(self.calls, known)
+            if self.trail is not None:
+                self.trail.add(self.calls, name)
             return self.calls
 
     def next_step(self) -> int:
