@@ -72,8 +72,8 @@ class Event:
     def __init__(self) -> None:
         self.stuck = Event.still
 
-    def record(self) -> None:
-        pass
+    def record(self, stream: object) -> None:
+        assert isinstance(stream, Stream)
 
     def query(self) -> bool:
         return not self.stuck
@@ -118,7 +118,8 @@ class Job:
 
         def run() -> None:
             assert all(isinstance(found, Tensor) for found in (low, high, number))
-            buffer.add_(1)
+            with torch.inference_mode():  # as a kernel, which writes through a pointer
+                buffer.add_(1)
             self.seen.append((int(low) & 0xFFFFFFFF | (int(high) & 0xFFFFFFFF) << 32, int(number)))
 
         if Graph.capturing is None:
@@ -126,8 +127,8 @@ class Job:
         else:
             Graph.capturing.launches.append(run)
 
-    def step(self, room: Any, buffer: Tensor, step: int) -> None:
-        self.replay.run(partial(self.launch, buffer), room, buffer, hashing.mix64(step), step + 1)
+    def step(self, room: Any, buffer: Tensor, step: int, place: Tensor | None = None) -> None:
+        self.replay.run(self.launch, room, buffer, hashing.mix64(step), step + 1, place)
 
 
 def rooms_of(count: int) -> Any:
@@ -150,6 +151,85 @@ def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.Mo
     assert [x.tolist() for x in buffers] == [[n] * 5 for n in (1, 4, 4)]  # the second is the place of the graphs
     assert job.launched == 2 + 2  # in each room once by itself and once into a graph
     assert (job.link.sent, job.link.received) == (1100, 110)
+
+
+def test_tensors_of_one_kind_leave_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go through a place of the sum's own, but for the one that was captured; that may be let go of."""
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    place = torch.zeros(8)
+    whole = torch.arange(64.0)
+    a, b, c = (whole[i : i + 8] for i in (0, 16, 33))  # c lies at an odd address
+    for step, x in enumerate((c, b, c, a, b, b, c)):
+        before = whole.clone()
+        copied = place.clone()
+        job.step(room, x, step, place)
+        begin = int(x.storage_offset())
+        before[begin : begin + 8] += 1
+        assert torch.equal(whole, before)
+        assert torch.equal(place, copied) == (x is b)
+    assert job.launched == 1 + 2  # two graphs: on the place, and on b
+    (found,) = job.replay._captured.values()
+    assert set(found.graphs) == {place.data_ptr(), b.data_ptr()}
+    assert not any(held.untyped_storage().data_ptr() == whole.data_ptr() for held in found.held)
+    assert (job.link.sent, job.link.received) == (700, 70)
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_what_lies_at_an_odd_address_is_never_captured(monkeypatch: pytest.MonkeyPatch, second: int) -> None:
+    """Its kernels may not have been loaded; but as many graphs are captured, as NCCL asks for."""
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    whole, place = torch.zeros(64), torch.zeros(8)
+    for step in range(4):
+        job.step(room, whole[second : second + 8], step, place)
+    assert job.launched == 1 + 2
+    (found,) = job.replay._captured.values()
+    assert set(found.graphs) == {place.data_ptr()} | (set() if second else {whole.data_ptr()})
+    assert whole.sum() == 4 * 8
+
+
+def test_inference_tensors_are_summed_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    place = torch.zeros(8)
+    with torch.inference_mode():
+        inferred = torch.zeros(8)
+    for step, inside in enumerate((True, False, True, False, False)):
+        with torch.inference_mode(inside):
+            job.step(room, inferred if step != 3 else torch.zeros(8), step, place)
+    assert inferred.tolist() == [4.0] * 8
+
+
+def test_nobody_holds_replays_that_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    for step in range(3):
+        job.step(room, torch.zeros(5), step)
+    gone = weakref.ref(job.replay)
+    replay._look_at_all()
+    del job.replay
+    assert gone() is None
+
+
+def test_a_forked_child_keeps_graphs_without_touching_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    (room,) = rooms_of(1)
+    for step in range(3):
+        job.step(room, torch.zeros(5), step)
+    assert job.replay in replay._live
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        free = replay._lock.acquire(blocking=False)
+        os.write(writing, bytes([free, job.replay in replay._parents, not replay._live, replay._thread is None]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 9) == bytes([True] * 4)
+    os.close(reading)
+    os.close(writing)
+    assert not replay._parents
+    assert not replay._lock.locked()
 
 
 def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +309,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     asked: list[Any] = [{"algorithm": "two_phase"}, {}, {"algorithm": "plain"}, {"algorithm": "one_shot", "replay": 1}]
     calls += [partial(thinwire.all_reduce, torch.ones(9), **{"replay": True, **options}) for options in asked]
     found = [str(failure(call)) for call in calls]
+    thinwire.all_reduce(torch.ones(0), algorithm="two_phase", replay=True)
     x = torch.full((9,), 127.0)
     thinwire.all_reduce(x, codec="int8", algorithm="two_phase", replay=False)
     return [*found, str(float(x[0]))]
@@ -257,5 +338,10 @@ def test_replay_is_refused_where_there_is_no_stream(ranks: RankPool, monkeypatch
             patched.setenv(name, value)
             with pytest.raises(thinwire.CollectiveError, match=f"does not go with {name}={value}"):
                 DDPOptions("int8", replay=True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(thinwire.CollectiveError, match="needs NCCL_GRAPH_REGISTER=0"):
+        DDPOptions("int8", replay=True)
+    DDPOptions("int8", replay=False)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     DDPOptions("int8", replay=True)
     assert "replay" not in DDPOptions("int8").agreed

@@ -44,7 +44,7 @@ def all_reduce(
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     `replay=True`, on NCCL with "two_phase" or "one_shot", makes one CUDA graph of calls of a kind, which costs the host
-    much less than their launches. It keeps the memory of the second such tensor, through which others are copied.
+    much less than their launches. It keeps scratch, and a copy for tensors that lie elsewhere than the second one.
     """
     if replay and isinstance(tensor, Tensor) and tensor.is_cuda:
         check_not_captured()
@@ -111,7 +111,9 @@ def _plan(channel: Channel, key: PlanKey, flat: Flat, group: transport.Group) ->
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
     plan = plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
-    return replace(plan, program=replayed(plan.program, channel, plan.text)) if key.replay else plan
+    if not key.replay or not flat.numel:
+        return plan
+    return replace(plan, program=replayed(plan.program, channel, plan.text))
 
 
 def _fastest(channel: Channel, group: transport.Group, dtype: torch.dtype, numel: int) -> Choose:

@@ -2,8 +2,9 @@
 
 [Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. NCCL asks that all
 ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first call in a room is
-launched, the second captured, and every later one replayed. A graph holds the memory that it reads and writes; numbers
-that lie elsewhere by then, as the bucket of a rank that has joined early, are copied there and back.
+launched, the second captured, and every later one replayed. A graph reads and writes the memory that it was captured
+with. It holds a place of its own (of DDP the bucket, whose numbers nobody needs once it has moved); numbers that lie
+elsewhere, as the bucket of a rank that has joined early, are copied there and back.
 NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
 the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
 the timeout of the group. The lookout cannot do that: it asks the store, which may be on the host that has stopped.
@@ -18,8 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,16 +38,19 @@ from thinwire.ranges import ranged
 
 _LOOK_S = 1.0
 _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
-_Launch = Callable[[Room, Number, Number], None]  # in a room, with the mixed step and the number of the call
+_ALIGNED = 16  # bytes: kernels for other addresses may not have been loaded, which cannot be done in a capture
+_Launch = Callable[
+    [Tensor, Room, Number, Number], None
+]  # on numbers, in a room; the mixed step, the number of the call
 
 
 @dataclass
 class _Captured:
-    """What was launched once in a room, and is captured at the next meeting."""
+    """What was launched once in a room, and is captured at the next call."""
 
     memo: Memo
-    graph: torch.cuda.CUDAGraph | None = None
-    held: tuple[Tensor, ...] = ()  # the numbers and the scratch that the graph reads and writes
+    graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)  # by the address of the numbers
+    held: tuple[Tensor, ...] = ()  # the place and the scratch that they read and write
     sent: int = 0  # bytes of messages in it
     received: int = 0
     stream: torch.cuda.Stream | None = None  # of the last call
@@ -86,20 +90,30 @@ class Replay:
             _live.add(self)
 
     @ranged("thinwire::replay")
-    def run(self, launch: _Launch, room: Room, x: Tensor, mixed: int, call: int = 0) -> None:
-        """Launch on the current stream, or replay on the numbers of `x` what was captured in this room."""
+    def run(
+        self, launch: _Launch, room: Room, x: Tensor, mixed: int, call: int = 0, place: Tensor | None = None
+    ) -> None:
+        """Launch on the current stream, or replay on the numbers of `x` what was captured in this room.
+
+        Without a `place` for numbers that lie elsewhere, that of the first capture is kept.
+        """
+        stream = torch.cuda.current_stream(room.device)
         found = self._captured.get(id(room))
         if found is None:
             found = self._captured[id(room)] = _Captured(Memo(room.device))
-            found.enter(torch.cuda.current_stream(room.device))
-            launch(room, *found.memo.begin(mixed, call))
+            found.enter(stream)
+            with _copied(x, x if place is None else place) as numbers:
+                launch(numbers, room, *found.memo.begin(mixed, call))
         else:
-            found.enter(torch.cuda.current_stream(room.device))
-            if found.graph is None:
-                self._capture(launch, found, room, x)
+            found.enter(stream)
+            if not found.graphs:
+                # Of a second graph, on the caller's own numbers, there is nothing to hold: it runs on these alone.
+                own = place is not None and x.data_ptr() % _ALIGNED == 0
+                places = [x] if place is None else [place, x if own else place]
+                self._capture(launch, found, room, places)
             self._replay(found, x, mixed, call)
         found.ended = torch.cuda.Event()
-        found.ended.record()
+        found.ended.record(stream)
 
     def release(self, group: dist.ProcessGroup | None = None) -> None:
         """Drop the graphs, of this group or of any."""
@@ -108,7 +122,7 @@ class Replay:
 
     @property
     def has_graphs(self) -> bool:
-        return any(found.graph is not None for found in list(self._captured.values()))
+        return any(found.graphs for found in list(self._captured.values()))
 
     def look(self, now: float) -> None:
         """End the process if a replay has not come to its end within the group's timeout."""
@@ -123,60 +137,73 @@ class Replay:
             os.abort()  # as torch's watchdog does
 
     def _replay(self, found: _Captured, x: Tensor, mixed: int, call: int) -> None:
-        assert found.graph is not None
-        place = found.held[0]
-        moved = place.data_ptr() != x.data_ptr()
-        if moved:
-            place.copy_(x)
-        found.memo.write(mixed, call)
-        found.graph.replay()
-        if moved:
-            x.copy_(place)
+        graph = found.graphs.get(x.data_ptr())
+        with _copied(x, x if graph is not None else found.held[0]) as numbers:
+            found.memo.write(mixed, call)
+            (graph or found.graphs[numbers.data_ptr()]).replay()
         link = self._channel.transport
         link.sent += found.sent
         link.received += found.received
 
-    def _capture(self, launch: _Launch, found: _Captured, room: Room, x: Tensor) -> None:
+    def _capture(self, launch: _Launch, found: _Captured, room: Room, places: Sequence[Tensor]) -> None:
         link = self._channel.transport
         before = link.sent, link.received
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._channel.stream):  # not the caller's, which may be the one that cannot be captured
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
-            try:
-                launch(room, *found.memo.begin(0, 0, captured=True))
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # what happened before matters
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        found.graph = graph
-        found.held = (x, room.buffer)
+        graphs = {}
+        for place in places:
+            link.sent, link.received = before
+            graph = graphs[place.data_ptr()] = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._channel.stream):  # the caller's may be the one that cannot be captured
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
+                try:
+                    launch(place, room, *found.memo.begin(0, 0, captured=True))
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # what happened before matters
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        found.graphs = graphs
+        found.held = (places[0], room.buffer)
         found.keep()
         found.sent, found.received = link.sent - before[0], link.received - before[1]
         link.sent, link.received = before
         _watch()
 
 
+@contextlib.contextmanager
+def _copied(x: Tensor, place: Tensor) -> Iterator[Tensor]:
+    """The numbers of x at a place, which are copied back in the end where that is not its own."""
+    if place is x:
+        yield x
+        return
+    with torch.inference_mode():  # whatever mode they were made in
+        place.copy_(x)
+    yield place
+    with torch.inference_mode():
+        x.copy_(place)
+
+
 class ReplayedSum:
-    """A sum by one CUDA graph, in scratch of its own."""
+    """A sum by one CUDA graph, in scratch and with a place of its own."""
 
     def __init__(self, program: Sum, channel: Channel) -> None:
         self._program = program
         self._room = Room(channel.device)
+        self._place: Tensor | None = None
         self._replay = Replay(channel)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program. The room is for kernels that are compiled."""
-        (x,) = tensors
-        flat = x.view(-1)
-
-        def launch(room: Room, mixed: Number, call: Number) -> None:
-            self._program.run_lanes(room, [flat], mixed)
-
+        x = tensors[0].view(-1)
+        if self._place is None:
+            with torch.inference_mode(False):
+                self._place = torch.empty_like(x)
         if is_ahead():
-            launch(room, *Memo(room.device).begin(0, 0))
+            self._launch(self._place, room, *Memo(room.device).begin(0, 0))
         else:
-            self._replay.run(launch, self._room, flat, hashing.mix64(step))
+            self._replay.run(self._launch, self._room, x, hashing.mix64(step), place=self._place)
+
+    def _launch(self, x: Tensor, room: Room, mixed: Number, call: Number) -> None:
+        self._program.run_lanes(room, [x], mixed)
 
 
 # --- what can be replayed ---------------------------------------------------------------------------------------------
@@ -189,6 +216,12 @@ def check_replay(replay: object) -> None:
     for name, usual in (("TORCH_NCCL_BLOCKING_WAIT", "0"), ("NCCL_GRAPH_MIXING_SUPPORT", "1")):
         if replay and (value := os.environ.get(name) or usual) != usual:
             raise CollectiveError(f"replay=True does not go with {name}={value}: leave one of them out")
+    memory = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if replay and "expandable_segments:true" in memory.lower() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        raise CollectiveError(
+            "replay=True with expandable_segments:True needs NCCL_GRAPH_REGISTER=0, or NCCL may access memory that "
+            "has moved: set it, or leave one of them out"
+        )
 
 
 def check_not_captured() -> None:
@@ -202,17 +235,11 @@ def replayed(program: object, channel: Channel, text: str) -> ReplayedSum | None
     if channel.world == 1:
         return None
     if not isinstance(program, Sum) or not program.replays:
-        raise refusal(text)
+        raise CollectiveError(
+            "replay=True: this sum is not made of launches that a CUDA graph can repeat. It needs Triton, a group on "
+            f"NCCL, tensors of 16 or 32 bits, and a codec that is not top-k; got {text}"
+        )
     return ReplayedSum(program, channel)
-
-
-def refusal(text: str) -> CollectiveError:
-    """The error of a call that is not a series of launches."""
-    return CollectiveError(
-        "replay=True: this call is not made of launches that a CUDA graph can repeat. It needs Triton, a group on "
-        "NCCL, no mesh, a residual_dtype of floats, tensors of 16 or 32 bits, and a codec that is not top-k, nor in "
-        f"two phases affine or of blocks above 8192; got {text}"
-    )
 
 
 # --- all graphs of the process ----------------------------------------------------------------------------------------
@@ -268,9 +295,14 @@ def _run() -> None:
             if not any(replay.has_graphs for replay in _live):
                 _thread = None
                 return
-        for replay in _replays():
-            with contextlib.suppress(RuntimeError):  # of CUDA, which every other thread is told as well
-                replay.look(time.monotonic())
+        _look_at_all()
+
+
+def _look_at_all() -> None:
+    """Afterwards nobody holds them."""
+    for replay in _replays():
+        with contextlib.suppress(RuntimeError):  # of CUDA, which every other thread is told as well
+            replay.look(time.monotonic())
 
 
 def _end() -> None:
@@ -279,3 +311,27 @@ def _end() -> None:
     if _thread is not None:
         _thread.join(2 * _LOOK_S)
     _release()
+
+
+_parents: list[Replay] = []  # in a child, which must not touch the graphs of the process that forked it
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    _parents.extend(_live)
+
+
+def _after_in_parent() -> None:
+    _parents.clear()
+    _lock.release()
+
+
+def _after_in_child() -> None:
+    """A child has no thread that watches, nor graphs to look at."""
+    global _lock, _thread
+    _live.clear()
+    _lock = threading.Lock()
+    _thread = None
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -16,9 +16,10 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
-from thinwire.collectives.replay import Replay, check_not_captured, refusal
+from thinwire.collectives.replay import Replay, check_not_captured
 from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.work import new_future
+from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
@@ -82,8 +83,7 @@ class StreamedBucket:
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
                 if self._replay is not None and room is not None:
-                    launch = functools.partial(self._launch, buffer)
-                    self._replay.run(launch, room, buffer, mixed, call)
+                    self._replay.run(self._launch, room, buffer, mixed, call)
                 else:
                     self._launch(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
@@ -159,6 +159,10 @@ def streamed(
     kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
     if program is None or any(memory.tensor is None for memory in kept) or (replays and not program.replays):
         if replays:
-            raise refusal(message.text)
+            raise CollectiveError(
+                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat. They need "
+                "Triton, a group on NCCL, no mesh, a residual_dtype of floats, gradients of 16 or 32 bits, and a codec "
+                f"that is not top-k, nor in two phases affine or of blocks above 8192; got {message.text}"
+            )
         return None
     return StreamedBucket(message, program, lanes, carries, sizes, replays=replays)

@@ -46,11 +46,14 @@ class Memo:
     """Where the launches of a program find their numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.zeros(_MOST, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):
+            self.memory = torch.zeros(_MOST, dtype=torch.int32, device=device)
         self._made: list[_Made] = []
         self._used = 0
         self._now: tuple[int, int] | None = None
-        self._sources: deque[Tensor] = deque(maxlen=256)  # where the GPU may still read, if it reads the host's memory
+        self._sources: deque[Tensor] = deque(
+            maxlen=_MOST
+        )  # where the GPU may still read, if it reads the host's memory
 
     def begin(self, mixed: int, call: int, *, captured: bool = False) -> tuple[Later, Later]:
         """The mixed step and the number of the call for launches that follow, which run at once or are captured."""

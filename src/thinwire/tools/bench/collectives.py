@@ -27,6 +27,7 @@ from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
+from thinwire.errors import CollectiveError
 from thinwire.tools.bench import ddp_steps, launch, link as links, nccl, timing, turns
 from thinwire.tools.bench.codec import nmse
 from thinwire.tools.bench.ddp_steps import StepCase
@@ -294,7 +295,7 @@ def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: 
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
-    for entry in case.entries:
+    for entry in [entry for entry in case.entries if entry.key in parts[0]]:
         samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
         yield {
             "verb": case.verb,
@@ -393,7 +394,13 @@ class _RankBench:
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
-            self._call(entry.key)  # auto decides at its first call
+            try:
+                self._call(entry.key)  # auto decides at its first call
+            except CollectiveError:
+                if not entry.replay:
+                    raise
+                del self.calls[entry.key]  # there is no such sum, on any rank
+                continue
             group = self.groups[entry.connections]
             self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out, group))
 
