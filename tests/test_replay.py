@@ -88,6 +88,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.waited.append(event)
 
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other  # as torch's
+
 
 class Job:
     """A program that notes the step and the call at every run, in a channel that is none."""

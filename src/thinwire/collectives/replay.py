@@ -59,7 +59,7 @@ class _Captured:
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """The next call is on this stream, after the last one: there is one scratch."""
-        if self.stream != stream:
+        if self.stream is None or self.stream != stream:  # torch takes None for equal to any stream
             if self.ended is not None:
                 stream.wait_event(self.ended)
             self.stream = stream

@@ -5,7 +5,6 @@ step, the keys of rotation and dither and the number of a call, therefore stands
 its address. `Memo.write` puts the numbers of the next replay there, in the order of the stream.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -51,9 +50,6 @@ class Memo:
         self._made: list[_Made] = []
         self._used = 0
         self._now: tuple[int, int] | None = None
-        self._sources: deque[Tensor] = deque(
-            maxlen=_MOST
-        )  # where the GPU may still read, if it reads the host's memory
 
     def begin(self, mixed: int, call: int, *, captured: bool = False) -> tuple[Later, Later]:
         """The mixed step and the number of the call for launches that follow, which run at once or are captured."""
@@ -78,7 +74,6 @@ class Memo:
         self._put(self.memory[: self._used], [number for made in self._made for number in made(mixed, call)])
 
     def _put(self, target: Tensor, values: Sequence[int]) -> None:
-        """In the order of the stream; the host goes on."""
-        source = torch.tensor(values, dtype=torch.int32)
-        target.copy_(source, non_blocking=True)
-        self._sources.append(source)
+        """In the order of the stream; the host goes on, for which a GPU has to read from pinned memory."""
+        source = torch.tensor(values, dtype=torch.int32, pin_memory=target.is_cuda)
+        target.copy_(source, non_blocking=True)  # torch gives the memory to nobody else before it was read
