@@ -66,6 +66,9 @@ MEANING: dict[str, Callable[..., int]] = {
     "popc.b32": lambda a: a.bit_count(),
     "fma.rn.sat.f32": saturated,
     "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, table: sum(
+        (table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32)
+    ),
     "setp.ne.b32": lambda a, b: int(a != b),
     "mov.b32": lambda a: a,
     "neg.f32": lambda a: a ^ 0x80000000,
@@ -99,7 +102,7 @@ def test_permuted_is_what_its_digits_say(select: int) -> None:
 
 def test_levels_come_in_two_bytes() -> None:
     table = LLOYD[4]
-    levels = words_in_memory()[16:]
+    levels = words_in_memory(4)[16:]
     for word in WORDS:
         above = run(four_bytes.CHOOSE.value, levels[0], levels[1], word ^ 0x8888)
         rest = above | run(four_bytes.CHOOSE.value, levels[2], levels[3], word)
@@ -108,9 +111,23 @@ def test_levels_come_in_two_bytes() -> None:
         assert found == [table.signed_levels[word >> 4 * i & 15] for i in range(4)]
 
 
-def words_in_memory() -> list[int]:
-    """What kernels of 4-bit levels find in memory."""
-    return [word & 0xFFFFFFFF for word in launch.levels(Kind.LLOYD, 4, torch.device("cpu")).tolist()]
+def test_four_levels_are_one_word() -> None:
+    (found,) = words_in_memory(2)[4:5]
+    for word in WORDS:
+        levels = run(four_bytes.CHOOSE.value, found, found, word & 0x3333)
+        assert [byte(levels, i) - 128 for i in range(4)] == [
+            LLOYD[2].signed_levels[word >> 4 * i & 3] for i in range(4)
+        ]
+
+
+def words_in_memory(bits: int) -> list[int]:
+    """What kernels of levels find in memory."""
+    return [word & 0xFFFFFFFF for word in launch.levels(Kind.LLOYD, bits, torch.device("cpu")).tolist()]
+
+
+def test_mixed_takes_each_bit_from_one_of_two_words() -> None:
+    for a, b in zip(WORDS, reversed(WORDS), strict=True):
+        assert run(four_bytes.mix_text(0x0F0F0F0F), a, b) == a & 0x0F0F0F0F | b & 0xF0F0F0F0
 
 
 @pytest.mark.parametrize("upper", [False, True])
@@ -150,3 +167,5 @@ def test_sums_of_scales_so_far_apart_are_exact(reach: int, world: int) -> None:
     largest = 255 << exact_sums.furthest(reach, world)  # in units
     assert largest < 1 << 15
     assert reach * world * largest < 1 << 24
+    if reach <= 20:
+        assert world * largest * max(reach, 8) < 1 << 22  # 8: a code of 1 bit, or twice 2 of 2 bits, at its last place

@@ -122,12 +122,13 @@ def test_a_measurement_is_announced(file: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_one_kernel_serves_all_sizes_but_of_a_lloyd_encode(file: Path, codec: BlockInt | Lloyd, op: str) -> None:
+def test_one_kernel_serves_all_sizes_but_of_a_lloyd_encode_or_recode(
+    file: Path, codec: BlockInt | Lloyd, op: str
+) -> None:
     how = codec.encoding(torch.float32)
     sizes = {choose(numel, how, op) for numel in (1, tuning.SMALL - 1, tuning.SMALL, tuning.LARGE - 1)}
-    assert sizes == (
-        {table(op, how), tuning.SHORT} if (op, how.format.kind) == ("encode", Kind.LLOYD) else {table(op, how)}
-    )
+    two = op in ("encode", "recode") and how.format.kind == Kind.LLOYD
+    assert sizes == ({table(op, how), tuning.SHORT} if two else {table(op, how)})
 
 
 # Multiprocessors, memory clock in kHz and bus in bits, as CUDA tells them.

@@ -114,7 +114,8 @@ def _decode_tile(
         if not CALM:
             trouble = trouble | 1
         if trouble == 0:
-            z = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            z = finish(times(z, unit), keys, norm, at, T)
             _put(sink, z, at, T, MODE, False)
         else:
             _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)

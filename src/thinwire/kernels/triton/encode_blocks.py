@@ -10,7 +10,7 @@ import triton.language as tl
 
 from thinwire.kernels.triton.decode_blocks import finish, leave
 from thinwire.kernels.triton.frame import CHANGING, Sections, sections, wide, write_frame
-from thinwire.kernels.triton.lloyd import codes_per_block, in_domain, put_levels
+from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.memory import load_floats
 from thinwire.kernels.triton.numbers import INF_BITS, LOWER, domain_factor, float_of, size_bits, undo
 from thinwire.kernels.triton.rotation import flip, hadamard
@@ -183,13 +183,13 @@ def _last(source, first, length, T: tl.constexpr, MODE: tl.constexpr):
 def _put_lloyd(tile, target, cells, keys, root, at, T: tl.constexpr, VALUES: tl.constexpr):
     """Rotate, write scales and codes; (stored scale, values of the codes)."""
     one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    tile, power, up, post, bad = in_domain(tile, one, False, T)
+    tile, power, unit, up, post, bad = in_domain(tile, one, one, False, T)
     if T.rotated:  # by a transform that is not normalised: the sum of squares is the mean square after it
         tile = hadamard(flip(tile, keys, at, T), at, T)
     else:
-        power = tl.div_rn(power, codes_per_block(at, T))
+        power = per_code(power, at, T)
         root = 1.0
-    return put_levels(tile, power, up, post, bad, root, target, cells, at, T, VALUES)
+    return put_levels(tile, power, unit, up, post, bad, root, target, cells, at, T, VALUES)
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------

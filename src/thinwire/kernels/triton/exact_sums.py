@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from thinwire.kernels.triton.four_bytes import chosen, dotted, in_bytes, permuted
+from thinwire.kernels.triton.four_bytes import chosen, dotted, in_bytes, mixed, permuted
 from thinwire.kernels.triton.memory import look_up
 from thinwire.kernels.triton.numbers import HUGE_BITS, ROUNDER, ROUNDER_BITS, WIDENER, WIDENER_BITS, bits_of, float_of
 
@@ -56,17 +56,17 @@ def integers_of(scale_bits, T: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.constexpr_function
 def furthest(reach, world):
-    """How many powers of two scales may be apart: at most 7, and values up to `reach` add up to 2**24 units at most."""
-    return max(d for d in range(8) if d == 0 or reach * world << 8 + d <= 1 << 24)
+    """How many powers of two scales may be apart: at most 6, and values up to `reach` add up to 2**24 units at most."""
+    return max(d for d in range(7) if d == 0 or reach * world << 8 + d <= 1 << 24)
 
 
 @triton.jit
 def exact_sum(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
-    """The sum of wires whose scales are these integers."""
-    if T.gaussian and T.bits == 4:
-        return _sum_levels(words, scales, levels, T, WORLD)
+    """(z, unit): the sum of wires whose scales are these integers, in a unit that is a power of two for each row."""
+    if T.gaussian and T.bits > 1:
+        return _sum_levels(words, scales, levels, T, WORLD), scales.unit
     else:
-        return _sum_codes(words, scales, T, WORLD)
+        return _sum_codes(words, scales, T, WORLD), tl.full((T.rows, T.columns), 1.0, tl.float32)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _sum_codes(words, scales, T: tl.constexpr, WORLD: tl.constexpr):
     units = ()
     for place in tl.static_range(4 // T.bits):  # of half a byte
         zeros = scales.total >> 1 if T.bits == 1 else scales.total * T.reach
-        starts = starts + ((-zeros << (place * T.bits)) + (ROUNDER_BITS if T.short else 0),)
+        starts = starts + ((-zeros << (place * T.bits)) + ROUNDER_BITS,)
         units = units + (scales.unit * (2.0 ** -(place * T.bits)),)
     z = ()
     for i in tl.static_range(T.size):
@@ -97,39 +97,41 @@ def _sum_fields(
         four = _field(turned[w * T.banks[0] + lane % T.banks[0] * 4 + v], PLACE, T)
         total = _added(total, four, pairs, w, WORLD)
     unit = units[PLACE % len(starts)]
-    if T.short:
-        return tl.fma(float_of(total), unit, unit * -ROUNDER)
-    else:
-        return total.to(tl.float32) * unit
+    return tl.fma(float_of(total), unit, unit * -ROUNDER)
 
 
 @triton.jit
 def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
     zero = scales.total >> 31  # not known to ptxas, which would keep the table where each use takes a move
     table = ()
-    for k in tl.static_range(5):
+    for k in tl.static_range(5 if T.bits == 4 else 1):
         table = table + (look_up(levels, zero, -2 * T.half - k),)
     rests = ()
     marks = ()
     for w in tl.static_range(0, WORLD, 4):
         for bank in tl.static_range(T.banks[0]):
-            rest, mark = _levels_of(_four(words, w, bank, T, WORLD), table)
+            rest, mark = _levels_of(_four(words, w, bank, T, WORLD), table, T)
             rests = rests + rest
             marks = marks + mark
     doubled = [pair << 1 for pair in scales.pairs]
     z = ()
     for i in tl.static_range(T.size):
-        total = _sum_bytes(scales.total * -510, i // 4, i % 4, rests, scales.pairs, T, WORLD)
-        total = _sum_bytes(total, i // 4, i % 4, marks, doubled, T, WORLD)
-        z = z + (total.to(tl.float32) * scales.unit,)
+        if T.bits == 4:
+            total = _sum_bytes(scales.total * -510, i, rests, scales.pairs, T, WORLD)
+            z = z + (_sum_bytes(total, i, marks, doubled, T, WORLD).to(tl.float32),)
+        else:
+            total = _sum_bytes(scales.total * -128 + ROUNDER_BITS, i, rests, scales.pairs, T, WORLD)
+            z = z + (float_of(total) - ROUNDER,)
     return z
 
 
 @triton.jit
-def _sum_bytes(total, lane: tl.constexpr, v: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
-    INDEX: tl.constexpr = lane % T.banks[0] * 8 + lane // T.banks[0] * 4 + v
+def _sum_bytes(total, i: tl.constexpr, found, pairs, T: tl.constexpr, WORLD: tl.constexpr):
+    PLACES: tl.constexpr = 8 // T.bits
+    lane: tl.constexpr = i // 4
+    INDEX: tl.constexpr = (lane % T.banks[0] * PLACES + lane // T.banks[0]) * 4 + i % 4
     for w in tl.static_range(0, WORLD, 4):
-        total = _added(total, found[w * 2 * T.banks[0] + INDEX], pairs, w, WORLD)
+        total = _added(total, found[w * PLACES * T.banks[0] + INDEX], pairs, w, WORLD)
     return total
 
 
@@ -171,46 +173,46 @@ def _turned(four):
 
 @triton.jit
 def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
-    """The values at a place of every byte, reach more than they are; of 1 bit the codes. The lower half of a byte stays
-    where it is, so that values are 2**(place * bits) times too large.
+    """The codes at a place of every byte. The lower half of a byte stays where it is, so that these are
+    2**(place * bits) times too large.
     """
     SHIFT: tl.constexpr = PLACE * T.bits // 4 * 4
     LEFT: tl.constexpr = PLACE * T.bits - SHIFT
-    codes = (four >> SHIFT) & in_bytes(((1 << T.bits) - 1) << LEFT)
-    if T.gaussian and T.bits == 2:
-        INNER: tl.constexpr = T.levels[0]
-        OUTER: tl.constexpr = T.levels[1]
-        return codes * (OUTER - INNER) + (codes & in_bytes(2 << LEFT)) * ((3 * INNER - OUTER) // 2)
-    else:
-        return codes
+    return (four >> SHIFT) & in_bytes(((1 << T.bits) - 1) << LEFT)
 
 
-# --- 16 levels --------------------------------------------------------------------------------------------------------
-# A permutation looks up four codes of which half have a byte in its 8, and for the others takes the sign of a byte. So
-# a level comes in two bytes, of 7 bits and the sign 0, which two tables tell, and of the sign 1, which is a mark alone:
+# --- 4 and 16 levels --------------------------------------------------------------------------------------------------
+# A permutation looks up four codes, each in four bits. Of 2 bits their levels + 128 are one word. Of 4 bits half of the
+# codes have a byte in the 8 of a permutation, and for the others it takes the sign of a byte. So a level comes in two
+# bytes, of 7 bits and the sign 0, which two tables tell, and of the sign 1, which is a mark alone:
 #
 #   code >= 8: rest = level          mark = 255      rest + 2 * mark = level + 510
 #   code <  8: rest = 128 + level    mark = 191      rest + 2 * mark = level + 510
 
 
 @triton.jit
-def _levels_of(four, table):
-    """(rests, marks) of four words of eight codes, as bytes: of each place and neighbour those of all words.
+def _levels_of(four, table, T: tl.constexpr):
+    """(rests, marks) of the codes in four words, as bytes: of each place and neighbour those of all words.
 
-    table: two words of positive levels, two of the negative ones + 128, and one of marks.
+    table: of 4 bits two words of positive levels, two of the negative ones + 128, and one of marks.
     """
     rests = ()
     marks = ()
-    for place in tl.static_range(2):
-        low = _nibbles(four[0], four[1], place)
-        high = _nibbles(four[2], four[3], place)
+    for place in tl.static_range(8 // T.bits):
+        low = _nibbles(four[0], four[1], place * T.bits // 4)
+        high = _nibbles(four[2], four[3], place * T.bits // 4)
         for half in tl.static_range(2):
             codes = permuted(low, high, 0x7362 if half else 0x5140)
+            if T.bits == 2:
+                codes = (codes >> (place % 2 * 2)) & 0x33333333
             others = codes ^ in_bytes(0x88)
             for shift in tl.static_range(0, 32, 16):
-                above = chosen(table[0], table[1], others >> shift)
-                rests = rests + (above | chosen(table[2], table[3], codes >> shift),)
-                marks = marks + (chosen(table[4], table[4], codes >> shift),)
+                if T.bits == 2:
+                    rests = rests + (chosen(table[0], table[0], codes >> shift),)
+                else:
+                    above = chosen(table[0], table[1], others >> shift)
+                    rests = rests + (above | chosen(table[2], table[3], codes >> shift),)
+                    marks = marks + (chosen(table[4], table[4], codes >> shift),)
     return rests, marks
 
 
@@ -218,6 +220,6 @@ def _levels_of(four, table):
 def _nibbles(a, b, UPPER: tl.constexpr):
     """The lower, or UPPER, halves of all bytes of two words: those of `a` below."""
     if UPPER:
-        return ((a >> 4) & 0x0F0F0F0F) | (b & in_bytes(0xF0))
+        return mixed(a >> 4, b, 0x0F0F0F0F)
     else:
-        return (a & 0x0F0F0F0F) | ((b << 4) & in_bytes(0xF0))
+        return mixed(a, b << 4, 0x0F0F0F0F)

@@ -36,6 +36,21 @@ def permute_text(select):
 
 
 @triton.jit
+def mixed(a, b, MASK: tl.constexpr):
+    """The bits of a that a mask has, and those of b that it has not: one instruction, which LLVM would make two."""
+    if INTERPRETED:
+        return (a & MASK) | (b & (MASK ^ -1))
+    else:
+        return instruction(mix_text(MASK), "=r,r,r", (a, b))
+
+
+@triton.constexpr_function
+def mix_text(mask):
+    """PTX: a where c is set, else b."""
+    return f"lop3.b32 $0, $1, $2, {mask}, 0xE4;"
+
+
+@triton.jit
 def chosen(a, b, select):
     """Four bytes of two words, by digits that are not known beforehand; from 8 on, 0 or 255 by the sign of a byte."""
     if INTERPRETED:

@@ -35,6 +35,7 @@ class Config:
 
     lanes: int = 1  # at least; more => fewer shuffles in the rotation, more registers
     warps: int = 2
+    registers: int | None = None  # at most, for a thread; fewer => more programs at a time. None: ptxas decides
 
 
 # --- the three operations ---------------------------------------------------------------------------------------------
@@ -189,7 +190,8 @@ def blocks(
     }
     constants = {"T": T if INTERPRETED else Known(T), "TAIL": ragged, **constants}
     grid = max(1, -(-full // T.rows) + ragged)
-    return Prepared(_BLOCK_KERNELS[kernel], device, grid, LONG_WARPS if T.pieces else config.warps, known, constants)
+    warps = LONG_WARPS if T.pieces else config.warps
+    return Prepared(_BLOCK_KERNELS[kernel], device, grid, warps, known, constants, config.registers)
 
 
 def tile_of(how: Encoding, layout: Layout, config: Config, wire_at: int, stride: int, grouped: bool) -> Tile:
@@ -297,8 +299,10 @@ def levels(kind: Kind, bits: int, device: torch.device) -> Tensor:
     table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits] if kind == Kind.LLOYD else LLOYD[1]
     count = len(table.levels)
     floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
-    shorts = bytes((*table.levels, *(128 + level for level in table.signed_levels[:count])))
-    words = shorts.ljust(16, b"\0") + bytes((191,) * 4)
+    shorts = [*table.levels, *(128 + level for level in table.signed_levels[:count])]
+    if count == 2:
+        shorts = [128 + level for level in table.signed_levels]
+    words = bytes(shorts).ljust(16, b"\0") + bytes((191,) * 4)
     with torch.inference_mode(False):
         return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 

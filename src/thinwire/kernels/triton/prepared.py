@@ -23,7 +23,7 @@ _found: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}  # compiled kerne
 class Prepared:
     """A kernel on one device, cut into `grid` programs of `warps` warps each, with all but the arguments of a call.
 
-    Both dictionaries may hold more than the kernel asks for.
+    Both dictionaries may hold more than the kernel asks for. registers: at most, for a thread.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Prepared:
         warps: int,
         known: dict[str, Any],
         constants: dict[str, Any],
+        registers: int | None = None,
     ) -> None:
         known = {name: known[name] for name in kernel.arg_names if name in known}
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -41,12 +42,12 @@ class Prepared:
         self._kernel = kernel
         self.device = device
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
-        self._warps = warps
+        self._options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": registers}
         self._args = [beforehand.get(name) for name in kernel.arg_names]
         self._places = {name: i for i, name in enumerate(kernel.arg_names) if name not in beforehand}
         alike = getattr(kernel, "do_not_specialize", ())  # the interpreter has none
         kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
-        self._found = _found.setdefault((kernel, device, warps, kinds), {})
+        self._found = _found.setdefault((kernel, device, warps, registers, kinds), {})
 
     def __call__(self, **given: Any) -> Any:
         """Start the kernel with the arguments that were not known; gives the compiled one, if it was started."""
@@ -73,7 +74,7 @@ class Prepared:
             return found
         assert given.keys() == self._places.keys(), f"expected {[*self._places]}, got {[*given]}"
         with telling("compiling GPU kernels as codecs are first used"):
-            found = self._kernel[self.grid](*args, num_warps=self._warps, enable_fp_fusion=False)
+            found = self._kernel[self.grid](*args, **self._options)
         if found is not None:  # the interpreter compiles nothing
             changing = self._kernel.do_not_specialize
             assert all(name in changing for name, value in given.items() if isinstance(value, int))
@@ -91,7 +92,7 @@ class Prepared:
     def _compile(self, args: list[Any]) -> None:
         """Compile and load; Triton finds the kernel at the next launch. In any thread."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            made = self._kernel.warmup(*args, grid=self.grid, num_warps=self._warps, enable_fp_fusion=False)
+            made = self._kernel.warmup(*args, grid=self.grid, **self._options)
             _ = made.run  # on first sight loads the kernel, and has a C compiler make what launches it
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, sections, wide, write_frame
-from thinwire.kernels.triton.lloyd import codes_per_block, in_domain, put_levels
+from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
 from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT, number
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
 from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
@@ -59,30 +59,30 @@ def recode_kernel(
 
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
+    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     if T.trellis:
         z, post = sum_any(wires, at, T)
-        _put_sum(z, post, scale, target, cells, dither, at, T, True)
+        _put_sum(z, one, post, scale, target, cells, dither, at, T, True)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)
         if anywhere(odd) == 0:
-            one = tl.full((T.rows, T.columns), 1.0, tl.float32)
-            _put_sum(usual_sum(begun, wires.levels, T, WORLD), one, scale, target, cells, dither, at, T, False)
+            z, unit = usual_sum(begun, wires.levels, T, WORLD)
+            _put_sum(z, unit, one, scale, target, cells, dither, at, T, False)
         else:
             z, post = sum_any(wires, at, T)
-            _put_sum(z, post, scale, target, cells, dither, at, T, True)
+            _put_sum(z, one, post, scale, target, cells, dither, at, T, True)
 
 
 @triton.jit
-def _put_sum(z, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
-    """Encode a sum that `post` takes back to its own size, times `scale`."""
+def _put_sum(z, unit, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
+    """Encode a sum in a unit that `post` takes back to its own size, times `scale`."""
     if T.gaussian:
-        tile, energy, up, post, bad = in_domain(kept(z, at, 0.0, T), post, ANY, T)
+        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, ANY, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
-        power = tl.div_rn(energy, codes_per_block(at, T))
-        put_levels(tile, power, up, post, bad, scale, target, cells, at, T, False)
+        put_levels(tile, per_code(energy, at, T), unit, up, post, bad, scale, target, cells, at, T, False)
     else:
-        tile = times(z, scale)
+        tile = times(times(z, unit), scale)
         extent = extent_of(tile, at, T)
         factor, post = _lift(extent.peak, post)
         put_scaled(tile, extent, factor, post, target, dither, at, T)

@@ -13,7 +13,7 @@ from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks
 from thinwire.kernels.triton.frame import CHANGING, KEY_WORD, Sections, sections, wide, write_frame
 from thinwire.kernels.triton.numbers import INF_BITS, number
 from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
-from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store
+from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store, times
 
 ROTATION = tl.constexpr(hashing.ROTATION)
 DITHER = tl.constexpr(hashing.DITHER)
@@ -253,7 +253,8 @@ def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, 
         if not CALM:
             trouble = trouble | 1
         if trouble == 0:
-            others = finish(usual_sum(begun, wires.levels, T, WORLD), keys, norm, at, T)
+            others, unit = usual_sum(begun, wires.levels, T, WORLD)
+            others = finish(times(others, unit), keys, norm, at, T)
         else:
             others, post = sum_any(wires, at, T)
             others = leave(finish(others, keys, norm, at, T), post, T)

@@ -57,7 +57,8 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
 def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback: Feedback | None) -> Recode:
     """See rows.recoder."""
     layout = job.layout(row)
-    config = tuning.choose("recode", job.how, torch.float32, job.device, layout.numel, world)
+    op = "recode" if own < 0 else "recode_own"
+    config = tuning.choose(op, job.how, torch.float32, job.device, layout.numel, world)
     even = job.rows.each % 4 == 0
     keys = _row_keys(job, row, hashing.DITHER_RECODE if own < 0 else hashing.DITHER)
     keyed = job.how.keyed
@@ -187,7 +188,8 @@ def _blocks(
         programs = max(programs, -(-numbers["full"] // T.rows) + bool(numbers["length"]))
     constants = {"T": T if INTERPRETED else launch.Known(T), "TAIL": tail, **constants}
     warps = LONG_WARPS if T.pieces else config.warps
-    return Prepared(_ROWS[op], job.device, (programs, rows.short + 1), warps, arguments, constants)
+    grid = (programs, rows.short + 1)
+    return Prepared(_ROWS[op], job.device, grid, warps, arguments, constants, config.registers)
 
 
 def _own(
@@ -223,7 +225,7 @@ def _own(
         "MODE": _MODES[feedback.mode if feedback else ""],
     }
     grid = max(1, -(-numbers["full"] // T.rows) + bool(numbers["length"]))
-    return Prepared(row_blocks.recode_own, job.device, grid, config.warps, known, constants)
+    return Prepared(row_blocks.recode_own, job.device, grid, config.warps, known, constants, config.registers)
 
 
 def _plain(kernel: Any, job: RowJob, known: dict[str, Any], grouped: bool, **constants: bool) -> Prepared:

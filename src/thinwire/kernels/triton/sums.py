@@ -85,7 +85,8 @@ def begin_sum(wires, at, T: tl.constexpr, WORLD: tl.constexpr):
 
 @triton.jit
 def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
-    """The sum of wires with usual scales."""
+    """(z, unit): the sum of wires with usual scales, in a unit that is a power of two for each row."""
+    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
     if WORLD > 1 and T.narrow:
         words, scales = begun
         return exact_sum(words, scales, table, T, WORLD)
@@ -98,9 +99,9 @@ def usual_sum(begun, table, T: tl.constexpr, WORLD: tl.constexpr):
                 z = [x + minimum for x in z]
         for w in tl.static_range(WORLD):
             z = _add_codes(z, words[w * T.count : (w + 1) * T.count], table, float_of(scale_bits[w]), T, True)
-        return z
+        return z, one
     else:
-        return begun
+        return begun, one
 
 
 @triton.jit

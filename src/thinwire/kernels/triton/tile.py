@@ -151,11 +151,6 @@ class Tile:
         return self.bits in (1, 2, 4) and not self.affine and self.vector == 4
 
     @cached_property
-    def short(self) -> bool:
-        """Whether 8 times `reach` of the largest of narrow scales, at any place of half a byte, is below 2**22."""
-        return self.reach << 4 - self.bits + 15 + 3 < 1 << 22
-
-    @cached_property
     def ragged(self) -> "Tile":
         """The same for a short last block."""
         if self.pieces:

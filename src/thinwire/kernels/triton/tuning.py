@@ -38,16 +38,17 @@ _chosen: dict[_Key, Config] = {}
 
 
 def choose(op: str, how: Encoding, dtype: torch.dtype, device: torch.device, numel: int, world: int = 1) -> Config:
-    """The configuration of `op` (encode, encode_residual, decode_sum, recode) for tensors of `dtype` on `device`.
+    """The configuration of `op` for tensors of `dtype` on `device`.
 
+    op: encode, encode_residual, decode_sum, recode, or recode_own, whose own part is a tensor.
     One serves all sizes, so that a kernel is compiled once; but a small tensor does not wait for the 64 numbers a
-    thread has in the tiles of a large Lloyd encode.
+    thread has in the tiles of a large Lloyd encode or recode.
     """
     if not how.format.block:
         return Config()
     if how.format.block > MOST_CODES:  # one program per block, whatever the configuration
         return SHORT
-    if numel < SMALL and op == "encode" and how.format.kind == Kind.LLOYD:
+    if numel < SMALL and op in ("encode", "recode") and how.format.kind == Kind.LLOYD:
         return SHORT
     if device.type != "cuda":
         return candidates(op, how.format, dtype)[0]
@@ -72,6 +73,8 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
         return [Config(4, 1), Config(8, 1), Config(8, 2), STARVED]
     if op == "encode":
         return [Config(16, 2), Config(8, 1), Config(16, 1), STARVED]
+    if op == "recode" and format.bits != 3:  # ptxas would take up to 255 registers, for sums of unusual scales
+        return [Config(16, 1, 96), Config(8, 1), Config(4, 1), STARVED]
     return [Config(8, 1), Config(4, 1), Config(16, 2), STARVED]
 
 
