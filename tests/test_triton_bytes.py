@@ -104,10 +104,9 @@ def test_levels_come_in_two_bytes() -> None:
     table = LLOYD[4]
     levels = words_in_memory(4)[16:]
     for word in WORDS:
-        above = run(four_bytes.CHOOSE.value, levels[0], levels[1], word ^ 0x8888)
-        rest = above | run(four_bytes.CHOOSE.value, levels[2], levels[3], word)
-        mark = run(four_bytes.CHOOSE.value, levels[4], levels[4], word)
-        found = [byte(rest, i) + 2 * byte(mark, i) - 510 for i in range(4)]
+        below = run(four_bytes.CHOOSE.value, levels[0], levels[1], word)
+        above = run(four_bytes.CHOOSE.value, levels[2], levels[3], word ^ 0x8888)
+        found = [byte(below, i) + byte(above, i) - 255 for i in range(4)]
         assert found == [table.signed_levels[word >> 4 * i & 15] for i in range(4)]
 
 

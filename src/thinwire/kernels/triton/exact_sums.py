@@ -104,23 +104,22 @@ def _sum_fields(
 def _sum_levels(words, scales, levels, T: tl.constexpr, WORLD: tl.constexpr):
     zero = scales.total >> 31  # not known to ptxas, which would keep the table where each use takes a move
     table = ()
-    for k in tl.static_range(5 if T.bits == 4 else 1):
+    for k in tl.static_range(T.bits * T.bits // 4):
         table = table + (look_up(levels, zero, -2 * T.half - k),)
-    rests = ()
-    marks = ()
+    below = ()
+    above = ()
     for w in tl.static_range(0, WORLD, 4):
         for bank in tl.static_range(T.banks[0]):
-            rest, mark = _levels_of(_four(words, w, bank, T, WORLD), table, T)
-            rests = rests + rest
-            marks = marks + mark
-    doubled = [pair << 1 for pair in scales.pairs]
+            low, high = _levels_of(_four(words, w, bank, T, WORLD), table, T)
+            below = below + low
+            above = above + high
     z = ()
     for i in tl.static_range(T.size):
         if T.bits == 4:
-            total = _sum_bytes(scales.total * -510, i, rests, scales.pairs, T, WORLD)
-            z = z + (_sum_bytes(total, i, marks, doubled, T, WORLD).to(tl.float32),)
+            total = _sum_bytes(scales.total * -255, i, below, scales.pairs, T, WORLD)
+            z = z + (_sum_bytes(total, i, above, scales.pairs, T, WORLD).to(tl.float32),)
         else:
-            total = _sum_bytes(scales.total * -128 + ROUNDER_BITS, i, rests, scales.pairs, T, WORLD)
+            total = _sum_bytes(scales.total * -128 + ROUNDER_BITS, i, below, scales.pairs, T, WORLD)
             z = z + (float_of(total) - ROUNDER,)
     return z
 
@@ -183,21 +182,21 @@ def _field(four, PLACE: tl.constexpr, T: tl.constexpr):
 
 # --- 4 and 16 levels --------------------------------------------------------------------------------------------------
 # A permutation looks up four codes, each in four bits. Of 2 bits their levels + 128 are one word. Of 4 bits half of the
-# codes have a byte in the 8 of a permutation, and for the others it takes the sign of a byte. So a level comes in two
-# bytes, of 7 bits and the sign 0, which two tables tell, and of the sign 1, which is a mark alone:
+# codes have a byte in the 8 of a permutation, and for the others it repeats the sign of a byte. So a level is the sum
+# of two bytes: one from a table of positive levels, whose signs are 0, and one from a table with signs 1:
 #
-#   code >= 8: rest = level          mark = 255      rest + 2 * mark = level + 510
-#   code <  8: rest = 128 + level    mark = 191      rest + 2 * mark = level + 510
+#   code >= 8: above = level      below = 255              above + below = level + 255
+#   code <  8: above = 0          below = level + 255      above + below = level + 255
 
 
 @triton.jit
 def _levels_of(four, table, T: tl.constexpr):
-    """(rests, marks) of the codes in four words, as bytes: of each place and neighbour those of all words.
+    """(below, above) of the codes in four words, as bytes: of each place and neighbour those of all words.
 
-    table: of 4 bits two words of positive levels, two of the negative ones + 128, and one of marks.
+    table: of 4 bits two words of the negative levels + 255, and two of the positive ones.
     """
-    rests = ()
-    marks = ()
+    below = ()
+    above = ()
     for place in tl.static_range(8 // T.bits):
         low = _nibbles(four[0], four[1], place * T.bits // 4)
         high = _nibbles(four[2], four[3], place * T.bits // 4)
@@ -208,12 +207,11 @@ def _levels_of(four, table, T: tl.constexpr):
             others = codes ^ in_bytes(0x88)
             for shift in tl.static_range(0, 32, 16):
                 if T.bits == 2:
-                    rests = rests + (chosen(table[0], table[0], codes >> shift),)
+                    below = below + (chosen(table[0], table[0], codes >> shift),)
                 else:
-                    above = chosen(table[0], table[1], others >> shift)
-                    rests = rests + (above | chosen(table[2], table[3], codes >> shift),)
-                    marks = marks + (chosen(table[4], table[4], codes >> shift),)
-    return rests, marks
+                    below = below + (chosen(table[0], table[1], codes >> shift),)
+                    above = above + (chosen(table[2], table[3], others >> shift),)
+    return below, above
 
 
 @triton.jit

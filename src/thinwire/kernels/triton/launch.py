@@ -299,10 +299,10 @@ def levels(kind: Kind, bits: int, device: torch.device) -> Tensor:
     table = TRELLIS[bits] if kind == Kind.TRELLIS else LLOYD[bits] if kind == Kind.LLOYD else LLOYD[1]
     count = len(table.levels)
     floats = struct.pack(f"<{2 * count}f", *table.signed_levels)
-    shorts = [*table.levels, *(128 + level for level in table.signed_levels[:count])]
+    shorts = [*(255 + level for level in table.signed_levels[:count]), *table.levels]
     if count == 2:
         shorts = [128 + level for level in table.signed_levels]
-    words = bytes(shorts).ljust(16, b"\0") + bytes((191,) * 4)
+    words = bytes(shorts).ljust(16, b"\0")
     with torch.inference_mode(False):
         return torch.frombuffer(bytearray(floats + words), dtype=torch.int32).to(device)
 
