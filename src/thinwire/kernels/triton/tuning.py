@@ -72,9 +72,9 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
     if op == "encode_residual":
         return [Config(4, 1), Config(8, 1), Config(8, 2), STARVED]
     if op == "encode":
-        return [Config(16, 2), Config(8, 1), Config(16, 1), STARVED]
+        return [Config(16, 2), Config(8, 1), Config(32, 1, 200), STARVED]
     if op == "recode" and format.bits != 3:  # ptxas would take up to 255 registers, for sums of unusual scales
-        return [Config(16, 1, 96), Config(8, 1), Config(4, 1), STARVED]
+        return [Config(16, 1, 96), Config(8, 1), Config(32, 1, 168), STARVED]
     return [Config(8, 1), Config(4, 1), Config(16, 2), STARVED]
 
 
