@@ -39,9 +39,9 @@ LAST_CELL = tl.constexpr(127)  # cells from here on have the outermost level
 
 
 @triton.jit
-def in_domain(tile, unit, post, SETTLE: tl.constexpr, T: tl.constexpr):
-    """(tile, energy, unit, up, post, bad): as it is where its energy proves the middle domain, else or with SETTLE
-    settled, in units of 1.
+def in_domain(tile, unit, post, T: tl.constexpr):
+    """(tile, energy, unit, up, post, bad): as it is where all rows came in the middle domain and their energy proves
+    that they belong there, else settled, in units of 1.
 
     energy: sums of squares, in units. up: what a scale is to be multiplied by. post: undoes the domain. bad: rows that
     are not finite.
@@ -49,15 +49,11 @@ def in_domain(tile, unit, post, SETTLE: tl.constexpr, T: tl.constexpr):
     energy = square_sum(tile, T)
     up = tl.full((T.rows, T.columns), 1.0, tl.float32)
     bad = tl.full((T.rows, T.columns), 0, tl.int1)
-    if SETTLE:
+    size = energy * unit * unit
+    odd = ((size >= SURELY_NOT_TINY) & (size < SURELY_NOT_HUGE) & (post == 1)).to(tl.int32) ^ 1
+    if anywhere(odd) > 0:
         tile, energy, up, post, bad = _settle(times(tile, unit), post, T)
         unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
-    else:
-        size = energy * unit * unit
-        odd = ((size >= SURELY_NOT_TINY) & (size < SURELY_NOT_HUGE)).to(tl.int32) ^ 1
-        if anywhere(odd) > 0:
-            tile, energy, up, post, bad = _settle(times(tile, unit), post, T)
-            unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
     return tile, energy, unit, up, post, bad
 
 

@@ -59,25 +59,19 @@ def recode_kernel(
 
 @triton.jit
 def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD: tl.constexpr):
-    one = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    """Encode the sum of a tile's wires, times `scale`."""
+    unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
+    post = unit
     if T.trellis:
         z, post = sum_any(wires, at, T)
-        _put_sum(z, one, post, scale, target, cells, dither, at, T, True)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)
         if anywhere(odd) == 0:
             z, unit = usual_sum(begun, wires.levels, T, WORLD)
-            _put_sum(z, unit, one, scale, target, cells, dither, at, T, False)
         else:
             z, post = sum_any(wires, at, T)
-            _put_sum(z, one, post, scale, target, cells, dither, at, T, True)
-
-
-@triton.jit
-def _put_sum(z, unit, post, scale, target, cells, dither, at, T: tl.constexpr, ANY: tl.constexpr):
-    """Encode a sum in a unit that `post` takes back to its own size, times `scale`."""
     if T.gaussian:
-        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, ANY, T)
+        tile, energy, unit, up, post, bad = in_domain(kept(z, at, 0.0, T), unit, post, T)
         factor = tl.zeros((T.rows, T.columns), tl.float32) + scale
         bad = bad | (factor != factor)  # of wires that do not fit
         put_levels(tile, per_code(energy, at, T), unit, up, post, bad, scale, target, cells, at, T, False)
