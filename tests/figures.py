@@ -80,7 +80,7 @@ def _calls(found: record.Record, source: str) -> dict[str, object]:
     """What calls on NCCL take of the host: torch's own, and a stage of ours; from the smallest sums on one host."""
     stages = {"one_shot": 2, "two_phase": 3}  # of a sum: kernels before, between and after its messages
     sums = [row for row in found.rows if row["verb"] == "all_reduce" and row["link"] != "tcp"]
-    rows = [row for row in sums if row["algorithm"] in stages and not str(row["codec"]).endswith("+replay")]
+    rows = [row for row in sums if row["algorithm"] in stages]
     world, numel = min((column(row, "world"), column(row, "numel")) for row in rows)
     least = [row for row in rows if (row["world"], row["numel"]) == (world, numel)]
     plain_s = 1e-3 * median(column(row, "plain_host_ms") for row in least)

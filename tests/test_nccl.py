@@ -1078,87 +1078,6 @@ def test_replayed_steps_have_the_bits_of_launched_ones(
     assert ranks(world).run(replayed, options, algorithm, dtype) == [[]] * world
 
 
-def in_a_row(place: Place, side: torch.cuda.Stream, how: Any, numel: int, dtype: torch.dtype) -> list[str]:
-    """What is wrong with replays on two streams by turns, for which nobody waits, on tensors that lie anywhere."""
-    rows = torch.randn(6, numel + 1, generator=seeded(place.rank)).to(place.device, dtype)
-    given = [row[i % 2 : numel + i % 2] for i, row in enumerate(rows)]  # some not aligned
-    want = [x.clone() for x in given]
-    for step, x in enumerate(want):
-        thinwire.all_reduce(x, step=step, **how)
-    torch.cuda.synchronize()
-    for step, x in enumerate(given):
-        with torch.cuda.stream(side) if step % 2 else contextlib.nullcontext():
-            torch.cuda._sleep(LATE // 30)
-            thinwire.all_reduce(x, step=step, replay=True, **how)
-    torch.cuda.synchronize()
-    return [f"call {i} in a row" for i, (a, b) in enumerate(zip(want, given, strict=True)) if not torch.equal(a, b)]
-
-
-def replayed_sums(group: Group, algorithm: Any, dtype: torch.dtype) -> list[str]:
-    """What differs between sums that are launched and sums that are replayed, from anywhere."""
-    place = on_nccl(group)
-    side = torch.cuda.Stream()
-    kept = torch.empty(60_001, dtype=dtype, device=place.device)
-    others = set(_live)
-    wrong = []
-    codecs = ("int8", "int4:rounding=stochastic", "lloyd4", "lloyd2")
-    for codec, numel, op in itertools.product(codecs, (1003, 60_001), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
-        how: Any = {"op": op, "group": place.group, "codec": codec, "algorithm": algorithm}
-        for step in range(10):
-            x = torch.randn(numel, generator=seeded(100 * step + place.rank)).to(place.device, dtype)
-            want = x.clone()
-            before = traffic(place.group)
-            thinwire.all_reduce(want, step=step, **how)
-            sent = traffic(place.group).sent - before.sent
-            stays = kept[:numel]
-            got = stays.copy_(x) if step in (1, 2, 3, 9) else x.view(17, -1) if step == 4 and numel == 1003 else x
-            if step == 8:
-                got = torch.stack([x, x], 1)[:, 0]  # in no one piece
-            torch.cuda.synchronize()
-            with torch.cuda.stream(side) if step in (5, 9) else contextlib.nullcontext():
-                torch.cuda._sleep(LATE // 10)
-                work = thinwire.all_reduce(got, step=step, replay=True, async_op=step in (6, 7), **how)
-                if work is not None:
-                    work.wait()
-            torch.cuda.synchronize()
-            if traffic(place.group).sent - before.sent != 2 * sent:
-                wrong.append(f"{codec}, {numel}, {op}, step {step}: bytes are not those of {sent}")
-            if not torch.equal(want.view(-1), got.reshape(-1)):
-                wrong.append(f"{codec}, {numel}, {op}, step {step}: numbers differ")
-        wrong += [f"{codec}, {numel}, {op}: {line}" for line in in_a_row(place, side, how, numel, dtype)]
-    graphs = sum(one.has_graphs for one in set(_live) - others)
-    if graphs != len(codecs) * 4:
-        wrong.append(f"{graphs} have graphs")
-    x = torch.ones(1003, device=place.device, dtype=dtype)
-    call = partial(thinwire.all_reduce, x, replay=True, **how)
-    for _ in range(3):
-        call()
-    with no_host_sync():
-        call()
-    launched = some(profiled(call), "LaunchKernel")
-    if launched:
-        wrong.append(f"{launched / TIMES} launches per call")
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            x.add_(1)
-            call()
-        wrong.append("was captured")
-    except thinwire.CollectiveError as error:
-        if "a CUDA graph of yours" not in str(error):
-            wrong.append(str(error))
-    return wrong
-
-
-@each_world
-@pytest.mark.parametrize("algorithm", SUMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_replayed_sums_have_the_bits_of_launched_ones(
-    ranks: RankPool, world: int, algorithm: str, dtype: torch.dtype
-) -> None:
-    assert ranks(world).run(replayed_sums, algorithm, dtype) == [[]] * world
-
-
 def closed_with_graphs(group: Group) -> list[bool]:
     """Whether a group that has graphs can be closed, and its model goes on in another."""
     place = on_nccl(group)
@@ -1169,11 +1088,10 @@ def closed_with_graphs(group: Group) -> list[bool]:
         compress_ddp(model, "lloyd4", replay=True)
         for step in range(8):
             backward(model, dyadic(place.rank, step))
-            thinwire.all_reduce(torch.ones(9, device=place.device), group=member, algorithm="one_shot", replay=True)
         own = [one for one in list(_live) if one._channel.transport._group() is member]
         before = sum(one.has_graphs for one in own)
         dist.destroy_process_group(member)
-        found.append(before > 1 and not any(one.has_graphs for one in own))
+        found.append(before > 0 and not any(one.has_graphs for one in own))
     return found
 
 

@@ -144,7 +144,7 @@ def stop_in_replays(group: Group) -> None:
 @in_time
 def test_a_rank_that_stops_in_replays_ends_the_others(ranks: RankPool, world: int) -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"rank 0 waited in replayed calls .* timeout of {LATE_S:g} s"):
+    with pytest.raises(RuntimeError, match=f"rank 0 waited in replayed averages .* timeout of {LATE_S:g} s"):
         ranks.fresh(world).run(stop_in_replays, lost=1)
     assert time.monotonic() - start > LATE_S
 

@@ -1,10 +1,9 @@
-"""Calls replayed as CUDA graphs, without a GPU: numbers in memory, what is captured when, and what watches it."""
+"""Averages replayed as CUDA graphs, without a GPU: numbers in memory, what is captured when, and what watches it."""
 
 import os
 import struct
 import weakref
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,24 +71,11 @@ class Event:
     def __init__(self) -> None:
         self.stuck = Event.still
 
-    def record(self, stream: object) -> None:
-        assert isinstance(stream, Stream)
+    def record(self) -> None:
+        pass
 
     def query(self) -> bool:
         return not self.stuck
-
-
-class Stream:
-    """One that notes which events it waits for."""
-
-    def __init__(self) -> None:
-        self.waited: list[Event] = []
-
-    def wait_event(self, event: Event) -> None:
-        self.waited.append(event)
-
-    def __ne__(self, other: object) -> bool:
-        return other is not None and self is not other  # as torch's
 
 
 class Job:
@@ -100,14 +86,10 @@ class Job:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captured)
         self.captured = False  # by the user
-        self.stream = Stream()
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
-        self.recorded: list[tuple[Tensor, Stream]] = []
-        monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: self.recorded.append((x, stream)))
         monkeypatch.setattr(replay, "_watch", lambda: None)
         self.link = SimpleNamespace(sent=0, received=0, _group=lambda: self)
         board = SimpleNamespace(rank=3, names="dp", timeout_s=10.0)
-        channel: Any = SimpleNamespace(transport=self.link, board=board, stream=None)
+        channel: Any = SimpleNamespace(transport=self.link, board=board)
         self.replay = Replay(channel)
         self.seen: list[tuple[int, int]] = []
         self.launched = 0
@@ -121,8 +103,7 @@ class Job:
 
         def run() -> None:
             assert all(isinstance(found, Tensor) for found in (low, high, number))
-            with torch.inference_mode():  # as a kernel, which writes through a pointer
-                buffer.add_(1)
+            buffer.add_(1)
             self.seen.append((int(low) & 0xFFFFFFFF | (int(high) & 0xFFFFFFFF) << 32, int(number)))
 
         if Graph.capturing is None:
@@ -130,8 +111,8 @@ class Job:
         else:
             Graph.capturing.launches.append(run)
 
-    def step(self, room: Any, buffer: Tensor, step: int, place: Tensor | None = None) -> None:
-        self.replay.run(self.launch, room, buffer, hashing.mix64(step), step + 1, place)
+    def step(self, room: Any, buffer: Tensor, step: int) -> None:
+        self.replay.run(self.launch, room, buffer, hashing.mix64(step), step + 1)
 
 
 def rooms_of(count: int) -> Any:
@@ -154,54 +135,6 @@ def test_a_bucket_is_launched_then_captured_then_replayed(monkeypatch: pytest.Mo
     assert [x.tolist() for x in buffers] == [[n] * 5 for n in (1, 4, 4)]  # the second is the place of the graphs
     assert job.launched == 2 + 2  # in each room once by itself and once into a graph
     assert (job.link.sent, job.link.received) == (1100, 110)
-
-
-def test_tensors_of_one_kind_leave_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go through a place of the sum's own, but for the one that was captured; that may be let go of."""
-    job = Job(monkeypatch)
-    (room,) = rooms_of(1)
-    place = torch.zeros(8)
-    whole = torch.arange(64.0)
-    a, b, c = (whole[i : i + 8] for i in (0, 16, 33))  # c lies at an odd address
-    for step, x in enumerate((c, b, c, a, b, b, c)):
-        before = whole.clone()
-        copied = place.clone()
-        job.step(room, x, step, place)
-        begin = int(x.storage_offset())
-        before[begin : begin + 8] += 1
-        assert torch.equal(whole, before)
-        assert torch.equal(place, copied) == (x is b)
-    assert job.launched == 1 + 2  # two graphs: on the place, and on b
-    (found,) = job.replay._captured.values()
-    assert set(found.graphs) == {place.data_ptr(), b.data_ptr()}
-    assert not any(held.untyped_storage().data_ptr() == whole.data_ptr() for held in found.held)
-    assert (job.link.sent, job.link.received) == (700, 70)
-
-
-@pytest.mark.parametrize("second", [0, 1])
-def test_what_lies_at_an_odd_address_is_never_captured(monkeypatch: pytest.MonkeyPatch, second: int) -> None:
-    """Its kernels may not have been loaded; but as many graphs are captured, as NCCL asks for."""
-    job = Job(monkeypatch)
-    (room,) = rooms_of(1)
-    whole, place = torch.zeros(64), torch.zeros(8)
-    for step in range(4):
-        job.step(room, whole[second : second + 8], step, place)
-    assert job.launched == 1 + 2
-    (found,) = job.replay._captured.values()
-    assert set(found.graphs) == {place.data_ptr()} | (set() if second else {whole.data_ptr()})
-    assert whole.sum() == 4 * 8
-
-
-def test_inference_tensors_are_summed_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch)
-    (room,) = rooms_of(1)
-    place = torch.zeros(8)
-    with torch.inference_mode():
-        inferred = torch.zeros(8)
-    for step, inside in enumerate((True, False, True, False, False)):
-        with torch.inference_mode(inside):
-            job.step(room, inferred if step != 3 else torch.zeros(8), step, place)
-    assert inferred.tolist() == [4.0] * 8
 
 
 def test_nobody_holds_replays_that_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +181,6 @@ def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest
     job.captured = False
     replay.check_not_captured()
     del x
-    job.recorded.clear()
     assert held() is not None
     assert job.replay.has_graphs
     other: Any = object()
@@ -259,25 +191,6 @@ def test_a_graph_holds_what_it_reads_and_goes_with_its_group(monkeypatch: pytest
         drop(group)
     assert not job.replay.has_graphs
     assert held() is None
-
-
-def test_calls_from_several_streams_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one scratch; and its memory goes to nobody else before all of them are done."""
-    job = Job(monkeypatch)
-    (room,) = rooms_of(1)
-    x = torch.zeros(5)
-    streams = [Stream(), Stream()]
-    ends = []
-    for step, number in enumerate((0, 1, 1, 0)):
-        job.stream = streams[number]
-        job.step(room, x, step)
-        (found,) = job.replay._captured.values()
-        ends.append(found.ended)
-    assert streams[1].waited == [ends[0]]
-    assert streams[0].waited == [ends[2]]
-    for stream in streams:
-        assert {id(y) for y, used in job.recorded if used is stream} >= {id(x), id(room.buffer)}
-    assert job.seen == [(hashing.mix64(step), step + 1) for step in range(4)]
 
 
 def test_a_replay_that_does_not_end_ends_the_process(
@@ -301,41 +214,23 @@ def test_a_replay_that_does_not_end_ends_the_process(
     assert ended == []
     step(41)
     assert ended == [True]
-    assert "rank 3 waited in replayed calls of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
+    assert "rank 3 waited in replayed averages of group 'dp' for the group's timeout of 10 s" in capsys.readouterr().err
 
 
-def refused(group: dist.ProcessGroup) -> list[str]:
-    """What the first step says on gloo, and the first sum; then sums with other options."""
+def refused(group: dist.ProcessGroup) -> str:
+    """What the first step says on gloo."""
     model = DistributedDataParallel(nn.Linear(40, 40))
     thinwire.compress_ddp(model, "int8", replay=True)
-    calls: list[Callable[[], Any]] = [lambda: model(torch.ones(2, 40)).sum().backward()]
-    asked: list[Any] = [{"algorithm": "two_phase"}, {}, {"algorithm": "plain"}, {"algorithm": "one_shot", "replay": 1}]
-    calls += [partial(thinwire.all_reduce, torch.ones(9), **{"replay": True, **options}) for options in asked]
-    found = [str(failure(call)) for call in calls]
-    thinwire.all_reduce(torch.ones(0), algorithm="two_phase", replay=True)
-    x = torch.full((9,), 127.0)
-    thinwire.all_reduce(x, codec="int8", algorithm="two_phase", replay=False)
-    return [*found, str(float(x[0]))]
-
-
-def alone(group: dist.ProcessGroup) -> float:
-    """One rank has nothing to send, so nothing to replay."""
-    x = torch.full((9,), 127.0)
-    thinwire.all_reduce(x, algorithm="one_shot", replay=True)
-    return float(x[0])
+    return str(failure(lambda: model(torch.ones(2, 40)).sum().backward()))
 
 
 def test_replay_is_refused_where_there_is_no_stream(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step, total, auto, plain, odd, later in ranks(2).run(refused):
-        for said in (step, total):
-            assert "replay=True: " in said, said
-            assert "a group on NCCL" in said, said
-        assert "numel=9, op=sum, float32, codec=int8, algorithm=two_phase, replay=True" in total, total
-        assert "goes with algorithm='two_phase' or 'one_shot', got 'auto'" in auto, auto
-        assert "goes with algorithm='two_phase' or 'one_shot', got 'plain'" in plain, plain
-        assert "replay must be True or False, got 1" in odd, odd
-        assert later == "254.0"
-    assert ranks(1).run(alone) == [127.0]
+    for said in ranks(2).run(refused):
+        assert "replay=True: " in said, said
+        assert "a group on NCCL" in said, said
+    odd: Any = 1
+    with pytest.raises(thinwire.CollectiveError, match="replay must be True or False, got 1"):
+        DDPOptions("int8", replay=odd)
     for name, value in (("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_GRAPH_MIXING_SUPPORT", "0")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)

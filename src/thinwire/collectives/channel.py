@@ -102,9 +102,7 @@ class Channel:
         return found
 
     def remember(self, key: PlanKey, plan: CallPlan) -> None:
-        """Keep the plan of calls of one kind; where very many are forgotten, so are quick calls, which share them."""
-        if len(self.plans) >= MOST_KINDS:
-            self.quick.clear()
+        """Keep the plan of calls of one kind."""
         bounded(self.plans)[key] = plan
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:

@@ -40,7 +40,6 @@ class PlanKey(NamedTuple):
     reduction: Reduction | None = None
     source: int | None = None  # of a broadcast
     row: tuple[int, ...] | None = None  # the shape of what an exchange does not cut
-    replay: bool = False  # as a CUDA graph
 
     def __str__(self) -> str:
         lengths = list(self.lengths) if self.verb == "all_gather" else "+".join(map(str, self.lengths))
@@ -52,7 +51,6 @@ class PlanKey(NamedTuple):
             str(self.dtype).removeprefix("torch."),
             f"codec={'/'.join(map(str, self.codecs))}",
             f"algorithm={self.algorithm}",
-            "replay=True" if self.replay else "",
         ]
         return f"{self.verb}({', '.join(part for part in parts if part)})"
 

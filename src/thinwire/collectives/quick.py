@@ -41,7 +41,7 @@ def remember(
     verb: str,
     tensors: Sequence[Tensor],
     codec: object,
-    algorithm: object,
+    algorithm: str,
     *how: object,
 ) -> None:
     """From now on `quick` serves calls like this one, by torch's own verb or a program, unless all are compared."""
@@ -60,7 +60,7 @@ def quick(
     tensors: Sequence[Tensor],
     group: transport.Group,
     codec: object,
-    algorithm: object,
+    algorithm: str,
     *how: object,
     step: int | None = None,
     async_op: bool = False,

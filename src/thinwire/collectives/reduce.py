@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
 from thinwire.collectives.programs import Coalesced
 from thinwire.collectives.quick import UNKNOWN, quick, remember
-from thinwire.collectives.replay import check_not_captured, check_replay, replayed
 from thinwire.collectives.row_message import LaneWatch, RowCarries, ScatterMessage
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
@@ -34,7 +32,6 @@ def all_reduce(
     codec: Codecs = "int8",
     algorithm: SumAlgorithm = "auto",
     step: int | None = None,
-    replay: bool = False,
 ) -> Work | None:
     """Sum (or average) `tensor` over the ranks of `group`, in place, sent in `codec`. All ranks get the same bits.
 
@@ -43,16 +40,11 @@ def all_reduce(
     ranks inside them there is "hierarchical", where codec may be a pair: inside a node, across nodes.
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
-    `replay=True`, on NCCL with "two_phase" or "one_shot", makes one CUDA graph of calls of a kind, which costs the host
-    much less than their launches. It keeps scratch, and a copy for tensors that lie elsewhere than the second one.
     """
-    if replay and isinstance(tensor, Tensor) and tensor.is_cuda:
-        check_not_captured()
-    way = (algorithm, replay) if replay else algorithm
-    done: Work | None = quick("all_reduce", (tensor,), group, codec, way, op, step=step, async_op=async_op)
+    done: Work | None = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
-    return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step, replay)
+    return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
 
 
 def all_reduce_coalesced(
@@ -78,21 +70,19 @@ def _all_reduce(
     codec: Codecs,
     algorithm: str,
     step: int | None,
-    replay: bool = False,
 ) -> Work | None:
     with Refusable(group, tensors):
-        check_replay(replay)
         parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
         flat = Flat(parts)
         codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
         reduction = checks.reduction(op)
     channel = channel_of(group, flat.device)
-    key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction, replay=replay)
+    key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
     is_plain = plan.reducer is None or plan.codec is None
     by_torch = is_plain and (reduction.name == "sum" or (reduction.name == "avg" and channel.transport.has_all_ops))
     if verb == "all_reduce" and (plan.program is not None or by_torch):
-        remember(call, plan.program, verb, tensors, codec, (algorithm, replay) if replay else algorithm, op)
+        remember(call, plan.program, verb, tensors, codec, algorithm, op)
     if plan.reducer is None or plan.codec is None:
         return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
     if plan.program is not None:
@@ -106,14 +96,9 @@ def _all_reduce(
 
 def _plan(channel: Channel, key: PlanKey, flat: Flat, group: transport.Group) -> CallPlan:
     mesh = transport.mesh_of_nodes(group)
-    if key.replay and key.algorithm not in ("two_phase", "one_shot"):
-        raise CollectiveError(f"replay=True goes with algorithm='two_phase' or 'one_shot', got {key.algorithm!r}")
     if mesh is not None and key.algorithm != "plain":
         check_order(mesh)
-    plan = plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
-    if not key.replay or not flat.numel:
-        return plan
-    return replace(plan, program=replayed(plan.program, channel, plan.text))
+    return plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
 
 
 def _fastest(channel: Channel, group: transport.Group, dtype: torch.dtype, numel: int) -> Choose:

@@ -1,10 +1,9 @@
 """The launches of a program as one CUDA graph, which is replayed at every step.
 
 [Note: Replayed] To start a graph costs the host less than one message of torch's, whatever is in it. NCCL asks that all
-ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first call in a room is
-launched, the second captured, and every later one replayed. A graph reads and writes the memory that it was captured
-with. It holds a place of its own (of DDP the bucket, whose numbers nobody needs once it has moved); numbers that lie
-elsewhere, as the bucket of a rank that has joined early, are copied there and back.
+ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first meeting with a
+bucket in a room is launched, the second captured, and every later one replayed. A graph holds the memory that it reads
+and writes; a bucket that lies elsewhere by then, as of a rank that has joined early, is copied there and back.
 NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
 the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
 the timeout of the group. The lookout cannot do that: it asks the store, which may be on the host that has stopped.
@@ -19,8 +18,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,47 +28,27 @@ from torch import Tensor
 
 from thinwire.collectives import transport
 from thinwire.collectives.channel import Channel
-from thinwire.collectives.programs import Sum
-from thinwire.collectives.rooms import Room
+from thinwire.collectives.rooms import Room, TurnRoom
 from thinwire.errors import CollectiveError
-from thinwire.kernels import hashing, is_ahead
 from thinwire.kernels.later import Memo, Number
 from thinwire.ranges import ranged
 
 _LOOK_S = 1.0
 _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
-_ALIGNED = 16  # bytes: kernels for other addresses may not have been loaded, which cannot be done in a capture
-_Launch = Callable[
-    [Tensor, Room, Number, Number], None
-]  # on numbers, in a room; the mixed step, the number of the call
+_Launch = Callable[[Tensor, Room, Number, Number], None]  # the last two: the mixed step, and the number of the call
 
 
 @dataclass
 class _Captured:
-    """What was launched once in a room, and is captured at the next call."""
+    """What was launched once in a room, and is captured at the next meeting."""
 
     memo: Memo
-    graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)  # by the address of the numbers
-    held: tuple[Tensor, ...] = ()  # the place and the scratch that they read and write
+    graph: torch.cuda.CUDAGraph | None = None
+    held: tuple[Tensor, ...] = ()  # the bucket and the scratch that the graph reads and writes
     sent: int = 0  # bytes of messages in it
     received: int = 0
-    stream: torch.cuda.Stream | None = None  # of the last call
-    ended: torch.cuda.Event | None = None  # and its end
+    ended: torch.cuda.Event | None = None  # of the last replay
     watched: tuple[torch.cuda.Event, float] | None = None  # one that has not come up, and since when it is looked at
-
-    def enter(self, stream: torch.cuda.Stream) -> None:
-        """The next call is on this stream, after the last one: there is one scratch."""
-        if self.stream is None or self.stream != stream:  # torch takes None for equal to any stream
-            if self.ended is not None:
-                stream.wait_event(self.ended)
-            self.stream = stream
-            self.keep()
-
-    def keep(self) -> None:
-        """Memory is not given to others before the stream is done with it, should the graph go."""
-        if self.stream is not None:
-            for tensor in (*self.held, self.memo.memory):
-                tensor.record_stream(self.stream)
 
     def late(self, now: float) -> float:
         """Seconds for which a replay has not come to its end. In the thread that watches."""
@@ -90,30 +69,29 @@ class Replay:
             _live.add(self)
 
     @ranged("thinwire::replay")
-    def run(
-        self, launch: _Launch, room: Room, x: Tensor, mixed: int, call: int = 0, place: Tensor | None = None
-    ) -> None:
-        """Launch on the current stream, or replay on the numbers of `x` what was captured in this room.
-
-        Without a `place` for numbers that lie elsewhere, that of the first capture is kept.
-        """
-        stream = torch.cuda.current_stream(room.device)
+    def run(self, launch: _Launch, room: TurnRoom, buffer: Tensor, mixed: int, call: int) -> None:
+        """Launch, or replay on the numbers of a bucket what was captured. The current stream is the room's."""
         found = self._captured.get(id(room))
         if found is None:
             found = self._captured[id(room)] = _Captured(Memo(room.device))
-            found.enter(stream)
-            with _copied(x, x if place is None else place) as numbers:
-                launch(numbers, room, *found.memo.begin(mixed, call))
-        else:
-            found.enter(stream)
-            if not found.graphs:
-                # Of a second graph, on the caller's own numbers, there is nothing to hold: it runs on these alone.
-                own = place is not None and x.data_ptr() % _ALIGNED == 0
-                places = [x] if place is None else [place, x if own else place]
-                self._capture(launch, found, room, places)
-            self._replay(found, x, mixed, call)
+            launch(buffer, room, *found.memo.begin(mixed, call))
+            return
+        if found.graph is None:
+            self._capture(launch, found, room, buffer)
+        assert found.graph is not None
+        bucket = found.held[0]
+        moved = bucket.data_ptr() != buffer.data_ptr()
+        if moved:
+            bucket.copy_(buffer)
+        found.memo.write(mixed, call)
+        found.graph.replay()
+        if moved:
+            buffer.copy_(bucket)
         found.ended = torch.cuda.Event()
-        found.ended.record(stream)
+        found.ended.record()
+        link = self._channel.transport
+        link.sent += found.sent
+        link.received += found.received
 
     def release(self, group: dist.ProcessGroup | None = None) -> None:
         """Drop the graphs, of this group or of any."""
@@ -122,88 +100,37 @@ class Replay:
 
     @property
     def has_graphs(self) -> bool:
-        return any(found.graphs for found in list(self._captured.values()))
+        return any(found.graph is not None for found in list(self._captured.values()))
 
     def look(self, now: float) -> None:
         """End the process if a replay has not come to its end within the group's timeout."""
         board = self._channel.board
         if any(found.late(now) > board.timeout_s for found in list(self._captured.values())):
             print(
-                f"thinwire: rank {board.rank} waited in replayed calls of group {board.names!r} for the group's "
+                f"thinwire: rank {board.rank} waited in replayed averages of group {board.names!r} for the group's "
                 f"timeout of {board.timeout_s:g} s: see whether the other ranks still run. This process ends",
                 file=sys.stderr,
                 flush=True,
             )
             os.abort()  # as torch's watchdog does
 
-    def _replay(self, found: _Captured, x: Tensor, mixed: int, call: int) -> None:
-        graph = found.graphs.get(x.data_ptr())
-        with _copied(x, x if graph is not None else found.held[0]) as numbers:
-            found.memo.write(mixed, call)
-            (graph or found.graphs[numbers.data_ptr()]).replay()
-        link = self._channel.transport
-        link.sent += found.sent
-        link.received += found.received
-
-    def _capture(self, launch: _Launch, found: _Captured, room: Room, places: Sequence[Tensor]) -> None:
+    def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom, buffer: Tensor) -> None:
         link = self._channel.transport
         before = link.sent, link.received
-        graphs = {}
-        for place in places:
-            link.sent, link.received = before
-            graph = graphs[place.data_ptr()] = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._channel.stream):  # the caller's may be the one that cannot be captured
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
-                try:
-                    launch(place, room, *found.memo.begin(0, 0, captured=True))
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # what happened before matters
-                        graph.capture_end()
-                    raise
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with theirs
+        try:
+            launch(buffer, room, *found.memo.begin(0, 0, captured=True))
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what happened before matters
                 graph.capture_end()
-        found.graphs = graphs
-        found.held = (places[0], room.buffer)
-        found.keep()
+            raise
+        graph.capture_end()
+        found.graph = graph
+        found.held = (buffer, room.buffer)
         found.sent, found.received = link.sent - before[0], link.received - before[1]
         link.sent, link.received = before
         _watch()
-
-
-@contextlib.contextmanager
-def _copied(x: Tensor, place: Tensor) -> Iterator[Tensor]:
-    """The numbers of x at a place, which are copied back in the end where that is not its own."""
-    if place is x:
-        yield x
-        return
-    with torch.inference_mode():  # whatever mode they were made in
-        place.copy_(x)
-    yield place
-    with torch.inference_mode():
-        x.copy_(place)
-
-
-class ReplayedSum:
-    """A sum by one CUDA graph, in scratch and with a place of its own."""
-
-    def __init__(self, program: Sum, channel: Channel) -> None:
-        self._program = program
-        self._room = Room(channel.device)
-        self._place: Tensor | None = None
-        self._replay = Replay(channel)
-
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program. The room is for kernels that are compiled."""
-        x = tensors[0].view(-1)
-        if self._place is None:
-            with torch.inference_mode(False):
-                self._place = torch.empty_like(x)
-        if is_ahead():
-            self._launch(self._place, room, *Memo(room.device).begin(0, 0))
-        else:
-            self._replay.run(self._launch, self._room, x, hashing.mix64(step), place=self._place)
-
-    def _launch(self, x: Tensor, room: Room, mixed: Number, call: Number) -> None:
-        self._program.run_lanes(room, [x], mixed)
 
 
 # --- what can be replayed ---------------------------------------------------------------------------------------------
@@ -228,18 +155,6 @@ def check_not_captured() -> None:
     """Raise where the user captures the current stream."""
     if torch.cuda.is_current_stream_capturing():
         raise CollectiveError("replay=True cannot be captured in a CUDA graph of yours: leave replay out")
-
-
-def replayed(program: object, channel: Channel, text: str) -> ReplayedSum | None:
-    """A sum as one CUDA graph; one rank alone has nothing to send."""
-    if channel.world == 1:
-        return None
-    if not isinstance(program, Sum) or not program.replays:
-        raise CollectiveError(
-            "replay=True: this sum is not made of launches that a CUDA graph can repeat. It needs Triton, a group on "
-            f"NCCL, tensors of 16 or 32 bits, and a codec that is not top-k; got {text}"
-        )
-    return ReplayedSum(program, channel)
 
 
 # --- all graphs of the process ----------------------------------------------------------------------------------------

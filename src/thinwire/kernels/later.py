@@ -45,8 +45,7 @@ class Memo:
     """Where the launches of a program find their numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self.memory = torch.zeros(_MOST, dtype=torch.int32, device=device)
+        self._memory = torch.zeros(_MOST, dtype=torch.int32, device=device)
         self._made: list[_Made] = []
         self._used = 0
         self._now: tuple[int, int] | None = None
@@ -61,7 +60,7 @@ class Memo:
     def place(self, made: _Made) -> tuple[Tensor, ...]:
         """Where a launch finds the numbers that are made."""
         count = len(made(0, 0))
-        found = self.memory[self._used : self._used + count]
+        found = self._memory[self._used : self._used + count]
         assert found.numel() == count, f"launches of a program have at most {_MOST} numbers"
         self._made.append(made)
         self._used += count
@@ -71,7 +70,7 @@ class Memo:
 
     def write(self, mixed: int, call: int) -> None:
         """Put a step's numbers where the captured launches find them."""
-        self._put(self.memory[: self._used], [number for made in self._made for number in made(mixed, call)])
+        self._put(self._memory[: self._used], [number for made in self._made for number in made(mixed, call)])
 
     def _put(self, target: Tensor, values: Sequence[int]) -> None:
         """In the order of the stream; the host goes on, for which a GPU has to read from pinned memory."""

@@ -2,8 +2,7 @@
 
 Every round runs each of them once, after a barrier; its time is that of the slowest rank. bf16 is torch's own verb on
 bfloat16 tensors, with the casts before and after it. Inputs are Gaussian, and differ from rank to rank. On NCCL sums
-are averages, every codec runs in both algorithms, launched and replayed, and what a call costs the host is told apart
-from what it takes.
+are averages, every codec runs in both algorithms, and what a call costs the host is told apart from what it takes.
 
 [Note: Nodes] With nodes several ranks share a host and its link, which what they send to each other does not cross.
 Bytes are then those that a node sends across. A pair of codecs, int8/lloyd4, is summed inside the nodes in the first
@@ -27,7 +26,6 @@ from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
-from thinwire.errors import CollectiveError
 from thinwire.tools.bench import ddp_steps, launch, link as links, nccl, timing, turns
 from thinwire.tools.bench.codec import nmse
 from thinwire.tools.bench.ddp_steps import StepCase
@@ -69,7 +67,6 @@ class Entry:
     algorithm: str
     inside: Codec | None = None  # of a hierarchy
     connections: int = 1  # between two ranks, of gloo
-    replay: bool = False  # as a CUDA graph
 
     @property
     def key(self) -> str:
@@ -221,18 +218,9 @@ def divisible(verb: str, world: int, numel: int) -> int:
 
 
 def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress, of "auto" and of "plain".
-
-    Sums of codecs in `every` algorithm, if asked, launched and replayed.
-    """
-    both = every and verb == "all_reduce"
-    algorithms = ALGORITHMS if both else (compressing(verb, world),)
-    found = []
-    for name in names:
-        some = [_entry(name, algorithm) for algorithm in algorithms]
-        found += some
-        if both and name != "bf16":
-            found += [replace(e, name=f"{e.name}+replay", replay=True) for e in some if e.algorithm in ALGORITHMS]
+    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
+    algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
+    found = (_entry(name, algorithm) for name in names for algorithm in algorithms)
     return tuple(dict.fromkeys(found))
 
 
@@ -295,7 +283,7 @@ def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: 
 
 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
-    for entry in [entry for entry in case.entries if entry.key in parts[0]]:
+    for entry in case.entries:
         samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
         yield {
             "verb": case.verb,
@@ -394,13 +382,7 @@ class _RankBench:
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
-            try:
-                self._call(entry.key)  # auto decides at its first call
-            except CollectiveError:
-                if not entry.replay:
-                    raise
-                del self.calls[entry.key]  # there is no such sum, on any rank
-                continue
+            self._call(entry.key)  # auto decides at its first call
             group = self.groups[entry.connections]
             self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out, group))
 
@@ -424,8 +406,6 @@ class _RankBench:
         how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm, "group": group}
         if self.case.averages:
             how["op"] = dist.ReduceOp.AVG
-        if entry.replay:
-            how["replay"] = True
         if entry.inside is not None:
             how |= {"codec": (entry.inside, entry.codec), "group": self.mesh}
         return lambda: verb(*given, **how)

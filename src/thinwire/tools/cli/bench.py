@@ -179,14 +179,14 @@ def collectives_command(
     may then be pairs, inside a node and across: int8/lloyd4. With --connections long messages travel in pieces over
     several TCP connections, as with DiLoCo(connections=); torch's own calls, and plain, have one.
 
-    With --backend nccl sums are averages, every codec is run in both algorithms, launched and with replay=True
-    (int8+replay), and host ms is the time until a call returns (steady ms: of calls in a row). GPU ms, of kernels and
-    copies, and launches are counted by torch's profiler in calls that are not timed. More ranks than GPUs share them:
-    that needs NCCL 2.30 or newer, and MPS, without which ranks take turns of milliseconds. With --hosts NCCL takes
-    equally many ranks each for machines of their own and sends over TCP between them. The link is memory on a shared
-    GPU, cards where each rank has one, and tcp. The verb ddp_step is a whole step of DDP on a network of 1.1 million
-    parameters; codecs below four bits have classic feedback, and EF21. The verb fsdp_step is one of FSDP2 on a network
-    of 25 million, with weights in int8; bf16 there is parameters and reduction.
+    With --backend nccl sums are averages, every codec is run in both algorithms, and host ms is the time until a
+    call returns (steady ms: of calls in a row). GPU ms, of kernels and copies, and launches are counted by torch's
+    profiler in calls that are not timed. More ranks than GPUs share them: that needs NCCL 2.30 or newer, and MPS,
+    without which ranks take turns of milliseconds. With --hosts NCCL takes equally many ranks each for machines of
+    their own and sends over TCP between them. The link is memory on a shared GPU, cards where each rank has one,
+    and tcp. The verb ddp_step is a whole step of DDP on a network of 1.1 million parameters; codecs below four bits
+    have classic feedback, and EF21. The verb fsdp_step is one of FSDP2 on a network of 25 million, with weights in
+    int8; bf16 there is parameters and reduction.
 
     \b
     Example:
