@@ -131,6 +131,14 @@ def test_one_kernel_serves_all_sizes_but_of_a_lloyd_encode_or_recode(
     assert sizes == ({table(op, how), tuning.SHORT} if two else {table(op, how)})
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_an_own_share_leaves_no_room_for_64_numbers_per_thread(codec: BlockInt | Lloyd) -> None:
+    format = codec.encoding(torch.float32).format
+    plain, own = (tuning.candidates(op, format, torch.float32) for op in ("recode", "recode_own"))
+    assert (own == plain) == (format.kind != Kind.LLOYD)
+    assert own[0].lanes <= 8
+
+
 # Multiprocessors, memory clock in kHz and bus in bits, as CUDA tells them.
 CARDS = {
     "A100 40 GB": (108, 1215000, 5120, False),

@@ -66,7 +66,7 @@ def candidates(op: str, format: Format, dtype: torch.dtype) -> list[Config]:
     if format.kind == Kind.TRELLIS:  # whose strands fix the lanes
         return [SHORT, STARVED, Config(4, 4)]
     if format.kind != Kind.LLOYD:
-        if (op == "recode" and format.bits < 8) or (op.startswith("encode") and dtype.itemsize == 2):
+        if (op.startswith("recode") and format.bits < 8) or (op.startswith("encode") and dtype.itemsize == 2):
             return [Config(8, 2), STARVED, Config(8, 4)]
         return [STARVED, Config(8, 2), Config(4, 4)]
     if op == "encode_residual":
