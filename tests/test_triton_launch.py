@@ -17,6 +17,7 @@ from thinwire.kernels.triton.prepared import Prepared
 NAMES = ("x", "stride", "numel", "rows", "wire", "SIZE")
 X = torch.zeros(8)
 WIRE = torch.zeros(8, dtype=torch.uint8)
+OPTIONS = {"enable_fp_fusion": False, "maxnreg": None}
 
 
 class Kernel:
@@ -58,7 +59,7 @@ def test_arguments_find_their_places_by_name() -> None:
     start(kernel, stride=48)
     known = {"x": X, "numel": 32, "rows": 32, "wire": WIRE, "SIZE": 4}
     assert kernel.made is not None
-    assert kernel.launches == [{**known, "grid": (7, 1, 1), "stride": 3, "num_warps": 2, "enable_fp_fusion": False}]
+    assert kernel.launches == [{**known, "grid": (7, 1, 1), "stride": 3, "num_warps": 2, **OPTIONS}]
     assert kernel.made.launches == [{**known, "grid": (7, 1, 1), "stride": 48}]
 
 
