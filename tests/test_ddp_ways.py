@@ -1,8 +1,10 @@
 """compress_ddp in every way of using DDP: plain DDP bit by bit uncompressed, bounds compressed, groups, overlap."""
 
 import contextlib
+import copy
 import gc
 import math
+import pickle
 import random
 import threading
 import time
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -500,6 +503,31 @@ def close_and_reopen(group: Group) -> dict[str, bool]:
 @worlds(2, rare=[3])
 def test_a_closed_model_is_plain_and_may_be_opened_again(ranks: RankPool, world: int) -> None:
     for found in ranks(world).run(close_and_reopen):
+        assert all(found.values()), found
+
+
+def copied(group: Group, how: str) -> dict[str, bool]:
+    """A copy of a compressed model, as an average of its weights is one: plain, until it is compressed itself."""
+    mesh = init_device_mesh("cpu", (group.size(), 1))
+    model, fresh, bare = (wrap(Given(), group) for _ in range(3))
+    handle = compress_ddp(model, "lloyd2", mesh=mesh)
+    first, second = draw(group.rank(), 0), draw(group.rank(), 1)
+    backward(model, first)
+    again = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    found = {"a copy is plain": torch.equal(flat(backward(again, first)), flat(backward(bare, first)))}
+    found["the original is not"] = not torch.equal(flat(backward(model, first)), flat(backward(bare, first)))
+    found["nor counts for it"] = handle.stats().steps == 2
+    backward(fresh, first)
+    for other in (again, fresh):
+        compress_ddp(other, "int8", exempt="none")
+    found["a copy is compressed"] = torch.equal(flat(backward(again, second)), flat(backward(fresh, second)))
+    found["once"] = "compressed already" in message_of(lambda: compress_ddp(again, "int8"))
+    return found
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_of_a_compressed_model_are_plain_and_may_be_compressed(ranks: RankPool, how: str) -> None:
+    for found in ranks(2).run(copied, how):
         assert all(found.values()), found
 
 

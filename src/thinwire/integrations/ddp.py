@@ -275,9 +275,15 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 @dataclass
 class _Switch:
-    """What DDP holds: a hook cannot be taken out, but the state behind it can change."""
+    """What DDP holds: a hook cannot be taken out, but the state behind it can change.
 
-    state: DDPState
+    A DDP model that is copied or unpickled lists its hooks and has none: its switch is an empty one.
+    """
+
+    state: DDPState | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Switch, (None,)
 
 
 _switches: "weakref.WeakKeyDictionary[DistributedDataParallel, _Switch]" = weakref.WeakKeyDictionary()
@@ -329,7 +335,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         _check_hooks(ddp_model)
         ddp_model.register_comm_hook(switch, ddp_hook)
         _switches[ddp_model] = switch
-    elif not switch.state.closed:
+    elif switch.state is not None and not switch.state.closed:
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
     if state.rank == 0 and (hint := _mesh_hint(state)):
@@ -354,8 +360,10 @@ def _mesh_hint(state: DDPState) -> str:
 
 
 def _check_hooks(ddp_model: DistributedDataParallel) -> None:
-    """Raise if DDP has a communication hook: it takes one, for good."""
-    hooks = [hook for hook, _ in ddp_model._comm_hooks]
+    """Raise if DDP has a communication hook: it takes one, for good. A copy only lists that of its original."""
+    listed = ddp_model._comm_hooks
+    listed[:] = [(hook, held) for hook, held in listed if not isinstance(held, _Switch) or held.state is not None]
+    hooks = [hook for hook, _ in listed]
     if hooks:
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise CollectiveError(
