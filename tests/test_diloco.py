@@ -617,6 +617,27 @@ def test_an_outer_optimizer_may_hold_parameters_that_do_not_learn(ranks: RankPoo
     assert ranks(2).run(with_frozen) == [(5, True)] * 2
 
 
+def unfrozen(group: Group) -> str:
+    """A layer learns that did not when DiLoCo began."""
+    model = network()
+    first = next(model.parameters())
+    first.requires_grad = False
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    diloco = DiLoCo(model, optimizer, every=4)
+    learn(model, optimizer, group.rank(), range(1))
+    first.requires_grad = True
+    found = message_of(lambda: learn(model, optimizer, group.rank(), range(1, 2)))
+    first.requires_grad = False
+    diloco.close()
+    return found
+
+
+def test_a_layer_that_is_unfrozen_under_way_raises(ranks: RankPool) -> None:
+    for found in ranks(2).run(unfrozen):
+        assert "0.weight learns now" in found
+        assert "close() it before" in found
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "every": ({"every": 0}, "every must be"),
     "fragments": ({"every": 4, "fragments": 5}, "fragments must be from 1 to 4"),
@@ -642,6 +663,9 @@ def refused(group: Group) -> dict[str, str]:
     found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
     found["several"] = message_of(lambda: DiLoCo(model, [inner(model)], every=2))  # type: ignore[arg-type]
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
+    sparse = network()
+    sparse.register_buffer("edges", torch.eye(3).to_sparse())
+    found["sparse"] = message_of(lambda: DiLoCo(sparse, None, every=2))
     kept = DiLoCo(network(), None, every=2)
     twice = network()
     first = DiLoCo(twice, None, every=2)
@@ -661,6 +685,7 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
         "foreign": "with others",
         "no model": "pass the nn.Module",
         "twice": "close() it first",
+        "sparse": "got edges as torch.sparse_coo",
         "state": "expected what state_dict()",
     }
     found = ranks(2).run(refused)[0]

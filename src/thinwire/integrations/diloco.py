@@ -110,6 +110,7 @@ class DiLoCo(Handle):
         self._group = transport.resolve(group)
         _check_connections(connections, self._group, named[0][1].device)
         _check_sharded(self._inner, self._group)
+        self._buffers = _dense_buffers(model)
         self._fragments = [Fragment(part) for part in cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
@@ -126,8 +127,9 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        every_name = [plain_name(name) for name, _ in bare(model).named_parameters()]  # as on other ranks
-        options.rules.check_names(every_name)
+        everything = [(plain_name(name), p) for name, p in bare(model).named_parameters()]  # as on other ranks
+        options.rules.check_names([name for name, _ in everything])
+        self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._averager = Averager(options, Decisions(options, self._names, outer=True))
         self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
         self._under_way: list[Round] = []
@@ -137,7 +139,6 @@ class DiLoCo(Handle):
         self._given = self._group
         if connections > 1:
             self._group = transport.spread(self._group, connections)
-        self._buffers = list(model.buffers())
         self._snapshot = None if snapshot is None else Path(snapshot)
         try:
             self._deadline = None if deadline is None else Deadline(self._group, key, deadline)
@@ -262,6 +263,12 @@ class DiLoCo(Handle):
         """A step of the inner optimizer is done: begin and apply the rounds that are due."""
         if self.closed:
             return
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise CollectiveError(
+                    f"DiLoCo: {name} learns now, and did not when DiLoCo began, so it is not averaged: close() it "
+                    "before you unfreeze layers, and make a new one afterwards"
+                )
         self.steps += 1
         self._apply_due()
         count = len(self._fragments)
@@ -482,6 +489,16 @@ def _check_alone(named: Sequence[tuple[str, Tensor]]) -> None:
     for other in _open:
         if not other.closed and not mine.isdisjoint(id(p) for part in other._fragments for p in part.parameters):
             raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
+
+
+def _dense_buffers(model: nn.Module) -> list[Tensor]:
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise CollectiveError(
+                f"DiLoCo gives all ranks the first one's buffers, dense ones, got {name} as {buffer.layout}: keep it "
+                "in a plain attribute, or make it dense"
+            )
+    return list(model.buffers())
 
 
 def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
