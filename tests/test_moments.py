@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 import thinwire
 from cases import assert_same
@@ -163,6 +164,66 @@ def test_weighing_can_be_left_out(ranks: RankPool) -> None:
     assert [answer[3] for answer in ranks(2).run(means, False, "none")] == ["none", "none"]
 
 
+def after_join(group: Group, by_hand: bool) -> list[bool]:
+    """Whether ranks have the same gradients before, and after, they have taken different numbers of steps."""
+    model = wrap(network(), group, WHOLE)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    if by_hand:
+        state = thinwire.DDPState(group, "lloyd2", optimizer=optimizer)
+        model.register_comm_hook(state, thinwire.ddp_hook)
+    else:
+        state = thinwire.compress_ddp(model, "lloyd2", optimizer=optimizer)
+    found = []
+    learn(model, optimizer, group.rank(), range(3))
+    found.append(state.stats().feedback == "none+moments")
+    for epoch in range(2):
+        with Join([model]):
+            learn(model, optimizer, group.rank(), range(10 * epoch, 10 * epoch + 2 + 2 * group.rank()))
+    learn(model, optimizer, group.rank(), range(30, 32))
+    found.append(same_everywhere(group, *(p.grad for p in model.parameters() if p.grad is not None)))
+    return [*found, state.stats().feedback == "none"]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["compress_ddp", "by hand"])
+def test_moments_that_differ_after_a_join_are_not_used(ranks: RankPool, by_hand: bool) -> None:
+    for found in ranks(2).run(after_join, by_hand):
+        assert found == [True, True, True]
+
+
+REMEMBERED: list[dict[str, Any]] = [
+    {"codec": "topk"},
+    {"codec": "lloyd1", "feedback": "classic"},
+    {"codec": "lloyd2", "feedback": "ef21"},
+    {"codec": "lloyd2", "policy": {"0.weight": "topk"}},
+]
+
+
+def remembered(group: Group) -> list[tuple[str, float]]:
+    """What travels after some steps of Adam, and the largest gradient until then, over that without compression."""
+    found = []
+    for options in [{"codec": "none"}, *REMEMBERED]:
+        model = wrap(network(), group, WHOLE)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        handle = thinwire.compress_ddp(model, optimizer=optimizer, **options)
+        most = 0.0
+        for step in range(6):
+            learn(model, optimizer, group.rank(), range(step, step + 1))
+            most = max(most, *(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
+        found.append((handle.stats().feedback, most))
+    (_, exact), *rest = found
+    return [(feedback, most / exact) for feedback, most in rest]
+
+
+def test_what_is_remembered_is_in_no_units(ranks: RankPool) -> None:
+    """Feedback in units that grow with what it sends would have no end: gradients a million times as large in 6 steps.
+
+    In units, the second gradient of Adam's is some times too large: its moments are those of one step.
+    """
+    for found in ranks(2).run(remembered):
+        assert [feedback for feedback, _ in found] == ["ef21", "classic", "ef21", "ef21+moments"]
+        assert max(most for _, most in found) < 10
+
+
 def scouted(group: Group, kind: Any) -> tuple[str, bool]:
     model = wrap(network(), group, WHOLE)
     handle = thinwire.compress_ddp(model, "lloyd2")
@@ -182,4 +243,5 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     def options(**given: Any) -> str:
         return message_of(lambda: thinwire.DDPState(None, "lloyd2", **given))
 
+    assert "goes without feedback" in options(weigh="moments", feedback="classic")
     assert options(weigh="maybe") == "weigh must be one of auto, none, moments, got 'maybe'"

@@ -292,7 +292,7 @@ class Averager:
         """The kinds that are in use, or "none"."""
         used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
         found = "+".join(sorted(used - {""})) or "none"
-        return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
+        return f"{found}+moments" if self.decisions.weighs and self.decisions.in_units else found
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:

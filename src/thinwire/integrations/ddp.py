@@ -72,6 +72,7 @@ class DDPState(Handle):
         self._guard = None
         if options.on_nonfinite != "propagate":
             self._guard = Guard(options.on_nonfinite, self._averager.tally)
+        self._ddp: Callable[[], DistributedDataParallel | None] | None = None  # has this hook; once looked for
         self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
 
@@ -182,8 +183,18 @@ class DDPState(Handle):
             return
         if self.process_group is None and self._averager.group is None:
             _check_group(self)
+        if self._decisions.weighs and self.step > 0:
+            self._decisions.moments.uneven = self._joins()
         self._averager.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
+
+    def _joins(self) -> bool:
+        """Whether the model trains, or has trained, in a Join: its ranks may have taken different numbers of steps."""
+        if self._ddp is None:
+            found = _models_of(self)
+            self._ddp = weakref.ref(found[0]) if found else lambda: None
+        model = self._ddp()
+        return model is not None and bool(model._join_config.enable)
 
     @property
     def world(self) -> int:
@@ -314,7 +325,8 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         same NonfiniteError at the end of backward), or "skip" (`.grad` of all parameters becomes None on all ranks, so
         that the optimiser's step does nothing; `stats().skipped` counts it). With a GradScaler, "propagate".
     weigh: "moments" brings gradients into Adam's units before they are encoded, and back: they are divided by the root
-        of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known.
+        of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known. What
+        has feedback is not weighed.
     algorithm: "one_shot", "two_phase" or "auto": one_shot for two ranks.
     mesh: a DeviceMesh of nodes and the ranks inside them, init_device_mesh("cuda", (nodes, gpus)). Gradients are then
         summed inside every node first. `codec` travels across nodes, with 1/gpus of the bytes per rank. There is no
@@ -338,6 +350,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     elif switch.state is not None and not switch.state.closed:
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
+    state._ddp = weakref.ref(ddp_model)
     if state.rank == 0 and (hint := _mesh_hint(state)):
         announce_once(hint)
     return state
@@ -374,14 +387,19 @@ def _check_hooks(ddp_model: DistributedDataParallel) -> None:
 
 def _check_group(state: DDPState) -> None:
     """Raise if a state for the world was registered on a model whose group is smaller: other ranks would never come."""
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(held is state for _, held in found._comm_hooks):
-            ranks = dist.get_process_group_ranks(found.process_group)
-            if len(ranks) < dist.get_world_size():
-                raise CollectiveError(
-                    f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
-                    "world: pass DDPState(process_group, ...) the group that the model has"
-                )
+    for found in _models_of(state):
+        ranks = dist.get_process_group_ranks(found.process_group)
+        if len(ranks) < dist.get_world_size():
+            raise CollectiveError(
+                f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
+                "world: pass DDPState(process_group, ...) the group that the model has"
+            )
+
+
+def _models_of(state: DDPState) -> list[DistributedDataParallel]:
+    """Those that a state was registered on by hand."""
+    models = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return [model for model in models if any(held is state for _, held in model._comm_hooks)]
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

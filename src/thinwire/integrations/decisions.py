@@ -195,14 +195,25 @@ class Decisions:
         return self._weigh == "moments" or (self._few_bits and self.family == "adaptive" and self._expects)
 
     def weighed(self, names: Names) -> list[int]:
-        """Which of these parameters' gradients are weighed at this step."""
+        """Which of these parameters' gradients are weighed at this step.
+
+        None that has feedback, unless their units are frozen: what it remembers would be multiplied by the growth of
+        the moments, which grow by it in turn, without end.
+        """
         if not self.weighs:
             return []
         if names not in self._weighed:
             known = self.sizes if self.onebit is not None else self.moments.shared & self.sizes.keys()
-            bits = {i: policy.bits_of(self._travels(name)[0]) for i, name in enumerate(names) if name in known}
-            self._weighed[names] = [i for i in bits if bits[i] < 16]
+            found = {i: self._travels(name) for i, name in enumerate(names) if name in known}
+            frozen = self.onebit is not None
+            able = {i: policy.bits_of(chosen) < 16 and (frozen or not kind) for i, (chosen, kind) in found.items()}
+            self._weighed[names] = [i for i in able if able[i]]
         return self._weighed[names]
+
+    @property
+    def in_units(self) -> bool:
+        """Whether any gradient of this step was weighed by moments."""
+        return self.onebit is None and any(self._weighed.values())
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the gradients of these parameters, which are all weighed, are divided by."""

@@ -37,6 +37,7 @@ class Moments:
     def __init__(self, optimizers: Sequence[object]) -> None:
         self._optimizers = [weakref.ref(one) for one in optimizers if isinstance(one, Optimizer)]
         self.shared: frozenset[str] = frozenset()  # the parameters of which all ranks have them
+        self.uneven = False  # whether ranks may have taken different numbers of steps, so that moments differ
         self._tried = 0
 
     def saw(self, optimizer: Optimizer) -> None:
@@ -67,13 +68,15 @@ class Moments:
         """Compare with the other ranks which moments there are; all ranks call it at the same steps.
 
         Where moments are gone, since the optimiser was replaced or its state cleared, ranks look for them anew. Where a
-        tensor's are zeros, as after gradients of zeros, it has no unit yet.
+        tensor's are zeros, as after gradients of zeros, it has no unit yet. Where ranks are uneven, those that were
+        alike are compared at every step, until none are.
         """
         if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
             self.shared = frozenset()
             self._tried = 0
         self._tried += 1
-        if self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0:
+        again = self.uneven and bool(self.shared)
+        if not again and (self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0):
             return
         if self._tried == 1 and not self.expected:
             self._search(parameters)
@@ -85,6 +88,8 @@ class Moments:
         least = [-value for value in agreed[len(names) :]]
         alike = [name for name, low, high in zip(names, least, most, strict=True) if 0.0 < low == high]
         self.shared = frozenset(alike)
+        if again and not alike:
+            self._tried = _TRIES[-1]
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the gradients of these parameters, which are all shared, are divided by."""

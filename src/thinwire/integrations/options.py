@@ -16,7 +16,7 @@ from thinwire.collectives.checks import check_algorithm
 from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.collectives.replay import check_replay
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.feedback import Ledger
+from thinwire.feedback import KINDS, Ledger
 from thinwire.integrations import policy as policies
 from thinwire.integrations.moments import has_moments
 from thinwire.integrations.names import bare_optimizer
@@ -85,6 +85,11 @@ class DDPOptions:
         check_algorithm(self.algorithm, ALGORITHMS)
         if self.weigh not in policies.WEIGHTS:
             raise CodecError(f"weigh must be one of {', '.join(policies.WEIGHTS)}, got {self.weigh!r}")
+        if self.weigh == "moments" and self.feedback in KINDS and self.onebit is None:
+            raise CodecError(
+                f"weigh='moments' goes without feedback, which would be remembered in units that change, got "
+                f"feedback={self.feedback!r}: leave out one of them"
+            )
         for name, least in (("replan_every", 1), ("measure_every", 0)):
             if not is_int(count := getattr(self, name)) or count < least:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
