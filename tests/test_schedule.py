@@ -627,3 +627,20 @@ def mesh_lifetime(group: Group) -> list[bool]:
 
 def test_the_thread_of_a_mesh_ends_with_its_groups(ranks: RankPool) -> None:
     assert ranks(4).run(mesh_lifetime) == [[True]] * 4
+
+
+def test_who_waited_for_a_work_may_look_at_its_future() -> None:
+    set_result = torch.futures.Future.set_result
+
+    def slowly(future: Any, result: Any) -> None:
+        time.sleep(0.2)
+        set_result(future, result)
+
+    work = Work([torch.ones(2)])
+    future = work.get_future()
+    with patch.object(torch.futures.Future, "set_result", slowly):
+        thread = threading.Thread(target=work.finished)
+        thread.start()
+        work.wait()
+        assert future.value()[0] is work.result()[0]
+        thread.join()

@@ -54,6 +54,7 @@ class Work(dist.Work):
                 raise TimeoutError(f"the collective did not end within {timeout}")
         if self._error is not None:
             raise again(self._error)
+        self._future.wait()  # another thread is about to tell it; callers may look at its value next
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self._device))
         return True
