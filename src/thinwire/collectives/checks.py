@@ -105,7 +105,8 @@ def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int
             raise CollectiveError(f"{what}: expected tensors, got {type(tensor).__name__}")
         if hasattr(tensor, "__tensor_flatten__"):
             raise CollectiveError(
-                f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local()"
+                f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local(), "
+                "or wait() for the result of a functional collective"
             )
         if tensor.layout != torch.strided:
             raise CollectiveError(f"{what}: expected dense tensors, got {tensor.layout}: convert with to_dense()")

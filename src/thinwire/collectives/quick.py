@@ -26,7 +26,9 @@ _NOW: dict[str, Callable[..., Any]] = {
         out.view(-1), x.view(-1), group=g, async_op=True
     ),
     "all_gather": lambda g, out, x: transport.all_gather_single(out.view(-1), x.view(-1), group=g, async_op=True),
-    "all_to_all": lambda g, out, x: dist.all_to_all_single(out.view(-1), x.view(-1), group=g, async_op=True),
+    "all_to_all": lambda g, out, x: dist.all_to_all_single(
+        out.view(-1), torch_verbs.apart(out, x).view(-1), group=g, async_op=True
+    ),
     "broadcast": lambda g, x, src, group_src: dist.broadcast(x, src, g, True, group_src),
 }
 _OPTIONS: dict[Any, Any] = {op: dist.AllreduceOptions() for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
@@ -83,7 +85,7 @@ def quick(
             return UNKNOWN
         if tensor.dtype != dtype or tensor.device != channel.device or tensor.requires_grad:
             return UNKNOWN
-    if channel.failure or (async_op and program is None):
+    if channel.failure or (program is None and (async_op or transport.is_coalescing(members))):
         return UNKNOWN
     if step is not None:
         check_step(step)  # before the call counts

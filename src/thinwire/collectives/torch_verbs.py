@@ -38,8 +38,8 @@ def all_reduce(
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
     set_apart(call.channel, call.place.text, alike("all_reduce", row))
     for link in links[:-1]:
-        wait(dist.all_reduce(row, op, group=link.group, async_op=True), call.channel, call.place)
-    work = dist.all_reduce(row, op, group=links[-1].group, async_op=True) if links else None
+        wait(_reduce(row, op, link.group), call.channel, call.place)
+    work = _reduce(row, op, links[-1].group) if links else None
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
@@ -49,7 +49,7 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
     set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
-    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
+    work = _reduce(tensor, dist.ReduceOp.SUM, group)
     if not call.channel.transport.on_stream:
         work = TorchWork(work, [tensor], None, call.channel.board, call.place)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: (done.value(), tensor)[1])
@@ -68,7 +68,7 @@ def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> Non
     """The same of a tensor, in place."""
     call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
     set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
-    wait(dist.all_reduce(tensor, op, group=group, async_op=True), call.channel, call.place)
+    wait(_reduce(tensor, op, group), call.channel, call.place)
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -133,6 +133,7 @@ def all_to_all(
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
+    sent = apart(whole, sent)
     set_apart(call.channel, call.place.text, alike("all_to_all", sent), kind)
     work = _start(call, dist.all_to_all_single, whole, sent, *splits)
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
@@ -145,6 +146,12 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     set_apart(call.channel, call.place.text, alike("broadcast", row))
     work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
+
+
+def apart(out: Tensor, sent: Tensor) -> Tensor:
+    """What is sent, in memory of its own where `out` overlaps it: torch would overwrite what it has not sent yet."""
+    begins, ends = out.data_ptr(), out.data_ptr() + out.nbytes
+    return sent.clone() if sent.data_ptr() < ends and begins < sent.data_ptr() + sent.nbytes else sent
 
 
 def alike(verb: str, sent: Tensor) -> transport.Alike:
@@ -173,7 +180,14 @@ def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how
     if call.channel.world == 1:
         out.copy_(sent)
         return None
-    return verb(out, sent, *how, group=call.channel.transport.group, async_op=True)
+    group = call.channel.transport.group
+    with transport.at_once(group):
+        return verb(out, sent, *how, group=group, async_op=True)
+
+
+def _reduce(row: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+    with transport.at_once(group):
+        return dist.all_reduce(row, op, group=group, async_op=True)
 
 
 def wait(work: Any, channel: Channel, place: Place) -> None:

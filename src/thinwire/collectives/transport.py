@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -531,6 +531,23 @@ def mesh_of_nodes(group: Group) -> DeviceMesh | None:
     if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
         return None
     return group if group.ndim == 2 else None
+
+
+@contextlib.contextmanager
+def at_once(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let torch's verbs inside run now: under its _coalescing_manager they wait for its end, and nobody for them."""
+    coalesced = dist.distributed_c10d._world.pg_coalesce_state
+    put_off = coalesced.pop(group, None)
+    try:
+        yield
+    finally:
+        if put_off is not None:
+            coalesced[group] = put_off
+
+
+def is_coalescing(group: dist.ProcessGroup) -> bool:
+    """Whether torch's verbs on the group are put off; see `at_once`."""
+    return group in dist.distributed_c10d._world.pg_coalesce_state
 
 
 def resolve(group: object) -> dist.ProcessGroup:
