@@ -120,6 +120,7 @@ def test_before_anything_was_measured_there_is_no_choice() -> None:
     found = recalled((Measured(), 2), 10)
     assert found.algorithm == ""
     assert "not measured yet" in str(found)
+    assert "thinwire.measure(tensor, group, codec='int8') on all of its ranks" in str(found)
 
 
 @over("case", [(1, 10, "int8"), (2, 0, "int8"), (2, 10, "none")])

@@ -198,6 +198,15 @@ def refused(group: Group) -> list[str]:
     return [message_of(call) for call in calls]
 
 
+def measured(group: Group) -> list[str]:
+    found = thinwire.measure(torch.ones(5000), codec="topk")
+    return [estimate.algorithm for estimate in found.estimates]
+
+
+def test_measure_knows_what_it_travels_by(ranks: RankPool) -> None:
+    assert ranks(2).run(measured) == [["plain", "one_shot"]] * 2
+
+
 def averaged(algorithm: str) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     thinwire.compress_ddp(model, "topk", feedback="classic", algorithm=algorithm)  # type: ignore[arg-type]

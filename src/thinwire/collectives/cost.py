@@ -87,7 +87,7 @@ class Choice:
             return (
                 f"{call}: not measured yet\n"
                 "algorithm='auto' measures this group at its first call of that kind; to measure now, call "
-                "thinwire.measure(tensor, group) on all of its ranks"
+                f"thinwire.measure(tensor, group, codec={self.codec!r}) on all of its ranks"
             )
         rate = f"{8e-9 * link.bytes_per_s:.3g} Gbit/s per rank"
         lines = [

@@ -24,7 +24,6 @@ SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
 VerbAlgorithm = Literal["auto", "compressed", "plain"]
 SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
 VERB_ALGORITHMS = ("auto", "compressed", "plain")
-PLAIN_OR_SUM = ("plain", "one_shot", "two_phase")  # what "auto" chooses from in a group
 _UNCUT = Cut(0, 1)
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
 
@@ -90,8 +89,7 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if algorithm == "auto" and _is_exact(codecs, flat.numel):
         algorithm = "plain"
     elif algorithm == "auto":
-        known = PLAIN_OR_SUM if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
-        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else known)
+        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else to_choose_from(codecs))
     if algorithm == "plain":
         return CallPlan(str(key))
     codec = codecs[0]
@@ -104,6 +102,11 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     streamed = StreamLane(flat.numel, flat.dtype, codec, codec, across=across)
     program = sum_program(links, algorithm, [streamed], [cut], scale)
     return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across, program)
+
+
+def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
+    """The algorithms that "auto" knows in a group, which `measure` measures."""
+    return ("plain", "one_shot", "two_phase") if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
 
 
 def sum_cut(codec: Codec, numel: int, dtype: torch.dtype, links: Sequence[Transport], algorithm: str) -> Cut:

@@ -15,7 +15,7 @@ from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
-from thinwire.collectives.plan import PLAIN_OR_SUM, CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum
+from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
 from thinwire.collectives.programs import Coalesced
 from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.row_message import LaneWatch, RowCarries, ScatterMessage
@@ -217,5 +217,5 @@ def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)
         Call(channel, str(PlanKey("measure", (part.numel(),), part.dtype, codecs, "auto")), anew=True)
-        _fastest(channel, members, part.dtype, part.numel())(codecs, PLAIN_OR_SUM)
+        _fastest(channel, members, part.dtype, part.numel())(codecs, to_choose_from(codecs))
     return explain(tensor, members, codec=codec)
