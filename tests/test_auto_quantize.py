@@ -538,10 +538,12 @@ def refused_roots(group: Group) -> list[str]:
     said = []
     for name, keywords in [
         ("gather", {"dst": 0, "group_dst": 0}),
+        ("reduce", {"group_dst": 2}),
+        ("scatter", {"src": -1}),
         ("gather", {"gather_list": [blank(1)], "dst": 0}),
         ("scatter", {"src": 0}),
     ]:
-        if name == "scatter" and group.rank():
+        if keywords == {"src": 0} and group.rank():
             continue
         with pytest.raises(CollectiveError) as caught:
             auto_quantize(getattr(dist, name), "fp16")(blank(1), **keywords)
@@ -553,8 +555,10 @@ def refused_roots(group: Group) -> list[str]:
 
 def test_misuse_of_the_rewritten_ones_is_refused(ranks: RankPool) -> None:
     root, _ = ranks(2).run(refused_roots)
-    once, length, absent, uneven = root
+    once, nobody, negative, length, absent, uneven = root
     assert "name the root once" in once
+    assert "must be 0..1, got 2" in nobody
+    assert "must be 0..1, got -1" in negative
     assert "gather_list: expected 2 tensors on this rank, got 1 tensors" in length
     assert "scatter_list: expected 2 tensors on this rank, got none" in absent
     assert "expected 2 elements" in uneven

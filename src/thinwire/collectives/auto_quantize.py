@@ -130,11 +130,12 @@ def _reduce_scatter(arguments: Arguments) -> _Call:
 
 def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
     """The rank in the group of the one that gathers, scatters or reduces: rank 0 of the world if none was named."""
-    if group_rank is None:
-        return dist.get_group_rank(group, 0 if rank is None else rank)
-    if rank is not None:
+    if rank is not None and group_rank is not None:
         raise CollectiveError("name the root once: by its rank in the world or by its rank in the group")
-    return group_rank
+    found = dist.get_group_rank(group, rank or 0) if group_rank is None else group_rank
+    if not 0 <= found < group.size():  # which torch does not look at in the world
+        raise CollectiveError(f"the root's rank in the group must be 0..{group.size() - 1}, got {found}")
+    return found
 
 
 def _list_of_root(group: dist.ProcessGroup, root: int, tensors: Sequence[Tensor] | None, name: str) -> list[Tensor]:
