@@ -611,6 +611,13 @@ def test_negative_length_is_refused() -> None:
         BlockInt(8).wire_bytes(-1)
 
 
+def test_a_length_that_is_no_whole_number_is_refused() -> None:
+    codec = BlockInt(8)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        codec.wire_bytes(1e3)  # type: ignore[arg-type]
+    assert isinstance(codec.wire_bytes(1000), int)  # which is as large, and would be found in its place
+
+
 # --- codecs made of codecs --------------------------------------------------------------------------------------------
 
 

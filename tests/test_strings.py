@@ -196,6 +196,7 @@ def test_unknown_names_list_the_known(text: str) -> None:
         ("lloyd4:scale=best", "scale must be 'mmse' or 'unbiased', got 'best'"),
         ("bysize(small)", "takes entries 'key=value'"),
         ("bysize(tiny=bf16)", "does not know 'tiny'; it takes small, large, min_numel, min_ndim"),
+        ("bysize(large=int8; large=int4)", "bysize(...) got 'large' twice"),
         ("bysize(min_numel=-1)", "min_numel must be an integer, 0 or more, got -1"),
         ("bysize(min_ndim=two)", "min_ndim must be an integer, 0 or more, got 'two'"),
         ("bysize(large=int9)", "unknown codec 'int9'"),

@@ -188,7 +188,7 @@ def _new_recipe(codec: Codec, numel: int, dtype: torch.dtype) -> _Recipe:
         other = "codec 'none'" if dtype == torch.float64 else "algorithm='plain', which sends it as it is"
         raise CodecError(f"codec {chosen} takes {known}, got {dtype}: convert the tensor, or use {other}")
     how = chosen.encoding(dtype)
-    return _Recipe(chosen, how, how.format.layout(numel))
+    return _Recipe(chosen, how, how.format.layout(operator.index(numel)))
 
 
 def _row(x: Tensor) -> Tensor:

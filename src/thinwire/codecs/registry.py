@@ -86,6 +86,8 @@ def _composite(name: str, body: str) -> Codec:
     for key, value in pairs:
         if key not in known:
             raise CodecError(f"bysize(...) does not know {key!r}; it takes {', '.join(known)}")
+        if key in values:
+            raise CodecError(f"bysize(...) got {key!r} twice")
         values[key] = codec(value) if key in ("small", "large") else _value(value)
     return BySize(**values)  # type: ignore[arg-type]
 
