@@ -1027,3 +1027,11 @@ def test_ranks_that_do_not_meet_end_with_status_1(monkeypatch: pytest.MonkeyPatc
     result = call("--params 7e9 --step 1s --device cpu")
     assert result.exit_code == 1
     assert "the ranks did not find each other (no gloo here); start them all with torchrun" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("codec", "got 'codec' without rows"), ("train", "got 'train' without rows")]
+)
+def test_losses_come_from_rows_of_training(kind: str, said: str) -> None:
+    with pytest.raises(RecordError, match=said):
+        evidence.losses_of(Record(kind, {}, []), "x")

@@ -240,6 +240,8 @@ def test_torchs_module_and_ours_by_its_names_start_alike() -> None:
         (["--bits", "1"], "2 to 8 bits"),
         (["--bits", "2,9"], "2 to 8 bits"),
         (["--bits", "two"], "got 'two'"),
+        (["--parts", "speed", "--methods", "lsq"], "is of the part train"),
+        (["--parts", "train", "--numel", "64"], "is of the part speed"),
         (["--seeds", "0"], "greater than or equal to 1"),
         (["--numel", "0"], "greater than or equal to 1"),
         (["--device", "tpu"], "'cpu', 'cuda'"),

@@ -126,6 +126,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pyt
         (["--codecs", "powersgd1"], "simulated replicas have no powersgd1"),
         (["--optimizer", "sgd"], "is trained with adamw or muon, got 'sgd'"),
         (["--optimizer", "muon", "--codecs", "onebit"], "onebit is an Adam"),
+        (["--resume", "no/such/folder/runs"], "cannot be written: name a file in a folder that exists"),
         (["--task", "gpt", "--size", "3m"], "goes with --parallel simulated"),
         (["--task", "gpt", "--parallel", "simulated", "--size", "3m"], "goes with --task bytes"),
     ],
@@ -136,8 +137,9 @@ def test_bad_flags(flags: list[str], complaint: str) -> None:
     assert complaint in " ".join(result.stderr.replace("│", "").split())
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("{}\n")
+@pytest.mark.parametrize("held", [b"{}\n", b"\xff\xfe"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, held: bytes) -> None:
+    (tmp_path / "x").write_bytes(held)
     result = invoke("--resume", str(tmp_path / "x"))
     assert (result.exit_code, "does not hold runs" in result.stderr) == (2, True)
 

@@ -218,6 +218,7 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["kernels", "--device", "cpu", "--dtypes", "int8"], "'int8' is not one of float32"),
         (["kernels", "--device", "cpu", "--threads", "1,0"], "expected integers from 1 on such as 1,2, got '0'"),
         (["collectives", "--world", "1"], "a world has 2 to 254 ranks"),
+        (["collectives", "--link", ""], "expected a rate such as 100mbit or 1gbit, got ''"),
         (["collectives", "--link", "fast"], "expected a rate such as 100mbit or 1gbit, got 'fast'"),
         (["collectives", "--verbs", "gossip"], "'gossip' is not one of all_reduce, reduce_scatter_tensor"),
         (["collectives", "--codecs", "auto,int9"], "unknown codec 'int9'"),

@@ -169,6 +169,11 @@ def test_markdown_shows_what_a_record_says_and_obeys_none_of_it() -> None:
     assert "\\[x\\](javascript:y)" in told
 
 
+def test_markdown_shows_the_names_of_files_as_they_are(tmp_path: Path) -> None:
+    paths = [written(tmp_path / name, made("kernels", [kernel(1.0)])) for name in ("<i>*.json", "b.json")]
+    assert call("report", *paths, "--markdown").stdout.startswith("old: &lt;i&gt;\\*.json\n\n")
+
+
 def test_qat_tables_are_of_training_and_of_speed() -> None:
     trained, speed = kinds.grids(qat_record())
     assert trained.header == ["method", "W", "A", "seeds", "train loss", "± (loss)", "accuracy"]
@@ -522,9 +527,13 @@ def test_what_cannot_be_written_or_drawn_is_said(tmp_path: Path) -> None:
     path, taken = str(BENCHMARKS / "kernels_cpu_aarch64.json"), tmp_path / "file"
     taken.touch()
     for flag in ("--png", "--html"):
-        result = call("report", path, flag, str(taken))
-        assert result.exit_code == 2
-        assert f"File exists: '{taken}'" in " ".join(result.stderr.split())
+        other, there = {"--png": "--html", "--html": "--png"}[flag], tmp_path / flag
+        result = call("report", path, flag, str(taken), other, str(there))
+        assert result.exit_code == 1
+        assert re.search(rf"Error: {taken}\S* cannot be written: (File exists|Not a directory)", result.stderr)
+        assert list(there.iterdir())  # what can be written is
+    result = call("report", path, "--png", str(tmp_path / "x.png"))
+    assert "x.png shows gains by link and losses of training records; a directory gets every plot" in result.stderr
     empty = written(tmp_path / "empty.json", made("codec", []))
     result = call("report", empty, "--png", str(tmp_path / "plots"), "--html", str(tmp_path / "empty.html"))
     assert result.exit_code == 0

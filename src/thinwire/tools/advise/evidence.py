@@ -42,7 +42,8 @@ class Losses:
 def losses_of(record: Record, source: str) -> Losses:
     """The losses of a record of `thinwire bench train` or `thinwire demo`."""
     if record.kind != "train" or not record.rows:
-        raise RecordError(f"expected a record of `thinwire bench train` or `thinwire demo`, got {record.kind!r}")
+        got = repr(record.kind) if record.rows else f"{record.kind!r} without rows"
+        raise RecordError(f"expected a record of `thinwire bench train` or `thinwire demo`, got {got}")
     parallel = record.rows[-1]["parallel"]  # the first may be a peer: DDP beside DiLoCo
     rows = [row for row in record.rows if row["parallel"] == parallel]
     first = rows[0]

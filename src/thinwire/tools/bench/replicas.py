@@ -108,8 +108,8 @@ class Shelf:
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path) if path else None
-        lines = self._path.read_text().splitlines() if self._path and self._path.exists() else []
         try:
+            lines = self._path.read_text().splitlines() if self._path and self._path.exists() else []
             self._found = {
                 json.dumps(one["run"], sort_keys=True): Outcome(**one["outcome"]) for one in map(json.loads, lines)
             }

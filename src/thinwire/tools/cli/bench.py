@@ -310,6 +310,7 @@ def train_command(
         _refuse({"--link": link}, "simulated replicas have no link")
         _refuse({"--size": size if task is not TaskName.bytes else None}, "goes with --task bytes")
         flags.check_device(device)
+        flags.writable(resume, "--resume")
         with screen.usage_errors(None, BenchError, CodecError):
             found = tasks.find(task.value, size, quick=quick, seeds=seeds, steps=steps, rows=batch)
             where = torch.device(device.value if device else "cpu")
@@ -366,6 +367,12 @@ def qat_command(
     widths = flags.counts(bits, "--bits")
     if not all(width in BITS for width in widths or ()):
         raise typer.BadParameter(f"quantisers have {BITS[0]} to {BITS[-1]} bits", param_hint="--bits")
+    if pieces == ["speed"]:
+        _refuse(
+            {"--methods": methods, "--bits": bits, "--seeds": seeds}, "is of the part train, which --parts leaves out"
+        )
+    if pieces == ["train"]:
+        _refuse({"--numel": numel}, "is of the part speed, which --parts leaves out")
     run = partial(qat_bench.run, device.value, pieces, chosen, widths, seeds, numel, quick)
     _deliver(run, json, csv)
 

@@ -79,4 +79,4 @@ def writable(path: str | None, flag: str) -> None:
 def shaped(link: str | None) -> ShapedLink | None:
     """The link that --link names, if any."""
     with usage_errors("--link", BenchError):
-        return links.parse(link) if link else None
+        return None if link is None else links.parse(link)

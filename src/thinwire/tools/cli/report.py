@@ -1,5 +1,6 @@
 """`thinwire report`: records as tables, as plots and as a page; two of a kind, compared."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -54,9 +55,9 @@ def command(
         if pictures or document:
             draw.check()
         _print(records, names, screen.console(), markdown)
-        with screen.usage_errors("--html or --png", OSError):
-            _write(records, names, pictures, document)
-    raise typer.Exit(int(fail_on_regression and compare.compare(*records).is_worse))
+        written = _write(records, names, pictures, document)
+    worse = fail_on_regression and compare.compare(*records).is_worse
+    raise typer.Exit(int(worse or not written))
 
 
 def _target(path: str | None, flag: str) -> Path | None:
@@ -80,7 +81,7 @@ def _print(records: list[Record], names: list[str], console: Console, markdown: 
         if number:
             typer.echo()
         if names:
-            typer.echo(f"{names[number]}\n" if markdown else names[number])
+            typer.echo(f"{tables.plain(names[number])}\n" if markdown else names[number])
         if markdown:
             typer.echo(tables.markdown(found))
         else:
@@ -131,14 +132,28 @@ def _pictures(records: list[Record], png: Path) -> list[Path]:
     return [png] if drawn else []
 
 
-def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> None:
-    paths = []
+def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> bool:
+    """Write the page and the plots; whether all could be written."""
+    files: dict[str, Callable[[], None]] = {}
     if html is not None:
         is_page = html.suffix.lower() in (".html", ".htm") and not html.is_dir()
-        paths = [html if is_page else html / page.INDEX]
-        page.save(page.page(records, names=names, cards=_cards(records, names)), paths[0])
-    plots = [] if png is None else _pictures(records, png)
-    for path in (*paths, *plots):
+        place = html if is_page else html / page.INDEX
+        files[str(place)] = lambda: _write_page(records, names, place)
+    if png is not None:
+        files[str(png)] = lambda: _write_plots(records, png)
+    return screen.write_all(files)
+
+
+def _write_page(records: list[Record], names: list[str], path: Path) -> None:
+    page.save(page.page(records, names=names, cards=_cards(records, names)), path)
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _write_plots(records: list[Record], png: Path) -> None:
+    found = _pictures(records, png)
+    for path in found:
         typer.echo(f"wrote {path}", err=True)
-    if png is not None and not plots:
-        typer.echo("no plots: the records hold nothing to draw", err=True)
+    if not found:
+        banner = f"{png} shows gains by link and losses of training records; a directory gets every plot"
+        drawn = any(map(charts.of, records))
+        typer.echo(f"no plots: {banner if drawn else 'the records hold nothing to draw'}", err=True)

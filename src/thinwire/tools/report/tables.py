@@ -43,17 +43,17 @@ def show_grid(laid: TextGrid, console: Console) -> None:
 
 
 def markdown(record: Record) -> str:
-    return "\n".join([*map(markdown_grid, grids(record)), _plain(conditions(record))])
+    return "\n".join([*map(markdown_grid, grids(record)), plain(conditions(record))])
 
 
 def markdown_grid(laid: TextGrid) -> str:
     """One table in Markdown, its title before it and an empty line after it."""
     rule = ["---" if i < laid.labels else "--:" for i in range(len(laid.header))]
-    lines = [map(_plain, laid.header), rule, *(map(_plain, row) for row in laid.rows)]
-    return "\n".join([_plain(laid.title), "", *(f"| {' | '.join(line)} |" for line in lines if laid.header), ""])
+    lines = [map(plain, laid.header), rule, *(map(plain, row) for row in laid.rows)]
+    return "\n".join([plain(laid.title), "", *(f"| {' | '.join(line)} |" for line in lines if laid.header), ""])
 
 
-def _plain(words: str) -> str:
+def plain(words: str) -> str:
     """Words that Markdown shows as they are: a record may hold HTML, links, or what ends a cell."""
     return re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(words, quote=False))
 
