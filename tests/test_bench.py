@@ -376,6 +376,14 @@ def test_prepared_ops_do_what_they_say(op: str) -> None:
     assert calls == [op]
 
 
+def test_a_codec_that_the_reference_alone_serves() -> None:
+    found = kernels_bench.run("cpu", codecs=["topk"], numels=[100], threads=[1], quick=True).rows
+    assert [row["op"] for row in found] == [op for op in kernels_bench.OPS if op != "recode"]
+    assert {(row["backend"], row["note"], row["ms_p50"] is None) for row in found} == {("reference", None, False)}
+    (asked,) = kernels_bench.run("cpu", codecs=["topk"], ops=["recode"], numels=[100], threads=[1], quick=True).rows
+    assert asked["note"] == "BenchError: sums of wires of topk are not encoded again"
+
+
 def test_a_kernels_run() -> None:
     before = torch.get_num_threads()
     found = kernels_bench.run("cpu", codecs=["int8", "lloyd1"], numels=[4096], threads=[1, before + 1], quick=True)

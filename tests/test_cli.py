@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from programs import Ended
-from thinwire.kernels import cpu, reference
+from thinwire.kernels import cpu, dispatch, reference
 from thinwire.tools.bench import (
     codec as codec_bench,
     collectives as collectives_bench,
@@ -334,6 +334,20 @@ def test_doctor() -> None:
     assert {"python", "torch", "reference", "C kernels", "triton", "CUDA", "gloo", "nccl", "interfaces", "host name",
             "shaped links", "scikit-learn", "matplotlib"} <= set(names)  # fmt: skip
     assert all(finding["todo"] for finding in found["findings"] if finding["works"] is None)
+
+
+@pytest.mark.usefixtures("few_codecs")
+@pytest.mark.parametrize(("asked", "mark"), [("fast", "✗"), ("reference", "✓")])
+def test_doctor_tells_the_backend_that_the_environment_asks_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str, mark: str
+) -> None:
+    monkeypatch.setenv("THINWIRE_BACKEND", asked)
+    monkeypatch.setattr(dispatch, "_requested", asked)  # what the variable does when thinwire is imported
+    result = call("doctor")
+    lines = result.stdout.splitlines()
+    assert [line[0] for line in lines if "THINWIRE_BACKEND" in line] == [mark]
+    assert ("unknown backend 'fast'" in result.stdout) == (mark == "✗") == bool(result.exit_code)
+    assert [line[0] for line in lines if line[0] == "✗"] == ["✗"] * (mark == "✗")  # the kernels are not to blame
 
 
 @pytest.mark.usefixtures("few_codecs")

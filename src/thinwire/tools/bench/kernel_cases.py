@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from thinwire.codecs import codec
 from thinwire.collectives import checksums
-from thinwire.kernels import Backend, Encoding, hashing, reference
+from thinwire.kernels import Backend, Encoding, hashing, reference, select
 from thinwire.tools.bench import timing
-from thinwire.tools.bench.record import TIMES, Row
+from thinwire.tools.bench.record import TIMES, BenchError, Row
 from thinwire.tools.bench.timing import Call, Effort
 
 COLUMNS = (*TIMES, "copy_ms", "times_copy", "copy_share", "copy_same_ms", "minimal_bytes", "cold", "rounds")
@@ -54,6 +54,10 @@ class KernelCase(ABC):
     @abstractmethod
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
         """The time columns, of x or of a part of it."""
+
+    def served_by(self, backend: Backend) -> Backend:
+        """What runs it where `backend` serves the device."""
+        return backend
 
     def backend_name(self, backend: Backend) -> str:
         """What the column `backend` says where `backend` serves the device."""
@@ -140,6 +144,10 @@ class OpCase(KernelCase):
             "checksum": wire,
         }[self.op]
 
+    def served_by(self, backend: Backend) -> Backend:
+        """The reference, for formats that it alone knows."""
+        return reference if select(self.device, self.encoding.format) is reference else backend
+
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
         """The kernel beside copies on the whole of x, then beside its rivals on a slice."""
         columns = beside(x, lambda each: prepare(self, backend, each), self.minimal_bytes, effort)
@@ -162,6 +170,8 @@ def prepare(case: OpCase, backend: Backend, x: Tensor, filler: Backend | None = 
     wires_WN[1:] = wires_WN[0]
     scale = 1 / case.world
     if case.op == "recode":
+        if not codec(case.name).recodes:
+            raise BenchError(f"sums of wires of {case.name} are not encoded again")
         wire = torch.empty_like(wires_WN[0])
         return lambda: backend.recode(how, wires_WN, wire, numel, scale=scale, rotation=_KEY, dither=0)
     out = torch.empty_like(x)

@@ -95,14 +95,14 @@ class KernelPlan:
         for numel, count in product(self.numels or (self.usual.numel,), self._threads):
             for name in self._codecs(self.usual.codecs):
                 for dtype, op in product(self._dtypes(name), self.ops or OPS):
-                    if self._tells(op, dtype):
+                    if self._tells(name, op, dtype):
                         yield replace(self._op("codecs", name, op, numel, (EAGER,)), dtype=dtype, threads=count)
 
     def _by_size(self) -> Iterator[KernelCase]:
         for size, dtype in product(self.numels or self.usual.size_bytes, DTYPES.values()):
             numel = size if self.numels else size // dtype.itemsize
             for name, op in product(self._codecs(self.usual.swept), self.ops or OPS):
-                if dtype in self._dtypes(name) and self._tells(op, dtype):
+                if dtype in self._dtypes(name) and self._tells(name, op, dtype):
                     yield replace(self._op("sizes", name, op, numel, ()), dtype=dtype)
 
     def _replays(self) -> Iterator[KernelCase]:
@@ -128,9 +128,10 @@ class KernelPlan:
             part=part, op=op, name=name, numel=numel, world=world, threads=threads, device=self.device, rivals=beside
         )
 
-    def _tells(self, op: str, dtype: torch.dtype) -> bool:
-        """A recode sees wires alone: where dtypes are ours to choose, it is measured once."""
-        return bool(self.dtypes) or op != "recode" or dtype == torch.float32
+    def _tells(self, name: str, op: str, dtype: torch.dtype) -> bool:
+        """A recode sees wires alone: where dtypes are ours to choose, it is measured once. Not all codecs have it."""
+        once = bool(self.dtypes) or dtype == torch.float32
+        return op != "recode" or (once and (bool(self.ops) or codec(name).recodes))
 
     def _codecs(self, default: Sequence[str]) -> list[str]:
         return [str(codec(spec)) for spec in self.codecs or default]
@@ -166,7 +167,7 @@ def defaults(device: torch.device, backend: Backend, quick: bool) -> Defaults:
 def _rows(cases: Sequence[KernelCase], backend: Backend, effort: Effort, progress: Progress) -> Generator[Row]:
     for case in progress(cases):
         with timing.threads(case.threads), torch.no_grad():
-            yield row_of(case, backend, effort)
+            yield row_of(case, case.served_by(backend), effort)
 
 
 def row_of(case: KernelCase, backend: Backend, effort: Effort) -> Row:

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from thinwire.errors import ThinwireError
-from thinwire.kernels import BACKENDS, Backend, cpu
+from thinwire.kernels import BACKENDS, Backend, cpu, select, use_backend
 from thinwire.kernels.triton.compiling import compiling
 from thinwire.tools.bench import link as links, selftest
 from thinwire.tools.bench.record import Progress
 
 PYTHON = (3, 11)  # the oldest that serves
 TORCH = (2, 11)
+BACKEND = "THINWIRE_BACKEND"  # what the environment asks for
 SHORTEST = 2  # letters of a list of interfaces; torch and NCCL take a shorter one for none
 
 
@@ -39,6 +40,7 @@ def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]
     yield _recent("python", platform.python_version(), PYTHON)
     yield _recent("torch", torch.__version__, TORCH)
     yield _reference()
+    yield from _asked_backend()
     yield from _native()
     yield from _other_backends(follow, full)
     yield _package("triton", "triton", "GPU kernels need it: install a CUDA build of torch")
@@ -65,6 +67,22 @@ def _reference() -> Finding:
     return Finding("reference", True, f"{len(selftest.codecs())} codecs give their input back")
 
 
+def _asked_backend() -> Iterator[Finding]:
+    """What THINWIRE_BACKEND asks for, if anything, for the tensors that this machine computes with."""
+    asked = os.environ.get(BACKEND)
+    if asked is not None:
+        try:
+            select(_device())
+        except ThinwireError as error:
+            yield Finding(BACKEND, False, str(error), "unset it, or name another")
+        else:
+            yield Finding(BACKEND, True, asked)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _native() -> Iterator[Finding]:
     why = cpu.unavailable()
     if why is None:
@@ -76,7 +94,7 @@ def _native() -> Iterator[Finding]:
 
 def _other_backends(follow: Progress, full: bool) -> Iterator[Finding]:
     """Backends beside the reference and the C kernels, where they can run: theirs are compiled for the comparison."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference") and backend.serves(device) and backend.unavailable() is None:
             yield _same_bytes(name, backend, device, few=not full, follow=follow)
@@ -87,10 +105,11 @@ def _same_bytes(
 ) -> Finding:
     name = f"{name} self-test"
     try:
-        if device.type == "cuda":
-            with compiling(follow):
-                selftest.differences(backend, device, few)
-        compared, wrong = selftest.differences(backend, device, few)
+        with use_backend("auto"):
+            if device.type == "cuda":
+                with compiling(follow):
+                    selftest.differences(backend, device, few)
+            compared, wrong = selftest.differences(backend, device, few)
     except Exception as error:  # whatever a broken library throws is the finding
         return Finding(name, False, f"{type(error).__name__}: {error}", "reinstall thinwire")
     if wrong:

@@ -38,8 +38,8 @@ def command(
 
     Each line starts with ✓ (works), ✗ (broken) or – (optional, not here). The exit status is 1 only where something
     is broken: python or torch is too old, the reference fails its self-test, an installed kernel backend does not
-    load or gives other bytes than the reference, or the environment names a network interface that is not there. A
-    missing optional part, a compiler or a GPU say, leaves it at 0.
+    load or gives other bytes than the reference, or the environment names a network interface or a backend that is
+    not there. A missing optional part, a compiler or a GPU say, leaves it at 0.
 
     As root, a network namespace with a shaped link is made and removed again. On a machine with a GPU a few kernels
     are compiled and compared, some seconds when it is done for the first time.
