@@ -32,7 +32,7 @@ from cases import by_turns, in_time
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
-from thinwire.collectives import board as boards, checksums, transport
+from thinwire.collectives import auto_quantize, board as boards, checksums, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
@@ -360,6 +360,8 @@ def wrong_calls(member: Group) -> dict[str, Callable[[], Any]]:
         "group_src must be": lambda: thinwire.broadcast(x, group_src=9, group=member),
         "split_sizes must be": lambda: thinwire.all_to_all_single(x, x, [1], group=member),
         "one tensor per rank in": lambda: thinwire.all_to_all([x], [x], group=member),
+        "scatter_list: expected": lambda: auto_quantize(dist.scatter, "fp16")(x, group=member, group_src=1),
+        "one entry for each of": lambda: thinwire.functional.all_to_all_single(x, [1], [1], member),
     }
 
 

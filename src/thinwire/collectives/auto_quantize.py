@@ -26,6 +26,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import exchange, gather, reduce, transport
+from thinwire.collectives.channel import Refusable
 from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
 
@@ -185,7 +186,9 @@ class _AutoQuantized:
         update_wrapper(self, func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
-        call = self._call(self._bind(args, kwargs))
+        arguments = self._bind(args, kwargs)
+        with Refusable(arguments.get("group"), list(arguments.values())):
+            call = self._call(arguments)
         work = call.verb(**call.arguments, codec=self._codec)
         if self._quant_loss is None:
             return work
