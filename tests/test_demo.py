@@ -410,3 +410,11 @@ def test_where_links_cannot_be_shaped_the_error_says_why(measured: Path, monkeyp
         "--link needs root (run it with sudo), or user namespaces that may hold networks: `unshare ...` failed" in told
     )
     assert "Without --link the ranks talk over loopback" in told
+
+
+def test_a_record_of_peers_alone_has_no_verdict() -> None:
+    found = record.read(str(Path(__file__).parent.parent / "benchmarks" / "train_mlp_1gbit.json"))
+    rows: list[Row] = [
+        {**row, "codec": "powersgd1", "seeds": 3, "loss_log_ratio": 0.0, "noise_floor": 0.1} for row in found.rows
+    ]
+    assert findings.outlooks(Record("train", found.conditions, rows), machines.recorded("cpu")) == []

@@ -37,7 +37,7 @@ class Outlook:
 def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlook]:
     """By link: as measured on the shaped link of the run, as predicted on the others. None where seeds are too few."""
     rows = record.rows
-    if not is_judged(record) or len(rows) < 2:
+    if not is_judged(record) or len(rows) < 2 or not _ours(rows):
         return []
     losses = evidence.losses_of(record, source)
     known = [parsed for row in rows if not row.get("peer") and (parsed := _codec(row)) is not None]
@@ -74,12 +74,16 @@ def sentences(record: Record) -> list[str]:
 def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
     """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
     known = [losses, *evidence.shipped().losses]
-    ours = [row for row in rows if _codec(row) is not None and not row.get("control")]
-    ways = [_way(row, known) for row in sorted(ours, key=_bits, reverse=True)]
+    ways = [_way(row, known) for row in sorted(_ours(rows), key=_bits, reverse=True)]
     hook = number(rows[0]["speedup_bf16"])
     if hook and not any(way.name == "bf16" for way in ways):
         ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))
     return Outlook(str(rows[0]["link"]), rule.choose(ways, f"measured over {text(rows[0]['link'])}"), ways)
+
+
+def _ours(rows: Sequence[Row]) -> list[Row]:
+    """Those of codecs that the rule may choose."""
+    return [row for row in rows if _codec(row) is not None and not row.get("control")]
 
 
 def _way(row: Row, known: Sequence[Losses]) -> Way:
