@@ -57,7 +57,7 @@ STOPPED_S = 2.0  # the timeout of groups in which a rank stops
 SOON_S = 10.0  # until survivors know, beyond that timeout
 ENDED_S = 3.0  # for threads to end and memory to be freed
 EPISODE_S = 60.0
-EPISODES = 10  # of a world, before its ranks are asked what they hold
+EPISODES = 20  # of a world, before its ranks are asked what they hold: earlier, caches still fill up
 CODECS = (
     *("none", "bf16", "fp16", "e4m3:block=64", "e5m2", "int8", "int4:block=32", "int3:block=40,mode=affine"),
     *("int5:block=64,rounding=stochastic", "lloyd4", "lloyd2:block=64", "lloyd1:block=256,scale=unbiased", "topk"),
