@@ -15,7 +15,7 @@ from cases import assert_same, worlds
 from ranks import RankPool
 from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
-from thinwire.collectives import handshake, torch_verbs, transport
+from thinwire.collectives import channel as channels, handshake, torch_verbs, transport
 from thinwire.integrations import auto, averager
 
 # --- which codec ------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def replans(group: Group) -> bool:
     shapes: Shapes = dict.fromkeys("abcd", (64, 64))
     model = wrap(Given(shapes), group, 1024.0)
     handle = compress_ddp(model, "auto:5", feedback="none", exempt="none", replan_every=2, measure_every=1)
-    with patch.object(averager, "MOST_KINDS", 2):
+    with patch.object(channels, "MOST_KINDS", 2):
         for step in range(12):
             sizes = (1, 1, 50, 50) if step < 6 else (1, 50, 1, 50)
             means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])

@@ -140,11 +140,13 @@ def check_replay(replay: object) -> None:
     """Raise where replay= is neither True nor False, or torch or NCCL are set to what does not go with CUDA graphs."""
     if not isinstance(replay, bool):
         raise CollectiveError(f"replay must be True or False, got {replay!r}")
+    if not replay:
+        return
     for name, usual in (("TORCH_NCCL_BLOCKING_WAIT", "0"), ("NCCL_GRAPH_MIXING_SUPPORT", "1")):
-        if replay and (value := os.environ.get(name) or usual) != usual:
+        if (value := os.environ.get(name) or usual) != usual:
             raise CollectiveError(f"replay=True does not go with {name}={value}: leave one of them out")
     memory = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if replay and "expandable_segments:true" in memory.lower() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+    if "expandable_segments:true" in memory.lower() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         raise CollectiveError(
             "replay=True with expandable_segments:True needs NCCL_GRAPH_REGISTER=0, or NCCL may access memory that "
             "has moved: set it, or leave one of them out"

@@ -15,7 +15,7 @@ from thinwire import feedback
 from thinwire.codecs import Identity
 from thinwire.collectives import torch_verbs
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import MOST_KINDS, channel_of
+from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
@@ -231,10 +231,9 @@ class Averager:
         laid = tuple(lane.spec for lane in found)
         key = gradients.names, laid, like.dtype, like.device, gradients.buffer is None
         exact = all(isinstance(spec.codec, Identity) for spec in laid)
-        if len(self._messages) >= MOST_KINDS:  # widths that are dealt anew for ever make them by the thousand
-            self._messages.clear()
         if not exact and key not in self._messages:  # codecs that come back need not agree on theirs again
-            self._messages[key] = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
+            made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
+            bounded(self._messages)[key] = made  # widths that are dealt anew for ever make them by the thousand
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
         replays = self._replays and self.decisions.race is None  # codecs that change at every step are never replayed
