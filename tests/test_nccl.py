@@ -55,7 +55,7 @@ from thinwire import (
     functional as F,  # noqa: N812
 )
 from thinwire.collectives import transport
-from thinwire.collectives.channel import traffic
+from thinwire.collectives.channel import channel_of, traffic
 from thinwire.collectives.replay import _live
 from thinwire.collectives.work import new_future
 from thinwire.optim import OneBitAdam
@@ -834,6 +834,57 @@ def taken(group: Group, kinds: Sequence[Kind]) -> list[str]:
 def test_a_known_call_takes_few_launches_and_nothing_else(ranks: RankPool, world: int) -> None:
     kinds = [Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003, factor="avg"), Kind("none", 60_001)]
     assert ranks(world).run(taken, kinds) == [[]] * world
+
+
+def both_ways(group: Group) -> list[str]:
+    """What differs between messages that NCCL is given directly and those that torch sends."""
+    place = on_nccl(group)
+    os.environ["THINWIRE_NCCL"] = "torch"
+    try:
+        by_torch = place._replace(group=dist.new_group(backend="nccl"))
+        wrong = []
+        for kind in (Kind("int8", 1003, factor="avg"), Kind("lloyd4", 1_000_003)):
+            ours, theirs = calls_of(place, kind), calls_of(by_torch, kind)
+            for name, (call, outputs) in ours.items():
+                then, outputs_then = theirs[name]
+                call()
+                then()
+                pairs = zip(outputs, outputs_then, strict=True)
+                wrong += [f"{name}, {kind}" for x, y in pairs if not torch.equal(x, y)]
+        links: Any = [channel_of(one.group, one.device).transport for one in (place, by_torch)]
+        for link, direct in zip(links, (True, False), strict=True):
+            found = link._direct is not None and bool(link._direct._communicator())
+            wrong += [f"direct: {found}"] * (found != direct)
+        return wrong
+    finally:
+        del os.environ["THINWIRE_NCCL"]
+
+
+@each_world
+def test_messages_without_torch_are_those_of_torch(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(both_ways) == [[]] * world
+
+
+def under_way(group: Group) -> list[str]:
+    """What is lost of long sums whose group is destroyed at once."""
+    place = on_nccl(group)
+    wrong = []
+    for algorithm in SUMS:
+        how: Any = {"codec": "int8", "algorithm": algorithm, "step": 1}
+        x = gaussian(place, 30_000_001)
+        want = x.clone()
+        thinwire.all_reduce(want, group=place.group, **how)
+        member = dist.new_group(backend="nccl")
+        thinwire.all_reduce(torch.zeros_like(x), group=member, **how)
+        thinwire.all_reduce(x, group=member, **how)
+        dist.destroy_process_group(member)
+        wrong += [algorithm] * (not torch.equal(x, want))
+    return wrong
+
+
+@each_world
+def test_a_group_that_is_destroyed_ends_its_sums(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(under_way) == [[]] * world
 
 
 def unchanged(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -123,12 +123,12 @@ def test_a_lost_rank_is_named_and_the_other_goes_on(
     assert told["ended"] is True, told
 
 
-def stop_in_replays(group: Group) -> None:
-    """Rank 1 stops while steps are replayed; the other waits for the GPU, which waits for rank 1."""
+def stop_in_steps(group: Group, replay: bool) -> None:
+    """Rank 1 stops while steps are launched or replayed; the other waits for the GPU, which waits for rank 1."""
     place = on_nccl(group)
     member = dist.new_group(backend="nccl", timeout=timedelta(seconds=LATE_S))
     model = DistributedDataParallel(nn.Linear(40, 40).to(place.device), process_group=member)
-    thinwire.compress_ddp(model, "int8", replay=True)
+    thinwire.compress_ddp(model, "int8", replay=replay)
     x = torch.ones(2, 40, device=place.device)
     for _ in range(8):
         model(x).sum().backward()
@@ -141,11 +141,12 @@ def stop_in_replays(group: Group) -> None:
 
 
 @on_worlds(2)
+@pytest.mark.parametrize("replay", [False, True], ids=["launched", "replayed"])
 @in_time
-def test_a_rank_that_stops_in_replays_ends_the_others(ranks: RankPool, world: int) -> None:
+def test_a_rank_that_stops_ends_the_others(ranks: RankPool, world: int, replay: bool) -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"rank 0 waited in replayed averages .* timeout of {LATE_S:g} s"):
-        ranks.fresh(world).run(stop_in_replays, lost=1)
+    with pytest.raises(RuntimeError, match=f"rank 0 waited in messages of group .* timeout of {LATE_S:g} s"):
+        ranks.fresh(world).run(stop_in_steps, replay, lost=1)
     assert time.monotonic() - start > LATE_S
 
 

@@ -4,19 +4,15 @@
 ranks capture and replay alike. So what a rank does next must not depend on its addresses: the first meeting with a
 bucket in a room is launched, the second captured, and every later one replayed. A graph holds the memory that it reads
 and writes; a bucket that lies elsewhere by then, as of a rank that has joined early, is copied there and back.
-NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. And torch's watchdog does not see
-the messages of a graph: a thread of thinwire's ends the process, as that would, if one does not come to its end within
-the timeout of the group. The lookout cannot do that: it asks the store, which may be on the host that has stopped.
+NCCL waits for ever to close a group that a graph uses, so graphs are dropped before. torch's watchdog does not see the
+messages of a graph; [Note: Watchdog] in watchdog.py.
 """
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import os
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +29,6 @@ from thinwire.errors import CollectiveError
 from thinwire.kernels.later import Memo, Number
 from thinwire.ranges import ranged
 
-_LOOK_S = 1.0
-_RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 _Launch = Callable[[Tensor, Room, Number, Number], None]  # the last two: the mixed step, and the number of the call
 
 
@@ -47,15 +41,6 @@ class _Captured:
     held: tuple[Tensor, ...] = ()  # the bucket and the scratch that the graph reads and writes
     sent: int = 0  # bytes of messages in it
     received: int = 0
-    ended: torch.cuda.Event | None = None  # of the last replay
-    watched: tuple[torch.cuda.Event, float] | None = None  # one that has not come up, and since when it is looked at
-
-    def late(self, now: float) -> float:
-        """Seconds for which a replay has not come to its end. In the thread that watches."""
-        if self.watched is None or self.watched[0].query():
-            last = self.ended
-            self.watched = None if last is None or last.query() else (last, now)
-        return 0.0 if self.watched is None else now - self.watched[1]
 
 
 class Replay:
@@ -87,9 +72,8 @@ class Replay:
         found.graph.replay()
         if moved:
             buffer.copy_(bucket)
-        found.ended = torch.cuda.Event()
-        found.ended.record()
         link = self._channel.transport
+        link.note()
         link.sent += found.sent
         link.received += found.received
 
@@ -100,19 +84,7 @@ class Replay:
 
     @property
     def has_graphs(self) -> bool:
-        return any(found.graph is not None for found in list(self._captured.values()))
-
-    def look(self, now: float) -> None:
-        """End the process if a replay has not come to its end within the group's timeout."""
-        board = self._channel.board
-        if any(found.late(now) > board.timeout_s for found in list(self._captured.values())):
-            print(
-                f"thinwire: rank {board.rank} waited in replayed averages of group {board.names!r} for the group's "
-                f"timeout of {board.timeout_s:g} s: see whether the other ranks still run. This process ends",
-                file=sys.stderr,
-                flush=True,
-            )
-            os.abort()  # as torch's watchdog does
+        return any(found.graph is not None for found in self._captured.values())
 
     def _capture(self, launch: _Launch, found: _Captured, room: TurnRoom, buffer: Tensor) -> None:
         link = self._channel.transport
@@ -130,7 +102,6 @@ class Replay:
         found.held = (buffer, room.buffer)
         found.sent, found.received = link.sent - before[0], link.received - before[1]
         link.sent, link.received = before
-        _watch()
 
 
 # --- what can be replayed ---------------------------------------------------------------------------------------------
@@ -162,9 +133,7 @@ def check_not_captured() -> None:
 # --- all graphs of the process ----------------------------------------------------------------------------------------
 
 _live: "weakref.WeakSet[Replay]" = weakref.WeakSet()
-_lock = threading.Lock()  # of the set, and of the thread that watches
-_over = threading.Event()
-_thread: threading.Thread | None = None
+_lock = threading.Lock()  # of the set
 
 
 def _replays() -> list[Replay]:
@@ -190,44 +159,7 @@ def _drop_before_groups_end() -> None:
 
         setattr(group_type, name, end)
     transport.before_abort.append(_release)
-    atexit.register(_end)
-
-
-def _watch() -> None:
-    """Watch replays, as long as there are graphs."""
-    global _thread
-    with _lock:
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_run, name="thinwire-watch", daemon=True)
-            _thread.start()
-
-
-def _run() -> None:
-    global _thread
-    with contextlib.suppress(OSError, AttributeError):
-        # Or a question about an event would spoil a graph that somebody captures meanwhile.
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-    while not _over.wait(_LOOK_S):
-        with _lock:
-            if not any(replay.has_graphs for replay in _live):
-                _thread = None
-                return
-        _look_at_all()
-
-
-def _look_at_all() -> None:
-    """Afterwards nobody holds them."""
-    for replay in _replays():
-        with contextlib.suppress(RuntimeError):  # of CUDA, which every other thread is told as well
-            replay.look(time.monotonic())
-
-
-def _end() -> None:
-    """At the end of the process, which a thread must not outlive."""
-    _over.set()
-    if _thread is not None:
-        _thread.join(2 * _LOOK_S)
-    _release()
+    atexit.register(_release)
 
 
 _parents: list[Replay] = []  # in a child, which must not touch the graphs of the process that forked it
@@ -244,11 +176,10 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    """A child has no thread that watches, nor graphs to look at."""
-    global _lock, _thread
+    """A child has no graphs."""
+    global _lock
     _live.clear()
     _lock = threading.Lock()
-    _thread = None
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -4,8 +4,8 @@
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
-On NCCL, messages are collectives on the stream of the call (programs.py); what has no launches of its own goes in
-grouped messages, issued inline.
+On NCCL, messages are collectives on the stream of the call (programs.py), mostly without torch ([Note: Direct] in
+nccl.py); what has no launches of its own goes in grouped messages, issued inline.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives import checksums
+from thinwire.collectives import checksums, nccl
+from thinwire.collectives.watchdog import Watchdog
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
 from thinwire.ranges import ranged
@@ -201,6 +202,9 @@ class Transport:
 
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
+
+    def note(self) -> None:
+        """The current stream has messages that torch does not know of. [Note: Watchdog]"""
 
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
@@ -385,12 +389,17 @@ class StreamTransport(Transport):
         self.device = device
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
         self._closed = False
+        self._direct = nccl.direct(group, device)
+        self._watchdog = Watchdog(group.group_name, self.rank, timeout_s(group))
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         if is_ahead():
             return
         self._moved(sent.numel() - sent.numel() // self.world)
+        if self._direct is not None and self._direct.all_to_all(came, sent, self.world):
+            self.note()
+            return
         _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
     @ranged("thinwire::wire")
@@ -398,6 +407,9 @@ class StreamTransport(Transport):
         if is_ahead():
             return
         self._moved(whole.numel() - own.numel())
+        if self._direct is not None and self._direct.all_gather(whole, own):
+            self.note()
+            return
         _finish(_all_gather(self.group, whole, own, _GATHER))
 
     @ranged("thinwire::wire")
@@ -462,6 +474,9 @@ class StreamTransport(Transport):
         self._await(work.is_completed)
         work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
+
+    def note(self) -> None:
+        self._watchdog.note()
 
     def settle(self) -> None:
         if not torch.cuda.is_current_stream_capturing():

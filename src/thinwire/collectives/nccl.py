@@ -1,0 +1,80 @@
+"""NCCL's own functions, on the communicator of a torch group.
+
+[Note: Direct] torch puts a work, two events and notes for its watchdog and flight recorder around every message, which
+costs the host about as much as NCCL itself takes. So the messages of programs (programs.py) are given to NCCL directly,
+on the group's own communicator and the current stream; NCCL keeps them in order with torch's. What torch's watchdog
+would do for them is done by watchdog.py. Where torch is told to treat errors or communicators in another way than it
+usually does, and where its library cannot be reached, torch sends them.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BYTES = 1  # NCCL's number for bytes without a sign
+_VERB = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+# What torch is told as a rule; with anything else it sends the messages.
+_USUAL = {
+    "THINWIRE_NCCL": ("", "direct"),
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": ("", "0"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("", "0"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("", "1", "2", "3"),
+}
+
+
+class Direct:
+    """The messages of one group on NCCL; each says whether NCCL took it, or torch has to send it."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, verbs: dict[str, Callable[..., int]]) -> None:
+        self._communicator = group._get_backend(device)._comm_ptr  # type: ignore[attr-defined]
+        self._index = device.index
+        self._gather = verbs["ncclAllGather"]
+        self._to_all = verbs["ncclAlltoAll"]
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> bool:
+        """See RowTransport."""
+        return self._start(self._gather, own, whole, own.numel())
+
+    def all_to_all(self, came: Tensor, sent: Tensor, world: int) -> bool:
+        """See RowTransport."""
+        return self._start(self._to_all, sent, came, sent.numel() // world)
+
+    def _start(self, verb: Callable[..., int], source: Tensor, target: Tensor, nbytes: int) -> bool:
+        communicator = self._communicator()  # 0 where another device is the current one, or the group was closed
+        if not communicator:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        code = verb(source.data_ptr(), target.data_ptr(), nbytes, _BYTES, communicator, stream)
+        if code:
+            raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")
+        return True
+
+
+def direct(group: dist.ProcessGroup, device: torch.device) -> Direct | None:
+    """None where torch has to send the messages of this group."""
+    config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
+    usual = all(os.environ.get(name, "") in values for name, values in _USUAL.items())
+    if not usual or getattr(config, "blocking", None) == 0 or not hasattr(group._get_backend(device), "_comm_ptr"):
+        return None
+    verbs = _verbs()
+    return None if verbs is None else Direct(group, device, verbs)
+
+
+@functools.cache
+def _verbs() -> dict[str, Any] | None:
+    """Those of the NCCL that torch itself uses, from 2.28 on; None where they cannot be reached."""
+    try:
+        library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        found = {name: getattr(library, name) for name in ("ncclAllGather", "ncclAlltoAll")}
+    except (OSError, AttributeError):
+        return None
+    for verb in found.values():
+        verb.argtypes = _VERB
+        verb.restype = ctypes.c_int
+    return found

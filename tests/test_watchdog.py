@@ -1,0 +1,182 @@
+"""Messages that go to NCCL without torch, without a GPU: who sends them when, and what watches them."""
+
+import ctypes
+import os
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.collectives import nccl, watchdog
+from thinwire.collectives.watchdog import Watchdog
+
+STILL = 10.0  # seconds, the timeout of the group
+
+
+class Event:
+    """An event of a stream that may stand still."""
+
+    still = False  # the stream, from now on
+
+    def __init__(self) -> None:
+        self.stuck = False
+
+    def record(self) -> None:
+        self.stuck = Event.still
+
+    def query(self) -> bool:
+        return not self.stuck
+
+
+@pytest.fixture
+def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Event, "still", False)
+    monkeypatch.setattr(watchdog, "_watch", watchdog._live.add)
+    return Watchdog("dp", 3, STILL)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_message_that_does_not_come_to_its_end_ends_the_process(
+    dog: Watchdog, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the host goes on with other messages meanwhile, or waits for it."""
+    ended: list[int] = []
+    now = 0
+    monkeypatch.setattr(os, "abort", lambda: ended.append(now))
+    for now in range(30):
+        dog.note()
+        dog.look(now)
+    monkeypatch.setattr(Event, "still", True)
+    dog.note()
+    for now in range(30, 60):
+        if runs_ahead:
+            dog.note()
+        dog.look(now)
+    assert ended[0] == 41
+    said = capsys.readouterr().err
+    assert "rank 3 waited in messages of group 'dp' for the group's timeout of 10 s" in said
+
+
+def test_a_host_that_is_always_ahead_is_not_late(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look finds a message under way, but never the same one for long."""
+    monkeypatch.setattr(os, "abort", lambda: pytest.fail("ended"))
+    monkeypatch.setattr(Event, "still", True)
+    for now in range(50):
+        dog.note()
+        dog.look(now)
+        if now % 5 == 4 and dog._taken is not None:
+            assert isinstance(dog._taken[0], Event)
+            dog._taken[0].stuck = False
+
+
+def test_captured_messages_are_not_noted(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their events would never come up."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Event, "still", True)
+    dog.note()
+    assert dog._last.query()
+    assert dog not in watchdog._live
+
+
+def test_nobody_holds_what_was_looked_at(dog: Watchdog) -> None:
+    held = [Watchdog("other", 0, STILL)]
+    held[0].note()
+    gone = weakref.ref(held[0])
+    watchdog.look_at_all()
+    held.clear()
+    assert gone() is None
+
+
+def test_a_forked_child_watches_nothing(dog: Watchdog) -> None:
+    dog.note()
+    assert dog in watchdog._live
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        free = watchdog._lock.acquire(blocking=False)
+        os.write(writing, bytes([free, not watchdog._live, watchdog._thread is None]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 9) == bytes([True] * 3)
+    os.close(reading)
+    os.close(writing)
+    assert not watchdog._lock.locked()
+
+
+# --- who sends --------------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """Stands in for NCCL: verbs that note what they were given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.code = 0
+
+    def verbs(self) -> dict[str, Any]:
+        return {name: lambda *args, name=name: self.take(name, *args) for name in ("ncclAllGather", "ncclAlltoAll")}
+
+    def take(self, *args: Any) -> int:
+        self.given.append(args)
+        return self.code
+
+
+def group_with(**backend: Any) -> Any:
+    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(**backend))
+
+
+def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    library = Library()
+    communicators = [5, 5, 0, 5]
+    group = group_with(_comm_ptr=lambda: communicators.pop(0))
+    direct = nccl.Direct(group, torch.device("cuda", 1), library.verbs())
+    whole, other = torch.zeros(2, 12, dtype=torch.uint8)
+    assert direct.all_gather(whole, whole[4:8])
+    assert direct.all_to_all(other, whole, 3)
+    start, end = whole.data_ptr(), other.data_ptr()
+    assert library.given == [
+        ("ncclAllGather", start + 4, start, 4, 1, 5, 71),
+        ("ncclAlltoAll", start, end, 4, 1, 5, 71),
+    ]
+    assert not direct.all_gather(whole, whole[4:8])  # torch has no communicator there
+    library.code = 3
+    with pytest.raises(torch.distributed.DistBackendError, match="error 3"):
+        direct.all_gather(whole, whole[4:8])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("THINWIRE_NCCL", "torch"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+    ],
+)
+def test_torch_sends_where_it_is_told_something_unusual(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(nccl, "_verbs", Library().verbs)
+    usual = group_with(_comm_ptr=lambda: 5)
+    assert nccl.direct(usual, device) is not None
+    config = SimpleNamespace(blocking=0)
+    assert nccl.direct(group_with(_comm_ptr=lambda: 5, options=SimpleNamespace(config=config)), device) is None
+    assert nccl.direct(group_with(), device) is None  # of another kind than NCCL's own
+    monkeypatch.setenv(name, value)
+    assert nccl.direct(usual, device) is None
+
+
+def test_torch_sends_where_its_library_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str, mode: int) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    nccl._verbs.cache_clear()
+    try:
+        assert nccl._verbs() is None
+    finally:
+        nccl._verbs.cache_clear()
