@@ -15,8 +15,9 @@ from ranks import RankPool
 from test_bench_train import Pooled
 from thinwire.tools.bench import collectives as bench, ddp_steps, launch, nccl, record, tasks, turns
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
-from thinwire.tools.bench.ddp_steps import StepCase, StepSample
+from thinwire.tools.bench.ddp_steps import StepCase
 from thinwire.tools.bench.nccl import NcclRanks
+from thinwire.tools.bench.schemes import StepSample
 from thinwire.tools.bench.timing import Effort
 from thinwire.tools.bench.turns import GpuCount
 from thinwire.tools.cli.app import app

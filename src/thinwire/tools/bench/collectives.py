@@ -135,12 +135,10 @@ def run(
         raise BenchError("a mesh of nodes has one connection between two ranks: leave out nodes, or connections")
     for world in worlds:
         check_nodes(nodes, world, link, codecs, verbs)
-    cases = [
-        CollectiveCase(
-            verb, world, link, divisible(verb, world, numel), spread(codecs, verb, world, connections), nodes
-        )
-        for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
-    ]
+    cases = []
+    for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)]):
+        found = entries(codecs, verb, world, connections=connections)
+        cases.append(CollectiveCase(verb, world, link, divisible(verb, world, numel), found, nodes))
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
     with timing.threads(launch.THREADS):
         return collect("collectives", CPU, _rows(cases, effort, progress))
@@ -217,17 +215,16 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
+def entries(
+    names: Sequence[str], verb: str, world: int, every: bool = False, connections: Sequence[int] = (1,)
+) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain".
+
+    Each on every number of connections; plain has one.
+    """
     algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
-    found = (_entry(name, algorithm) for name in names for algorithm in algorithms)
-    return tuple(dict.fromkeys(found))
-
-
-def spread(names: Sequence[str], verb: str, world: int, connections: Sequence[int]) -> tuple[Entry, ...]:
-    """The entries of codecs on each number of connections, plain on one."""
-    found = ((entry, count) for entry in entries(names, verb, world) for count in connections)
-    each = (replace(entry, connections=1 if entry.name == PLAIN else count) for entry, count in found)
+    found = [_entry(name, algorithm) for name in names for algorithm in algorithms]
+    each = (replace(one, connections=1 if one.name == PLAIN else count) for one in found for count in connections)
     return tuple(dict.fromkeys(each))
 
 
@@ -285,6 +282,7 @@ def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
     for entry in case.entries:
         samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
+        same = len({sample.digest for sample in samples}) == 1
         yield {
             "verb": case.verb,
             "codec": entry.name,
@@ -296,7 +294,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "numel": case.numel,
             **_byte_columns(case, entry, parts),
             "rel_error": _rel_error(samples),
-            "identical": _identical(case.verb, samples),
+            "identical": same if case.verb in SHARED else all(sample.repeats for sample in samples),
             "auto": entry.algorithm == "auto",
             "plain_cpu_ms": turns.cpu_ms(plain),
             "bf16_cpu_ms": turns.cpu_ms(bf16),
@@ -334,12 +332,6 @@ def _rel_error(samples: Sequence[CallSample]) -> float:
     return max(math.sqrt(sample.lost) for sample in samples)
 
 
-def _identical(verb: str, samples: Sequence[CallSample]) -> bool:
-    if verb in SHARED:
-        return len({sample.digest for sample in samples}) == 1
-    return all(sample.repeats for sample in samples)
-
-
 # The ranks' side.
 
 
@@ -350,15 +342,8 @@ def measure(case: CollectiveCase, effort: Effort) -> dict[str, CallSample]:
         for name in bench.calls:
             bench.check(name)
         bench.samples[NOTHING] = CallSample()
-        turns.take(
-            bench.calls,
-            bench.samples,
-            effort,
-            shaped=case.link is not None,
-            transport=lambda name: bench.sent(),
-            prepare=bench.restore,
-            device=bench.out.device,
-        )
+        how: dict[str, Any] = {"prepare": bench.restore, "device": bench.out.device, "shaped": case.link is not None}
+        turns.take(bench.calls, bench.samples, effort, transport=lambda name: bench.sent(), **how)
     return bench.samples
 
 

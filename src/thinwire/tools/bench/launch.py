@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
-from thinwire.tools.bench import link as links, nccl
+from thinwire.tools.bench import link as links
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.nccl import NcclRanks
 
@@ -144,7 +144,9 @@ def _join(rank: int, size: int, host: str | None, path: str, cards: NcclRanks | 
     store = dist.FileStore(path, size)  # type: ignore[attr-defined]
     how: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(minutes=10)}
     if cards is not None:
-        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": nccl.join(cards, rank)}
+        os.environ.update(cards.environment(rank))  # before anything of CUDA
+        torch.cuda.set_device(cards.card(rank))
+        how = {"backend": "nccl", "timeout": timedelta(minutes=2), "device_id": cards.card(rank)}
     dist.init_process_group(store=store, rank=rank, world_size=size, **how)
 
 

@@ -102,11 +102,3 @@ def columns(ranks: NcclRanks) -> Row:
     """What a row says of where its ranks were; without MPS ranks of one card take turns of milliseconds."""
     pipe = Path(os.environ.get(MPS, "/tmp/nvidia-mps")) / "control"
     return {"cards": ranks.cards, "nccl": _text(version()), "mps": pipe.exists() if ranks.shared else None}
-
-
-def join(ranks: NcclRanks, rank: int) -> torch.device:
-    """Make this process that rank, but for its group; before anything of CUDA."""
-    os.environ.update(ranks.environment(rank))
-    card = ranks.card(rank)
-    torch.cuda.set_device(card)
-    return card

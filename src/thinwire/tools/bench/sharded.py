@@ -40,8 +40,6 @@ class ShardedReplica(Replica):
         self.scheme = scheme
         self.optimizer = optimizer
         self.model = network
-        self._handle = None
-        self._power = None
         self._modules = [module for module in network.modules() if isinstance(module, FSDPModule)]
         if scheme.codec is not None:
             self._compress(scheme.codec)
@@ -125,7 +123,6 @@ class OuterReplica(Replica):
         self.scheme = scheme
         self.optimizer = optimizer
         self.model = network
-        self._power = None
         feedback = cast(Feedback, scheme.feedback)
         self._handle = DiLoCo(network, optimizer, every=every, codec=scheme.codec, feedback=feedback)
 

@@ -23,7 +23,7 @@ from thinwire.tools.bench import (
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
-from thinwire.tools.bench.qat_methods import METHODS
+from thinwire.tools.bench.qat import METHODS
 from thinwire.tools.bench.record import BenchError, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
@@ -401,7 +401,10 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
 
     What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
-    _check_targets(json, csv)
+    flags.writable(json, "--json")
+    flags.writable(csv, "--csv")
+    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
+        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
     with screen.plain_errors(), screen.usage_errors(None, BenchError):
         record, status = screen.measured(measure)
     files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
@@ -414,11 +417,3 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
     raise typer.Exit(status or int(failed) if written else 1)
-
-
-def _check_targets(json: str | None, csv: str | None) -> None:
-    """Refuse files that cannot be written before anything is measured; "-" is standard output."""
-    flags.writable(json, "--json")
-    flags.writable(csv, "--csv")
-    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
-        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
