@@ -31,10 +31,6 @@ _CALLS = 50
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def under_torchrun() -> bool:
-    return all(name in os.environ for name in ENVIRONMENT)
-
-
 class Place(NamedTuple):
     rank: int
     world: int

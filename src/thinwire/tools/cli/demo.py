@@ -18,8 +18,7 @@ from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
 from thinwire.tools.bench.record import Record, read, write
 from thinwire.tools.cli import findings, flags, screen
-from thinwire.tools.report import charts, page, tables
-from thinwire.tools.report.charts import draw
+from thinwire.tools.report import charts, draw, page, tables
 
 FOLDER = Path("thinwire-report")
 RECORD = "demo.json"
@@ -114,8 +113,7 @@ def show(record: Record, machine: Machine, console: Console) -> None:
     for outlook in findings.outlooks(record, machine)[:1]:
         screen.say(f"{outlook.heading}:", console)
         screen.say_choice(outlook.choice, console)
-        for note in outlook.choice.notes:
-            screen.say(f"Note: {note}.", console)
+        screen.say_notes(outlook.choice.notes, console)
     for sentence in findings.sentences(record):
         screen.say(sentence, console)
 

@@ -13,7 +13,6 @@ from rich.text import Text
 from thinwire.tools.cli import screen
 
 if TYPE_CHECKING:
-    from thinwire.tools.cli.checkup import Finding
     from thinwire.tools.cli.peers import Found
 
 MARKS = {True: "✓", False: "✗", None: "–"}
@@ -67,7 +66,8 @@ def command(
     for finding in checkup.examine(_followed, full=full):
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            todo = f"; {finding.todo}" if finding.todo else ""
+            _say(finding.works, f"{finding.name:<20} {finding.detail}{todo}")
     works = all(finding.works is not False for finding in findings)
     if as_json:
         typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
@@ -78,11 +78,6 @@ def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
     """With a bar that is gone before the next line is printed."""
     with screen.progress() as follow:
         yield from follow(kernels)
-
-
-def _show(finding: "Finding") -> None:
-    todo = f"; {finding.todo}" if finding.todo else ""
-    _say(finding.works, f"{finding.name:<20} {finding.detail}{todo}")
 
 
 def _say(works: bool | None, line: str) -> None:

@@ -74,7 +74,7 @@ def sentences(record: Record) -> list[str]:
 def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
     """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
     known = [losses, *evidence.shipped().losses]
-    ways = [_way(row, known) for row in sorted(_ours(rows), key=_bits, reverse=True)]
+    ways = [_way(row, known) for row in sorted(_ours(rows), key=lambda row: -policy.bits_of(codec(str(row["codec"]))))]
     hook = number(rows[0]["speedup_bf16"])
     if hook and not any(way.name == "bf16" for way in ways):
         ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))
@@ -92,11 +92,6 @@ def _way(row: Row, known: Sequence[Losses]) -> Way:
     torchs = {"fp32": "plain DDP, no hook", "bf16": schemes.BF16_HOOK}
     code = torchs.get(found, f'thinwire.compress_ddp(model, "{row["codec"]}")')
     return Way(found, code, p50, p50 / (p80 or p50), p50 / (p20 or p50), evidence.find(found, known), found in torchs)
-
-
-def _bits(row: Row) -> float:
-    """On the wire, per element."""
-    return policy.bits_of(codec(str(row["codec"])))
 
 
 def _codec(row: Row) -> Codec | None:

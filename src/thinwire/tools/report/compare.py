@@ -193,13 +193,13 @@ def _keyed(record: Record) -> Iterator[tuple[tuple[str, ...], Row]]:
 
 def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator[Change]:
     for column, judge in METRICS[kind].items():
-        # A number was there and now is not: the run diverged, or a kernel failed.
-        gone = number(old.get(column)) is not None and column in new and new[column] is None
         before = number(old.get(column))
         after = number(new.get(column))
-        found = Range(math.inf, math.inf, math.inf) if gone else None
+        found = None
         if before is not None and after is not None:
             found = judge(before, after, old, new)
+        elif before is not None and column in new and new[column] is None:
+            found = Range(math.inf, math.inf, math.inf)  # it is gone: the run diverged, or a kernel failed
         if found is not None:
             yield Change(labels, column, _shown(old.get(column)), _shown(new.get(column)), found)
 
