@@ -4,13 +4,9 @@ Losses: every scheme trains from the same seeds on the same batches as uncompres
 by seed. Times: all schemes share one network and step by turns, each after a barrier, at a rate of zero; a step takes
 as long as on its slowest rank, and medians are compared. torch's own bf16 hook is always timed.
 
-With FSDP2 weights travel too. Every scheme then has a network of its own, and the loss is that of the weights as ranks
-gather them: rounded, where they travel so.
-
-With DiLoCo every scheme has a network of its own too, and is compared with outer gradients in fp32 that have as many
-steps between rounds; torch's DDP takes as many steps beside it. A round is timed after one step, and its time and bytes
-are dealt out over the steps that lie between two. Training itself is timed too: after every round, and now and then in
-DDP, the loss is taken while the clock stands still.
+With FSDP2 and DiLoCo, of which `thinwire bench train --help` tells, every scheme has a network of its own. A round of
+DiLoCo is timed after one step. Training itself is timed too: after every round, and now and then in DDP, the loss is
+taken while the clock stands still.
 """
 
 import gc

@@ -161,7 +161,7 @@ def command(
     needs = model.memory(job)
     has = memory or (model.GPU_BYTES if own.device == Device.cuda else None)
     if has is not None and sum(needs.values()) > has:
-        (print_sharded_json if as_json else print_sharded)(needs, has, cluster.world)
+        _print_sharded(needs, has, cluster.world, as_json)
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)
@@ -335,13 +335,19 @@ def sent(count: float) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
-def print_sharded(needs: Mapping[str, float], has: int, world: int) -> None:
+def _print_sharded(needs: Mapping[str, float], has: int, world: int, as_json: bool) -> None:
     """DDP cannot hold the model: what it would need, and the advice for FSDP2, or how many ranks that takes."""
+    part = model.sharded_memory(needs, world)
+    choice = evidence.sharded(evidence.shipped()) if part <= has else None
+    if as_json:
+        memory = {**needs, "has": has, "sharded": part}
+        advice = choice and _advice(choice)
+        _dump({"memory": memory, "parallel": "fsdp2" if choice else None, "schemes": [], "advice": advice})
+        return
     parts = ", ".join(f"{name} {sent(count)}" for name, count in needs.items())
     told = f"DDP cannot hold this model: it needs about {sent(sum(needs.values()))} per rank, and there are {sent(has)}"
     screen.say(f"{told} (--memory). By rule of thumb: {parts}.")
-    part = model.sharded_memory(needs, world)
-    if part > has:
+    if choice is None:
         least = math.ceil(part * world / has)
         screen.say(
             f"Nor can FSDP2 on {counted(world, 'rank')}: weights, gradients and optimizer alone take {sent(part)} on "
@@ -349,17 +355,8 @@ def print_sharded(needs: Mapping[str, float], has: int, world: int) -> None:
         )
         return
     screen.say(f"Shard it with FSDP2 (torch's fully_shard): {sent(part)} per rank, and activations. Then:")
-    choice = evidence.sharded(evidence.shipped())
     screen.say_choice(choice)
     screen.say_notes(choice.notes)
-
-
-def print_sharded_json(needs: Mapping[str, float], has: int, world: int) -> None:
-    part = model.sharded_memory(needs, world)
-    fits = part <= has
-    advice = _advice(evidence.sharded(evidence.shipped())) if fits else None
-    memory = {**needs, "has": has, "sharded": part}
-    _dump({"memory": memory, "parallel": "fsdp2" if fits else None, "schemes": [], "advice": advice})
 
 
 def _advice(choice: Choice) -> dict[str, Any]:

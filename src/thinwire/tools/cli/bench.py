@@ -295,7 +295,7 @@ def train_command(
       sudo thinwire bench train --parallel diloco --task wide --every 30 --codecs int4 --link 20mbit+50ms
       thinwire bench train --task bytes --size 30m --device cuda --resume runs.jsonl --minutes 8 --json bytes.json
     """
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    named = flags.specs(codecs) or None
     kind = optimizer.value if optimizer else None
     if parallel is not Parallel.diloco:
         _refuse({"--every": every}, "is for --parallel diloco")
@@ -387,7 +387,7 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
 def _names(given: list[str]) -> list[str]:
     """Codecs and pairs of them as they spell themselves, and the two names beside them."""
     pair = collectives_bench.PAIR
-    specs = [spec for text in given for spec in flags.split_codecs(text)]
+    specs = flags.specs(given)
     with screen.usage_errors("--codecs", CodecError):
         for place, spec in enumerate(specs):
             if spec not in (collectives_bench.AUTO, collectives_bench.PLAIN):

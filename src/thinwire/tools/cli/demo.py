@@ -66,7 +66,7 @@ def command(
       sudo thinwire demo --link 100mbit
       thinwire demo --quick --json - > demo.json
     """
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    named = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
         demo.lineup(named)
     shaped = flags.shaped(link)

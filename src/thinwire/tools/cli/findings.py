@@ -37,7 +37,7 @@ class Outlook:
 def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlook]:
     """By link: as measured on the shaped link of the run, as predicted on the others. None where seeds are too few."""
     rows = record.rows
-    if not is_judged(record) or len(rows) < 2 or not _ours(rows):
+    if not is_judged(rows) or len(rows) < 2 or not _ours(rows):
         return []
     losses = evidence.losses_of(record, source)
     known = [parsed for row in rows if not row.get("peer") and (parsed := _codec(row)) is not None]
@@ -55,16 +55,15 @@ def predicted(row: Row, link: str, machine: Machine, codecs: Sequence[Codec], lo
     return Outlook(link, found.choice, list(found.ways.values()))
 
 
-def is_judged(record: Record) -> bool:
+def is_judged(rows: Sequence[Row]) -> bool:
     """Whether a run has seeds enough to know what another one does."""
-    seeds = number(record.rows[0]["seeds"]) if record.rows else None
-    return seeds is not None and seeds >= rule.LEAST_SEEDS
+    return bool(rows) and (number(rows[0]["seeds"]) or 0) >= rule.LEAST_SEEDS
 
 
 def sentences(record: Record) -> list[str]:
     """What is to be said beside the verdict."""
     told = ["For your own model, ranks and links: thinwire advise."]
-    if record.rows and not is_judged(record):
+    if record.rows and not is_judged(record.rows):
         seeds = counted(text(record.rows[0]["seeds"]), "seed")
         least = f"it takes {rule.LEAST_SEEDS} to know what another seed does to the loss"
         told = [f"No verdict: this run has {seeds}, and {least}.", *told]
@@ -115,7 +114,7 @@ def _measured_grid(rows: Sequence[Row]) -> TextGrid:
         f"{text(first['link'])}, {seeds} of {steps}",
         "loss: of the whole text, and its change against fp32",
     ]
-    if is_judged(Record("train", {}, list(rows))):
+    if is_judged(rows):
         parts.append(f"another seed changes fp32's by {_percent(first['noise_floor']).removeprefix('+')}")
     computed = [rule.scheme_of(row) for row in rows if row.get("bytes_from") == "formula"]
     if computed:

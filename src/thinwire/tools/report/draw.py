@@ -127,7 +127,7 @@ def png(*charts: Chart) -> bytes:
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The chart as an element of an HTML page, which names its colours (look.Palette.names) and writes its title.
+    """The chart as an element of an HTML page, which names its colours (Palette.names) and writes its title.
 
     Identifiers begin with `prefix`, so that several charts can share a page.
     """
