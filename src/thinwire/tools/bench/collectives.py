@@ -26,12 +26,11 @@ from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
-from thinwire.tools.bench import ddp_steps, launch, link as links, nccl, timing, turns
+from thinwire.tools.bench import ddp_steps, launch, link as links, timing, turns
 from thinwire.tools.bench.codec import nmse
 from thinwire.tools.bench.ddp_steps import StepCase
-from thinwire.tools.bench.launch import World
+from thinwire.tools.bench.launch import NcclRanks, World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import CPU, NOTHING, Sample
@@ -133,8 +132,12 @@ def run(
         links.check()
     if nodes is not None and max(connections) > 1:
         raise BenchError("a mesh of nodes has one connection between two ranks: leave out nodes, or connections")
+    check_pairs(nodes is not None, codecs, verbs)
     for world in worlds:
-        check_nodes(nodes, world, link, codecs, verbs)
+        if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
+            raise BenchError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
+    if nodes is not None and link is None:
+        raise BenchError("nodes differ from ranks by what their link carries: name one")
     cases = []
     for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)]):
         found = entries(codecs, verb, world, connections=connections)
@@ -155,7 +158,7 @@ def run_on_nccl(
     progress: Progress = iter,
 ) -> Record:
     """The same on NCCL, each world on each number of hosts; steps of DDP too."""
-    placed = nccl.spread(worlds, hosts)
+    placed = launch.nccl_ranks(worlds, hosts)
     check_pairs(any(cards.nodes for cards in placed), codecs, verbs)
     sizes = numels or (NCCL_QUICK_NUMELS if quick else NCCL_NUMELS)
     cases = [case for cards in placed for case in nccl_cases(cards, sizes, verbs, codecs)]
@@ -190,17 +193,6 @@ def check_pairs(has_nodes: bool, codecs: Sequence[str], verbs: Sequence[str]) ->
         raise BenchError(f"{pairs[0]} is a pair of codecs, inside nodes and across them: say how many nodes")
     if pairs and set(verbs) != {"all_reduce"}:
         raise BenchError(f"{pairs[0]} is a pair of codecs, and only all_reduce takes one")
-
-
-def check_nodes(
-    nodes: int | None, world: int, link: ShapedLink | None, codecs: Sequence[str], verbs: Sequence[str]
-) -> None:
-    """Refuse nodes that ranks do not fill evenly, or that no link tells apart."""
-    check_pairs(nodes is not None, codecs, verbs)
-    if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
-        raise BenchError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
-    if nodes is not None and link is None:
-        raise BenchError("nodes differ from ranks by what their link carries: name one")
 
 
 def default_numel(link: ShapedLink | None, quick: bool) -> int:

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from thinwire.codecs import codec
 from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.integrations import policy
-from thinwire.tools.bench import launch, nccl, schemes, turns
-from thinwire.tools.bench.launch import World
+from thinwire.tools.bench import launch, schemes, turns
+from thinwire.tools.bench.launch import NcclRanks, World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import Row
 from thinwire.tools.bench.schemes import BF16, MIXED, NONE, StepSample, TrainScheme
 from thinwire.tools.bench.tasks import TASKS, Digits
@@ -103,7 +102,7 @@ def time_columns(parts: turns.Samples, name: str, plain: str, bf16: str, cards: 
         "cores": os.cpu_count(),
         "backend": "gloo" if cards is None else "nccl",
         **turns.on_gpu(parts, name, plain),
-        **(nccl.columns(cards) if cards else {}),
+        **(launch.nccl_columns(cards) if cards else {}),
     }
 
 

@@ -233,16 +233,13 @@ class PathCase(KernelCase):
         """Elements of the longest shard."""
         return -(-self.numel // self.world)
 
-    @property
-    def minimal_bytes(self) -> int:
-        message, shard = (codec(self.name).wire_bytes(numel, self.dtype) for numel in (self.numel, self.shard))
-        return 2 * (self.numel * self.dtype.itemsize + message) + (self.world + 1) * shard
-
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
         """The time of a replay; `launched_ms` is the same without a graph."""
+        message, shard = (codec(self.name).wire_bytes(numel, self.dtype) for numel in (self.numel, self.shard))
+        moved = 2 * (self.numel * self.dtype.itemsize + message) + (self.world + 1) * shard
         launched = timing.launched_ms(self.prepare(x), REPLAYS, self.device)
         replays = replace(effort, launches=REPLAYS)
-        columns = beside(x, self.prepare, self.minimal_bytes, replays, cold=False, wrap=timing.captured)
+        columns = beside(x, self.prepare, moved, replays, cold=False, wrap=timing.captured)
         return {**columns, "launched_ms": launched}
 
     def prepare(self, x: Tensor) -> Call:
@@ -285,16 +282,13 @@ class HookCase(KernelCase):
 
     part: str = "rivals"
 
-    @property
-    def minimal_bytes(self) -> int:
-        """The tensor, one byte per element, and 8 bytes per scale and zero point."""
-        return self.numel * (self.dtype.itemsize + 1) + 8 * HOOKS[self.name].scales(self.numel)
-
     def measure(self, backend: Backend, effort: Effort, x: Tensor) -> Row:
         """The slow hook gets few rounds. One set of buffers: its own temporaries fill any cache."""
-        few = replace(effort, rounds=effort.slow_rounds, launches=1) if HOOKS[self.name].slow else effort
+        hook = HOOKS[self.name]
+        few = replace(effort, rounds=effort.slow_rounds, launches=1) if hook.slow else effort
+        moved = self.numel * (self.dtype.itemsize + 1) + 8 * hook.scales(self.numel)  # a scale and its zero point: 8
         with quiet():
-            return beside(x, self.prepare, self.minimal_bytes, few, sets=1)
+            return beside(x, self.prepare, moved, few, sets=1)
 
     def prepare(self, x: Tensor) -> Call:
         hook = HOOKS[self.name]

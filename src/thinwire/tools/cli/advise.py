@@ -128,7 +128,8 @@ def command(
         _refuse(context, DDP_ONLY, "it is for DDP: leave it out, or leave --diloco out")
     place = None if no_measure else _place()
     chosen = flags.codecs(codecs, rounds.CODECS if diloco else schemes.CODECS)
-    known = _losses(losses)
+    with screen.usage_errors("--losses", RecordError):
+        known = [] if losses is None else [evidence.losses_of(record.read(losses), Path(losses).name)]
     if place is None and _somebody_listens():
         params = _asked("--params", params)
         world = _asked("--world", world)
@@ -186,11 +187,6 @@ def _asked(flag: str, given: Any, default: str | None = None) -> Any:
     """A value that was given, or else that somebody types."""
     question, parse = _QUESTIONS[flag]
     return typer.prompt(question, default=default, value_proc=_parser(parse)) if given is None else given
-
-
-def _losses(path: str | None) -> list[evidence.Losses]:
-    with screen.usage_errors("--losses", RecordError):
-        return [] if path is None else [evidence.losses_of(record.read(path), Path(path).name)]
 
 
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:

@@ -198,16 +198,12 @@ def plain_errors() -> Iterator[None]:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
     except (MemoryError, RuntimeError) as error:
-        if not _is_lack_of_memory(error):
+        # torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text.
+        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if not known and not any(text in str(error) for text in _NO_MEMORY):
             raise
         typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or any(text in str(error) for text in _NO_MEMORY)
 
 
 _NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")

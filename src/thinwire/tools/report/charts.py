@@ -198,14 +198,12 @@ def _family(row: Row) -> str:
 
 
 def _kernels(record: Record) -> list[Chart]:
-    card = record.conditions["device"]
-    return by_part([{**row, "card": card} for row in record.rows], _PARTS)
+    return by_part([{**row, "card": record.conditions["device"]} for row in record.rows], _PARTS)
 
 
 def _shares(rows: list[Row]) -> Bars:
-    backend, device, dtype, numel, threads, card = (
-        text(rows[0][name]) for name in ("backend", "device", "dtype", "numel", "threads", "card")
-    )
+    names = ("backend", "device", "dtype", "numel", "threads", "card")
+    backend, device, dtype, numel, threads, card = (text(rows[0][name]) for name in names)
     where = counted(threads, "CPU thread") if device == "cpu" else card
     title = f"Speed of the {backend} kernels: {where}, {numel} elements of {dtype}"
     return Bars("kernels", title, SHARE, *by_label(rows, CODEC, OP, _percent), [COPY], points=True)
