@@ -131,7 +131,9 @@ def _write(record: Record, machine: Machine, folder: Path) -> None:
         laid = findings.links_grid(record, machine)
         drawn = findings.charts(record, machine)
         told = findings.sentences(record)
-        paths = page.write([record], folder, title=TITLE, notes=told, cards=cards, grids=laid, drawings=drawn)
+        index = folder / page.INDEX
+        page.save(page.page([record], title=TITLE, notes=told, cards=cards, grids=laid, drawings=drawn), index)
+        paths = [index, *page.write_pngs([record], folder, drawn)]
     except draw.PlotError as error:
         typer.echo(f"no page, no plots: {error}", err=True)
     typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from thinwire.tools.bench.record import Record, Value, version
 from thinwire.tools.report import charts, compare, draw, kinds, tables
@@ -70,15 +69,12 @@ class Card:
 
 
 def write(
-    records: Sequence[Record], directory: str | Path, *, drawings: Sequence[Chart] = (), **told: Any
+    records: Sequence[Record], directory: str | Path, *, title: str = TITLE, notes: Sequence[str] = ()
 ) -> list[Path]:
-    """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
-
-    `told` is what else `page` takes: title, notes and so on.
-    """
+    """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first."""
     index = Path(directory) / INDEX
-    save(page(records, drawings=drawings, **told), index)
-    return [index, *write_pngs(records, directory, drawings)]
+    save(page(records, title=title, notes=notes), index)
+    return [index, *write_pngs(records, directory)]
 
 
 def save(text_of_page: str, path: Path) -> None:
