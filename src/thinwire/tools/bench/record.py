@@ -237,10 +237,8 @@ def _cell(value: Value) -> str:
 
 def _installed(*names: str) -> str | None:
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 

@@ -40,7 +40,6 @@ SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how 
 REPLICA = "replica"
 MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
-FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
 ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
@@ -125,8 +124,8 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
     if weighed and unit != MOMENTS:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
-    if asked not in FEEDBACKS:
-        raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
+    if asked not in policy.FEEDBACKS:
+        raise CodecError(f"{text!r}: feedback must be one of {', '.join(policy.FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
         return TrainScheme(text, "lloyd1", asked, weigh="auto")
     try:
