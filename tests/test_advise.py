@@ -556,9 +556,9 @@ def judged(inter: str, world: int = 64, node: int = 8, params: int = 7_000_000_0
 
 def test_on_a_slow_link_four_bits_across_nodes_are_advised() -> None:
     found = judged("25gbit")
-    assert found.compress
+    assert found.choice.compress
     assert found.choice.chosen.name == "lloyd4 across nodes, int8 inside"
-    assert found.speedup(found.advised) > 3
+    assert found.way(found.advised).gain(found.choice.plain) > 3
     assert "18.4 s of waiting for gradients" in found.reason
     assert any(note.endswith("over fp32), but nobody has measured its loss") for note in found.notes)
     assert any("bucket_cap_mb=" in note for note in found.notes)
@@ -566,7 +566,7 @@ def test_on_a_slow_link_four_bits_across_nodes_are_advised() -> None:
 
 def test_on_a_fast_link_nothing_is_advised() -> None:
     found = judged("3200gbit")
-    assert not found.compress
+    assert not found.choice.compress
     assert found.advised is found.ranked[0]
     assert found.choice.lines[0] == "Do not compress: plain DDP, no hook"
     assert "next to nothing to win" in found.reason
@@ -604,14 +604,14 @@ def test_the_advice_flips_once_as_the_link_gets_faster() -> None:
 def test_where_kernels_take_longer_than_the_link_the_reason_says_so() -> None:
     cluster = Cluster(4, across=LinkModel.of_rate(units.rate("10gbit"), 1e-4), transport="gloo")
     found = verdict.judge(TrainingJob(25_000_000, 0.01, torch.bfloat16), cluster, RECORDED_ON, codecs=[Lloyd(4)])
-    assert not found.compress
+    assert not found.choice.compress
     told = r"the links move the gradients in .*; lloyd4, .* takes .* for kernels and messages alone"
     assert re.search(told, found.reason)
 
 
 def test_one_rank_has_nothing_to_send() -> None:
     found = verdict.judge(TrainingJob(1000, 1.0), Cluster(1), GPU)
-    assert not found.compress
+    assert not found.choice.compress
     assert found.reason == "there is no other rank to send to"
     assert {prediction.step_s for prediction in found.ranked} == {1.0}
 

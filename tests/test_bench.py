@@ -19,7 +19,6 @@ from thinwire.kernels import BACKENDS, reference, use_backend
 from thinwire.tools.bench import (
     codec as codec_bench,
     data,
-    kernel_cases as cases,
     kernels as kernels_bench,
     record,
     selftest,
@@ -228,9 +227,11 @@ CUDA = torch.device("cuda")
 FEW = timing.Effort(rounds=2, launches=2, slow_rounds=1, slow_numel=1 << 10)
 
 
-def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> cases.OpCase:
+def a_case(op: str, spec: str = "int8", dtype: torch.dtype = torch.float32, numel: int = 1280) -> kernels_bench.OpCase:
     world = 4 if op in kernels_bench.SUMS else 1
-    return cases.OpCase(part="codecs", op=op, name=spec, dtype=dtype, numel=numel, world=world, threads=1, device=CPU)
+    return kernels_bench.OpCase(
+        part="codecs", op=op, name=spec, dtype=dtype, numel=numel, world=world, threads=1, device=CPU
+    )
 
 
 def planned(device: torch.device = CUDA, usual: Any = kernels_bench.CUDA, **asked: Any) -> list[Any]:
@@ -262,33 +263,33 @@ def test_shares_are_of_a_copy_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch)
             call()
         return {"copy": [5.0, 5.0], "same": [3.0, 3.0], "ours": [4.0, 4.0]}
 
-    real = cases._copy
+    real = kernels_bench._copy
 
     def copy(source: torch.Tensor) -> timing.Call:
         copied.append(source.numel() * source.itemsize)
         return real(source)
 
     monkeypatch.setattr(timing, "interleave", interleave)
-    monkeypatch.setattr(cases, "_copy", copy)
-    row = cases.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
+    monkeypatch.setattr(kernels_bench, "_copy", copy)
+    row = kernels_bench.beside(torch.ones(1000), lambda x: lambda: None, moved=12_345, effort=FEW)
     assert copied == [4000, 6176]  # a copy of n bytes moves twice as many; 16 bytes at a time
     assert (row["times_copy"], row["copy_share"], row["copy_same_ms"]) == (4 / 5, 3 / 4, 3)
     assert (row["minimal_bytes"], row["cold"], row["rounds"]) == (12_345, False, 2)
-    assert set(row) == set(cases.COLUMNS)
+    assert set(row) == set(kernels_bench.COLUMNS)
 
 
 def test_the_copy_of_the_same_bytes_reads_memory_that_was_written() -> None:
     x = torch.randn(5)
-    assert cases._bytes(x, 47).tolist() == (3 * x.view(torch.uint8).tolist())[:47]
-    assert cases._bytes(x, 7).tolist() == x.view(torch.uint8).tolist()[:7]
+    assert kernels_bench._bytes(x, 47).tolist() == (3 * x.view(torch.uint8).tolist())[:47]
+    assert kernels_bench._bytes(x, 7).tolist() == x.view(torch.uint8).tolist()[:7]
 
 
 def test_small_tensors_go_round_many_buffers() -> None:
-    assert cases.sets_for(1 << 20, footprint=1 << 28) == 256
-    assert cases.sets_for(3 << 26, footprint=1 << 28) == 2
-    assert cases.sets_for(1 << 30, footprint=1 << 28) == 1
-    assert cases.sets_for(1, footprint=1 << 28) == cases.MOST_SETS
-    assert cases.sets_for(1000, footprint=0) == 1
+    assert kernels_bench.sets_for(1 << 20, footprint=1 << 28) == 256
+    assert kernels_bench.sets_for(3 << 26, footprint=1 << 28) == 2
+    assert kernels_bench.sets_for(1 << 30, footprint=1 << 28) == 1
+    assert kernels_bench.sets_for(1, footprint=1 << 28) == kernels_bench.MOST_SETS
+    assert kernels_bench.sets_for(1000, footprint=0) == 1
     made: list[str] = []
     call = timing.rotate([lambda: made.append("a"), lambda: made.append("b"), lambda: made.append("c")])
     for _ in range(5):
@@ -314,8 +315,8 @@ def test_what_a_run_on_a_gpu_measures() -> None:
         *("torch:per_tensor", "torch:per_channel", "int8", "int4", "lloyd4")
     }
     assert {job.numel for job in parts["rivals"]} == {1 << 24}
-    assert all(cases.COMPILE in job.rivals for job in parts["rivals"] if job.name == "int4")
-    assert [cases.COMPILE in job.rivals for job in parts["codecs"]].count(True) == 0
+    assert all(kernels_bench.COMPILE in job.rivals for job in parts["rivals"] if job.name == "int4")
+    assert [kernels_bench.COMPILE in job.rivals for job in parts["codecs"]].count(True) == 0
     assert len({(*(getattr(job, name) for name in ("part", "op", "name", "dtype", "numel")),) for job in jobs}) == len(
         jobs
     )
@@ -354,7 +355,9 @@ def test_quick_and_the_reference_get_few_elements() -> None:
         assert quick.parts == full.parts
         most = max(job.numel for job in planned(device, quick))
         assert most == kernels_bench.QUICK_NUMEL < max(job.numel for job in planned(device, full))
-    assert not any(cases.COMPILE in getattr(job, "rivals", ()) for job in planned(CUDA, kernels_bench.CUDA_QUICK))
+    assert not any(
+        kernels_bench.COMPILE in getattr(job, "rivals", ()) for job in planned(CUDA, kernels_bench.CUDA_QUICK)
+    )
 
 
 def test_graphs_are_refused_on_the_cpu() -> None:
@@ -370,7 +373,7 @@ def test_prepared_ops_do_what_they_say(op: str) -> None:
         decode_sum=lambda *a, **k: calls.append("decode" if len(a[1]) == 1 else "decode_sum"),
         recode=lambda *a, **k: calls.append("recode"),
     )
-    call = cases.prepare(a_case(op), spy, torch.zeros(1280))
+    call = kernels_bench.prepare(a_case(op), spy, torch.zeros(1280))
     calls.clear()
     call()
     assert calls == [op]
@@ -429,8 +432,8 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     def fails() -> None:
         raise TypeError("no")
 
-    monkeypatch.setattr(cases, "compiled", fails)
-    case = replace(a_case("encode"), rivals=(cases.EAGER, cases.COMPILE))
+    monkeypatch.setattr(kernels_bench, "compiled", fails)
+    case = replace(a_case("encode"), rivals=(kernels_bench.EAGER, kernels_bench.COMPILE))
     with use_backend("reference"):
         row = kernels_bench.row_of(case, BACKENDS["reference"], FEW)
     assert row["note"] == "torch.compile of the reference: TypeError: no"
@@ -438,15 +441,15 @@ def test_a_reference_that_does_not_compile_costs_one_column(monkeypatch: pytest.
     assert row["ms_p50"] is not None
 
 
-@pytest.mark.parametrize("name", cases.HOOKS)
+@pytest.mark.parametrize("name", kernels_bench.HOOKS)
 @pytest.mark.parametrize("numel", [1000, 1024])
 def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int) -> None:
     x = torch.randn(numel)
-    with cases.quiet():
-        codes, scale, zero = cases.HOOKS[name].encode(x)
-        decoded = cases.HOOKS[name].decode(codes, scale, zero)[:numel]
+    with kernels_bench.quiet():
+        codes, scale, zero = kernels_bench.HOOKS[name].encode(x)
+        decoded = kernels_bench.HOOKS[name].decode(codes, scale, zero)[:numel]
     assert codes.dtype == torch.uint8
-    assert scale.numel() == cases.HOOKS[name].scales(numel)
+    assert scale.numel() == kernels_bench.HOOKS[name].scales(numel)
     half_step = scale.max().item() / 2
     rounding = 3 * 2.0**-24 * x.abs().max().item()  # quotient, difference, product
     assert (decoded - x).abs().max().item() <= half_step + rounding
@@ -454,7 +457,7 @@ def test_the_hooks_of_torch_lose_no_more_than_half_a_step(name: str, numel: int)
 
 @pytest.mark.parametrize("op", kernels_bench.HOOK_OPS)
 def test_a_row_of_torchs_hooks(op: str) -> None:
-    case = cases.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
+    case = kernels_bench.HookCase(name="torch:per_channel", op=op, numel=1000, threads=1, device=CPU)
     row = kernels_bench.row_of(case, reference, FEW)
     assert row["note"] is None
     assert (row["backend"], row["codec"], row["part"], row["world"]) == ("torch", "torch:per_channel", "rivals", 1)
@@ -472,8 +475,8 @@ def test_a_row_of_the_replayed_path(spec: str, monkeypatch: pytest.MonkeyPatch) 
         return call
 
     monkeypatch.setattr(timing, "captured", captured)
-    monkeypatch.setattr(cases, "REPLAYS", 4)
-    case = cases.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
+    monkeypatch.setattr(kernels_bench, "REPLAYS", 4)
+    case = kernels_bench.PathCase(name=spec, numel=4096, world=8, threads=1, device=CPU)
     row = kernels_bench.row_of(case, kernels.select(CPU), FEW)
     assert row["note"] is None
     assert len(wrapped) == 3  # the path and both copies

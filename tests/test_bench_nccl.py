@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from test_bench_train import Pooled
-from thinwire.tools.bench import collectives as bench, ddp_steps, launch, nccl, record, tasks, turns
+from thinwire.tools.bench import collectives as bench, ddp_steps, launch, record, tasks, turns
 from thinwire.tools.bench.collectives import CallSample, CollectiveCase
-from thinwire.tools.bench.ddp_steps import StepCase, StepSample
-from thinwire.tools.bench.nccl import NcclRanks
+from thinwire.tools.bench.ddp_steps import StepCase
+from thinwire.tools.bench.launch import NcclRanks
+from thinwire.tools.bench.schemes import StepSample
 from thinwire.tools.bench.timing import Effort
 from thinwire.tools.bench.turns import GpuCount
 from thinwire.tools.cli.app import app
@@ -28,8 +29,8 @@ GPU_COLUMNS = {"backend", "host_ms", "gpu_busy_ms", "launches"}
 def a_gpu(monkeypatch: pytest.MonkeyPatch, cards: int = 1, version: tuple[int, ...] = (2, 31, 2)) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr(nccl.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(nccl, "version", lambda: version)
+    monkeypatch.setattr(launch.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(launch, "nccl_version", lambda: version)
     for name in list(os.environ):
         if name.startswith("NCCL_"):
             monkeypatch.delenv(name)
@@ -73,10 +74,10 @@ def test_a_card_each_needs_nothing() -> None:
 
 def test_worlds_and_the_hosts_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     a_gpu(monkeypatch)
-    found = nccl.spread([2, 4], [1, 2, 4])
+    found = launch.nccl_ranks([2, 4], [1, 2, 4])
     assert [(ranks.world, ranks.hosts) for ranks in found] == [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
     with pytest.raises(record.BenchError, match="expected hosts that ranks fill evenly, got 3 for 2, 4 ranks"):
-        nccl.spread([2, 4], [1, 3])
+        launch.nccl_ranks([2, 4], [1, 3])
 
 
 def test_sharing_a_card_needs_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +85,13 @@ def test_sharing_a_card_needs_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         record.BenchError, match=r"2 ranks on 1 GPU .* needs NCCL 2\.30\.0 or newer, got 2\.28\.9: name"
     ):
-        nccl.spread([2], [1])
+        launch.nccl_ranks([2], [1])
     a_gpu(monkeypatch, cards=2, version=(2, 28, 9))
-    assert len(nccl.spread([2], [1])) == 1
+    assert len(launch.nccl_ranks([2], [1])) == 1
     a_gpu(monkeypatch)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     with pytest.raises(record.BenchError, match="needs NCCL_MULTI_RANK_GPU_ENABLE=1, got '0': unset it"):
-        nccl.spread([2], [1])
+        launch.nccl_ranks([2], [1])
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def timed(kind: Any, ms: float, **more: Any) -> Any:
 
 def a_record(monkeypatch: pytest.MonkeyPatch) -> record.Record:
     """Of faked times, as a run on one card writes it."""
-    monkeypatch.setattr(nccl, "version", lambda: (2, 31, 2))
+    monkeypatch.setattr(launch, "nccl_version", lambda: (2, 31, 2))
     rows: list[record.Row] = []
     for ranks in (NcclRanks(2, 1), NcclRanks(4, 1, 2), NcclRanks(4, 1, 4)):
         for case in bench.nccl_cases(ranks, [1000, 4000], ("all_reduce", *bench.STEPS), bench.NCCL_CODECS):
@@ -278,7 +279,7 @@ class CpuRanks(NcclRanks):
 
 
 def test_averages_and_steps_of_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "version", lambda: (2, 31, 2))
+    monkeypatch.setattr(launch, "nccl_version", lambda: (2, 31, 2))
     verbs = ("all_reduce", *bench.STEPS)
     sums, *steps = bench.nccl_cases(CpuRanks(2, 2), [4000], verbs, ["plain", "int8", "lloyd2"])
     task = tasks.QUICK_TASKS["mlp"]

@@ -12,9 +12,8 @@ from typer.testing import CliRunner, Result
 
 from thinwire.qat import LSQ
 from thinwire.qat.layers import QuantizedLayer
-from thinwire.tools.bench import data, qat, qat_methods, qat_speed, record, timing
-from thinwire.tools.bench.qat import Recipe
-from thinwire.tools.bench.qat_methods import METHODS
+from thinwire.tools.bench import data, qat, qat_speed, record, timing
+from thinwire.tools.bench.qat import METHODS
 from thinwire.tools.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -102,7 +101,7 @@ def test_times_are_held_against_floor_and_torch(monkeypatch: pytest.MonkeyPatch)
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-TINY = qat.QATSchedule(Recipe(1), Recipe(1), widths=(4, 4, 4))
+TINY = qat.QATSchedule(1, 1, widths=(4, 4, 4))
 
 
 @pytest.fixture
@@ -141,12 +140,12 @@ def test_what_tells_nothing_at_more_bits_is_trained_at_the_fewest() -> None:
 
 @pytest.mark.usefixtures("_tiny")
 def test_a_seed_fixes_a_training_and_fp32_is_trained_once_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[tuple[Recipe, int]] = []
+    trained: list[tuple[int, int]] = []
     train = qat.train
 
-    def counted(model: nn.Module, seen: qat.Split, recipe: Recipe, seed: int) -> bool:
-        trained.append((recipe, seed))
-        return train(model, seen, recipe, seed)
+    def counted(model: nn.Module, seen: qat.Split, epochs: int, rate: float, seed: int) -> bool:
+        trained.append((epochs, seed))
+        return train(model, seen, epochs, rate, seed)
 
     monkeypatch.setattr(qat, "train", counted)
     first, again = (qat.run(parts=["train"], methods=["fp32", "lsq"], bits=[2], quick=True) for _ in range(2))
@@ -164,7 +163,7 @@ def test_a_scale_that_dies_is_a_row_without_a_loss(monkeypatch: pytest.MonkeyPat
             raise ValueError("a scale must be positive")
         return x
 
-    monkeypatch.setattr(qat_methods.NoGradientScale, "forward", dies)
+    monkeypatch.setattr(qat.NoGradientScale, "forward", dies)
     (row,) = qat.run(parts=["train"], methods=["lsq_no_grad_scale"], quick=True).rows
     assert (row["diverged"], row["train_loss"], row["accuracy"]) == (2, None, None)
 
@@ -208,10 +207,10 @@ def test_absmax_starts_clip_nothing() -> None:
 
 def test_what_holds_a_scale_up_and_what_does_not() -> None:
     x = torch.linspace(-1, 1, 100)
-    for kind in (LSQ, qat_methods.FloorAlone, qat_methods.NoFloor, qat_methods.NoGradientScale):
+    for kind in (LSQ, qat.FloorAlone, qat.NoFloor, qat.NoGradientScale):
         quantizer = kind(2).initialize(x)
         quantizer.scale.data.fill_(-1)
-        held = not issubclass(kind, qat_methods.NoFloor)
+        held = not issubclass(kind, qat.NoFloor)
         with (
             contextlib.nullcontext()
             if held

@@ -99,7 +99,7 @@ def invoke(*flags: str) -> Any:
 
 def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = torch.arange(4000, dtype=torch.uint8)
-    monkeypatch.setattr(tasks, "texts", lambda: (text, text))
+    monkeypatch.setattr(tasks, "sources", lambda: (text, text))
     monkeypatch.setattr(tasks, "QUICK_BYTES", replace(tasks.QUICK_BYTES, steps=3))
     shelf, record = tmp_path / "runs.jsonl", tmp_path / "record.json"
     flags = ["--codecs", "lloyd2@none,bf16", "--resume", str(shelf), "--json", str(record)]

@@ -28,9 +28,9 @@ from thinwire.tools.bench import (
     train as bench,
     turns,
 )
-from thinwire.tools.bench.schemes import TrainScheme
+from thinwire.tools.bench.schemes import StepSample, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
-from thinwire.tools.bench.train import StepSample, Trained, TrainingRun, TrainPlan
+from thinwire.tools.bench.train import Trained, TrainingRun, TrainPlan
 from thinwire.tools.cli.app import app
 from thinwire.tools.report import kinds, tables
 
@@ -75,10 +75,10 @@ def test_shards_cover_all_digits_once_and_are_sorted_by_label(world: int) -> Non
 
 
 def test_the_text_is_cut_into_shards_and_a_tenth_is_held_out() -> None:
-    text, rest = tasks.training_text(), tasks.held_out_text()
+    letters, text, rest = tasks.help_pages()
     assert torch.equal(torch.cat([tasks._part(text, rank, 3) for rank in range(3)]), text)
     assert len(rest) == pytest.approx((len(text) + len(rest)) / 10, abs=1)
-    assert torch.cat([text, rest]).unique().tolist() == list(range(len(tasks.vocabulary())))
+    assert torch.cat([text, rest]).unique().tolist() == list(range(len(letters)))
 
 
 @pytest.mark.parametrize("task", tasks.QUICK_TASKS.values(), ids=str)
@@ -467,7 +467,7 @@ def steps_alone(group: dist.ProcessGroup) -> float | None:
 
 def test_the_step_that_is_timed_alone_sends_nothing(ranks: RankPool) -> None:
     loss, _ = ranks(2).run(steps_alone)
-    assert loss == pytest.approx(math.log(len(tasks.vocabulary())), rel=0.2)
+    assert loss == pytest.approx(math.log(len(tasks.help_pages()[0])), rel=0.2)
 
 
 @pytest.mark.thorough

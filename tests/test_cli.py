@@ -32,7 +32,7 @@ from thinwire.tools.bench import (
 )
 from thinwire.tools.cli import advise, checkup, screen
 from thinwire.tools.cli.app import app, start
-from thinwire.tools.cli.flags import split_codecs
+from thinwire.tools.cli.flags import specs as split
 
 pytestmark = pytest.mark.usefixtures("served")
 SMALL = ["bench", "codec", "--numel", "2000", "--distributions", "gaussian,sparse", "--codecs", "int8,lloyd2"]
@@ -96,8 +96,8 @@ def test_the_exit_statuses_are_documented() -> None:
     ],
 )
 def test_codecs_are_split_between_codecs_only(text: str, specs: list[str]) -> None:
-    assert split_codecs(text) == specs
-    assert [thinwire.codec(spec) for spec in split_codecs(text)] == [thinwire.codec(spec) for spec in specs]
+    assert split([text]) == specs
+    assert [thinwire.codec(spec) for spec in split([text])] == [thinwire.codec(spec) for spec in specs]
 
 
 def test_a_codec_run_prints_a_plain_table() -> None:

@@ -21,9 +21,10 @@ from thinwire.tools.advise.schemes import PLAIN, SumScheme
 from thinwire.tools.bench import demo as bench, link as links, record, schemes, tasks, train
 from thinwire.tools.bench.record import Interrupted, Record, Row
 from thinwire.tools.bench.train import TrainPlan
-from thinwire.tools.cli import advice, demo as cli, findings
+from thinwire.tools.cli import advise, demo as cli, findings
 from thinwire.tools.cli.app import app
-from thinwire.tools.report.charts import Bars, draw
+from thinwire.tools.report import draw
+from thinwire.tools.report.charts import Bars
 
 PLOTS = {"gain.png", "loss.png", "loss_ratio.png", "loss_bytes.png", "bytes.png", "step_time.png"}
 FILES = {"index.html", "demo.json", *PLOTS}
@@ -180,7 +181,7 @@ def advised(found: Record, link: str, capsys: pytest.CaptureFixture[str]) -> lis
     codecs = [codec(str(row["codec"])) for row in found.rows if not row["peer"]]
     judged = verdict.judge(job, cluster, own, codecs=codecs, losses=losses, buckets=(job.bucket_bytes,))
     capsys.readouterr()
-    advice.print_verdict(job, cluster, own, judged)
+    advise.print_verdict(job, cluster, own, judged)
     return capsys.readouterr().out.splitlines()
 
 

@@ -33,9 +33,9 @@ from thinwire.tools import rule
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, charts, compare, kinds, page, tables
-from thinwire.tools.report.charts import Bars, Lines, draw, look
-from thinwire.tools.report.charts.look import DARK, LIGHT, Palette
+from thinwire.tools.report import cells, charts, compare, draw, kinds, page, tables
+from thinwire.tools.report.charts import Bars, Lines
+from thinwire.tools.report.draw import DARK, LIGHT, Palette
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HOSTILE = "</style><script>document.title='broken'</script>\" onload=\"x' &amp; $\\frac{1}$ \x1b[31m\x00\ud800 é 漢"
@@ -255,7 +255,7 @@ def test_a_png_has_the_chart_on_white() -> None:
     assert pixels.shape[1] > 800
     assert pixels[0, 0, :3].tolist() == [1, 1, 1]
     for name in ("int8", "lloyd4", "lloyd2"):
-        colour = LIGHT.series[look.color_of(name) or 0]
+        colour = LIGHT.series[draw.color_of(name) or 0]
         own = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         assert (abs(pixels[..., :3] - own).max(axis=2) < 0.01).mean() > 0.003  # its bar
 
@@ -314,12 +314,12 @@ def test_losses_are_drawn_as_differences_to_fp32() -> None:
 
 @pytest.mark.parametrize("name", ["train_digits.json", "train_mlp_1gbit.json", "collectives_1gbit.json"])
 def test_a_codec_has_one_colour_everywhere_and_fp32_is_grey(name: str) -> None:
-    assert look.color_of("fp32") == look.GREY
-    assert len({look.color_of(one) for one in ("fp32", "bf16", "int8", "lloyd4", "lloyd2", "lloyd1")}) == 6
+    assert draw.color_of("fp32") == draw.GREY
+    assert len({draw.color_of(one) for one in ("fp32", "bf16", "int8", "lloyd4", "lloyd2", "lloyd1")}) == 6
     for chart in (chart for chart in charts.of(committed(name)) if isinstance(chart, Bars)):
         assert draw._by_label(chart)
         for number, values in enumerate(chart.series):
-            expected = [LIGHT.series[look.color_of(label) or 0] for label in chart.labels]
+            expected = [LIGHT.series[draw.color_of(label) or 0] for label in chart.labels]
             assert draw._colors(chart, values, number) == expected
 
 

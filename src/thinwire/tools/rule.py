@@ -93,11 +93,8 @@ class Way:
     def range(self, other: "Way") -> str:
         """The gain over another scheme: 1.4–1.6 ×."""
         ends = [self.gain(other) * share for share in (self.low, self.high)]
-        return f"{'–'.join(dict.fromkeys(map(_times, ends)))} ×"
-
-
-def _times(gain: float) -> str:
-    return f"{gain:.2f}" if gain < 0.95 else f"{gain:.1f}" if gain < 10 else f"{gain:.0f}"
+        told = [f"{gain:.{2 if gain < 0.95 else 1 if gain < 10 else 0}f}" for gain in ends]
+        return f"{'–'.join(dict.fromkeys(told))} ×"
 
 
 @dataclass(frozen=True)
@@ -124,25 +121,19 @@ class Choice:
     @property
     def notes(self) -> list[str]:
         """What the chosen one risks, and what is safe; why a faster one is not chosen."""
-        return [note for note in (self._risk, self._faster) if note]
-
-    @property
-    def _risk(self) -> str:
-        if self.safe is None or self.chosen.loss is None:
-            return ""
-        gain = f"{self.safe.range(self.plain)} over {self.plain.name}"
-        instead = f"use {self.safe.name} ({gain}), which stays within noise in all records: {self.safe.code}"
-        return (
-            f"{self.chosen.name} is {self.chosen.loss.risk}. Compare your loss with an uncompressed run, or "
-            f"{'do not compress' if self.safe is self.plain else instead}"
-        )
-
-    @property
-    def _faster(self) -> str:
-        if self.lossy is None:
-            return ""
-        told = f"its loss is {self.lossy.loss}" if self.lossy.loss else "nobody has measured its loss"
-        return f"{self.lossy.name} would be faster ({self.lossy.range(self.plain)} over {self.plain.name}), but {told}"
+        found = []
+        if self.safe is not None and self.chosen.loss is not None:
+            gain = f"{self.safe.range(self.plain)} over {self.plain.name}"
+            instead = f"use {self.safe.name} ({gain}), which stays within noise in all records: {self.safe.code}"
+            found.append(
+                f"{self.chosen.name} is {self.chosen.loss.risk}. Compare your loss with an uncompressed run, or "
+                f"{'do not compress' if self.safe is self.plain else instead}"
+            )
+        if self.lossy is not None:
+            gain = f"{self.lossy.range(self.plain)} over {self.plain.name}"
+            told = f"its loss is {self.lossy.loss}" if self.lossy.loss else "nobody has measured its loss"
+            found.append(f"{self.lossy.name} would be faster ({gain}), but {told}")
+        return found
 
     @property
     def lines(self) -> tuple[str, str, str]:

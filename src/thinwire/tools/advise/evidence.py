@@ -49,13 +49,13 @@ def losses_of(record: Record, source: str) -> Losses:
     first = rows[0]
     seeds = int(column(first, "seeds"))
     floor = None if first["noise_floor"] is None or seeds < 2 else column(first, "noise_floor", 0.0)
-    ratios = {rule.scheme_of(row): _ratio(row) for row in rows if not row.get("control")}
+    ratios = {
+        rule.scheme_of(row): None if row.get("diverged") else column(row, "loss_log_ratio", -1e18)
+        for row in rows
+        if not row.get("control")
+    }
     params, world = (int(column(first, name)) for name in ("params", "world"))
     return Losses(source, str(parallel or "ddp"), params, world, seeds, floor, ratios)
-
-
-def _ratio(row: Row) -> float | None:
-    return None if row.get("diverged") else column(row, "loss_log_ratio", -1e18)
 
 
 def find(name: str, known: Sequence[Losses], parallel: str = "ddp") -> Loss | None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from thinwire.codecs import Codec
 from thinwire.collectives import measuring, transport as transports
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.cost import MeasuredLink
 from thinwire.collectives.transport import Group
 from thinwire.errors import AdviceError, ThinwireError
 from thinwire.tools.advise.links import TRANSPORTS, Cluster, LinkModel
@@ -29,10 +28,6 @@ _WIRES = 4
 _ROUNDS = 5
 _CALLS = 50
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def under_torchrun() -> bool:
-    return all(name in os.environ for name in ENVIRONMENT)
 
 
 class Place(NamedTuple):
@@ -96,14 +91,11 @@ def links(device: torch.device, per_node: int) -> Cluster:
 def _link(group: Group, device: torch.device) -> LinkModel:
     """The link of the slowest rank, from messages that all ranks of the group send at once."""
     found = measuring.link(channel_of(group, device))
-    rate, latency = _agreed([-_bytes_per_s(found), found.latency_s], device)
+    # Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones.
+    (n0, s0), (n1, s1) = found.points[-2:] if len(found.points) > 1 else ((0, 0.0), found.points[0])
+    bytes_per_s = (n1 - n0) / (s1 - s0) if s1 > s0 else found.bytes_per_s
+    rate, latency = _agreed([-bytes_per_s, found.latency_s], device)
     return LinkModel(-rate, latency)
-
-
-def _bytes_per_s(link: MeasuredLink) -> float:
-    """Between the two largest messages: that leaves out what each one costs, and buffers that swallow small ones."""
-    (n0, s0), (n1, s1) = link.points[-2:] if len(link.points) > 1 else ((0, 0.0), link.points[0])
-    return (n1 - n0) / (s1 - s0) if s1 > s0 else link.bytes_per_s
 
 
 def kernels(codecs: Sequence[Codec], device: torch.device, per_node: int) -> Machine:

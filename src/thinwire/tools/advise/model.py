@@ -180,7 +180,12 @@ def message(
     shards = cluster.per_node if scheme.across else cluster.world
     cut = chunks.cut(numel, wire, cluster.world, shards)
     groups = list(_groups(cut))
-    made = {group: _chunk(*group, scheme, cluster, machine, feedback) for group in set(groups)}
+    made = {}
+    for each, count in set(groups):
+        stages = _flat(each, scheme.codec, scheme.algorithm, cluster, machine, feedback)
+        if scheme.across is not None:
+            stages = _hierarchical(each, scheme.codec, scheme.across, cluster, machine)
+        made[each, count] = tuple(stage.times(count) for stage in stages)
     largest = scheme.codec.wire_bytes(max(groups)[0], dtype)
     rooms = cluster.world if scheme.algorithm == "one_shot" else 2  # wires that a chunk's scratch holds
     depth = chunks.scratch_limit(wire, largest, rooms * largest, cut.num_chunks) // (rooms * largest)
@@ -195,14 +200,6 @@ def _groups(cut: chunks.Cut) -> Iterator[tuple[int, int]]:
         end = min(first + each, cut.num_chunks)
         numel = cut.span(end - 1).end - cut.span(first).begin
         yield -(-numel // (end - first)), end - first
-
-
-def _chunk(numel: int, count: int, scheme: SumScheme, cluster: Cluster, machine: Machine, feedback: str) -> Chunk:
-    if scheme.across is not None:
-        stages = _hierarchical(numel, scheme.codec, scheme.across, cluster, machine)
-    else:
-        stages = _flat(numel, scheme.codec, scheme.algorithm, cluster, machine, feedback)
-    return tuple(stage.times(count) for stage in stages)
 
 
 def _flat(

@@ -41,13 +41,9 @@ class OuterRound:
         most = self.every - 1
         return min(most, math.ceil(self.round_s / self.step_s)) if self.step_s else most
 
-    def exposed_s(self, overlap: int) -> float:
-        """Seconds of a round in which nothing is trained."""
-        return max(0.0, self.round_s - overlap * self.step_s)
-
     def lost(self, overlap: int) -> float:
         """Share of all time in which nothing is trained."""
-        waits = self.exposed_s(overlap)
+        waits = max(0.0, self.round_s - overlap * self.step_s)
         whole = waits + self.every * self.step_s
         return waits / whole if whole else 1.0
 

@@ -29,16 +29,8 @@ class Verdict:
     reason: str
     notes: tuple[str, ...]
 
-    @property
-    def compress(self) -> bool:
-        return self.choice.compress
-
     def way(self, prediction: Prediction) -> Way:
         return self.ways[prediction.scheme]
-
-    def speedup(self, prediction: Prediction) -> float:
-        """Against no compression."""
-        return self.way(prediction).gain(self.choice.plain)
 
 
 def judge(
@@ -68,8 +60,7 @@ def judge(
     if choice.compress:
         steps = (_parts(job, prediction, machine) for prediction in (found[0], best))
         reason = f"a step without compression takes {{}}; with {choice.chosen.name} {{}}".format(*steps)
-    verdict = Verdict(ranked, ways, choice, best, reason, ())
-    return replace(verdict, notes=tuple(_notes(verdict, cluster)))
+    return Verdict(ranked, ways, choice, best, reason, tuple(_notes(choice, best, cluster)))
 
 
 def _way(prediction: Prediction, job: TrainingJob, cluster: Cluster, known: Sequence[Losses]) -> Way:
@@ -135,24 +126,18 @@ def _why_not(
     return f"{choice.rival.name}, the best that keeps the loss, may be no faster"
 
 
-def _notes(verdict: Verdict, cluster: Cluster) -> Iterator[str]:
+def _notes(choice: Choice, advised: Prediction, cluster: Cluster) -> Iterator[str]:
     """What the advice risks, and what is faster; which buckets the advice is for; what nobody has measured."""
-    yield from verdict.choice.notes
-    if verdict.compress and verdict.advised.bucket_bytes != model.BUCKET_BYTES:
-        size = mebibytes(verdict.advised.bucket_bytes)
+    yield from choice.notes
+    if choice.compress and advised.bucket_bytes != model.BUCKET_BYTES:
+        size = mebibytes(advised.bucket_bytes)
         yield f"predicted for buckets of {size} MiB: DDP(bucket_cap_mb={size})"
-    if cluster.world > 1:
-        yield from _unmeasured(cluster)
-
-
-def _unmeasured(cluster: Cluster) -> Iterator[str]:
-    """In what the cluster is beyond the steps that predictions were compared with."""
-    known = evidence.shipped()
+    known = evidence.shipped()  # steps that predictions were compared with
     beyond = ["NCCL between ranks"] if cluster.transport == "nccl" else []
     beyond += [f"more than {known.most_ranks} ranks"] if cluster.world > known.most_ranks else []
     fast = any(link.bytes_per_s > known.fastest_bytes_per_s for link in cluster.links)
     beyond += [f"links above {8e-9 * known.fastest_bytes_per_s:.2g} Gbit/s"] if fast else []
-    if beyond:
+    if beyond and cluster.world > 1:
         yield f"never compared with a measured step: {', '.join(beyond)}. The ranges are those of what was compared"
 
 

@@ -26,12 +26,11 @@ from thinwire import collectives
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import cost, transport
 from thinwire.collectives.channel import channel_of
-from thinwire.tools.bench import ddp_steps, launch, link as links, nccl, timing, turns
+from thinwire.tools.bench import ddp_steps, launch, link as links, timing, turns
 from thinwire.tools.bench.codec import nmse
 from thinwire.tools.bench.ddp_steps import StepCase
-from thinwire.tools.bench.launch import World
+from thinwire.tools.bench.launch import NcclRanks, World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import CPU, NOTHING, Sample
@@ -133,14 +132,16 @@ def run(
         links.check()
     if nodes is not None and max(connections) > 1:
         raise BenchError("a mesh of nodes has one connection between two ranks: leave out nodes, or connections")
+    check_pairs(nodes is not None, codecs, verbs)
     for world in worlds:
-        check_nodes(nodes, world, link, codecs, verbs)
-    cases = [
-        CollectiveCase(
-            verb, world, link, divisible(verb, world, numel), spread(codecs, verb, world, connections), nodes
-        )
-        for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)])
-    ]
+        if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
+            raise BenchError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
+    if nodes is not None and link is None:
+        raise BenchError("nodes differ from ranks by what their link carries: name one")
+    cases = []
+    for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)]):
+        found = entries(codecs, verb, world, connections=connections)
+        cases.append(CollectiveCase(verb, world, link, divisible(verb, world, numel), found, nodes))
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
     with timing.threads(launch.THREADS):
         return collect("collectives", CPU, _rows(cases, effort, progress))
@@ -157,7 +158,7 @@ def run_on_nccl(
     progress: Progress = iter,
 ) -> Record:
     """The same on NCCL, each world on each number of hosts; steps of DDP too."""
-    placed = nccl.spread(worlds, hosts)
+    placed = launch.nccl_ranks(worlds, hosts)
     check_pairs(any(cards.nodes for cards in placed), codecs, verbs)
     sizes = numels or (NCCL_QUICK_NUMELS if quick else NCCL_NUMELS)
     cases = [case for cards in placed for case in nccl_cases(cards, sizes, verbs, codecs)]
@@ -194,17 +195,6 @@ def check_pairs(has_nodes: bool, codecs: Sequence[str], verbs: Sequence[str]) ->
         raise BenchError(f"{pairs[0]} is a pair of codecs, and only all_reduce takes one")
 
 
-def check_nodes(
-    nodes: int | None, world: int, link: ShapedLink | None, codecs: Sequence[str], verbs: Sequence[str]
-) -> None:
-    """Refuse nodes that ranks do not fill evenly, or that no link tells apart."""
-    check_pairs(nodes is not None, codecs, verbs)
-    if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
-        raise BenchError(f"{world} ranks do not make {nodes} nodes: take 2 or more, of 2 or more ranks each")
-    if nodes is not None and link is None:
-        raise BenchError("nodes differ from ranks by what their link carries: name one")
-
-
 def default_numel(link: ShapedLink | None, quick: bool) -> int:
     """Elements of a message where none are asked for: fewer on a slow link, or a run would take an hour."""
     if quick:
@@ -217,17 +207,16 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
+def entries(
+    names: Sequence[str], verb: str, world: int, every: bool = False, connections: Sequence[int] = (1,)
+) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain".
+
+    Each on every number of connections; plain has one.
+    """
     algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
-    found = (_entry(name, algorithm) for name in names for algorithm in algorithms)
-    return tuple(dict.fromkeys(found))
-
-
-def spread(names: Sequence[str], verb: str, world: int, connections: Sequence[int]) -> tuple[Entry, ...]:
-    """The entries of codecs on each number of connections, plain on one."""
-    found = ((entry, count) for entry in entries(names, verb, world) for count in connections)
-    each = (replace(entry, connections=1 if entry.name == PLAIN else count) for entry, count in found)
+    found = [_entry(name, algorithm) for name in names for algorithm in algorithms]
+    each = (replace(one, connections=1 if one.name == PLAIN else count) for one in found for count in connections)
     return tuple(dict.fromkeys(each))
 
 
@@ -285,6 +274,7 @@ def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: 
 def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
     for entry in case.entries:
         samples, plain, bf16 = ([part[name] for part in parts] for name in (entry.key, FP32, BF16))
+        same = len({sample.digest for sample in samples}) == 1
         yield {
             "verb": case.verb,
             "codec": entry.name,
@@ -296,7 +286,7 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "numel": case.numel,
             **_byte_columns(case, entry, parts),
             "rel_error": _rel_error(samples),
-            "identical": _identical(case.verb, samples),
+            "identical": same if case.verb in SHARED else all(sample.repeats for sample in samples),
             "auto": entry.algorithm == "auto",
             "plain_cpu_ms": turns.cpu_ms(plain),
             "bf16_cpu_ms": turns.cpu_ms(bf16),
@@ -334,12 +324,6 @@ def _rel_error(samples: Sequence[CallSample]) -> float:
     return max(math.sqrt(sample.lost) for sample in samples)
 
 
-def _identical(verb: str, samples: Sequence[CallSample]) -> bool:
-    if verb in SHARED:
-        return len({sample.digest for sample in samples}) == 1
-    return all(sample.repeats for sample in samples)
-
-
 # The ranks' side.
 
 
@@ -350,15 +334,8 @@ def measure(case: CollectiveCase, effort: Effort) -> dict[str, CallSample]:
         for name in bench.calls:
             bench.check(name)
         bench.samples[NOTHING] = CallSample()
-        turns.take(
-            bench.calls,
-            bench.samples,
-            effort,
-            shaped=case.link is not None,
-            transport=lambda name: bench.sent(),
-            prepare=bench.restore,
-            device=bench.out.device,
-        )
+        how: dict[str, Any] = {"prepare": bench.restore, "device": bench.out.device, "shaped": case.link is not None}
+        turns.take(bench.calls, bench.samples, effort, transport=lambda name: bench.sent(), **how)
     return bench.samples
 
 

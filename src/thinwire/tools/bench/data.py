@@ -83,7 +83,8 @@ def gradient(numel: int, generator: Generator) -> Tensor:
     """That of all weights of a ReLU network on scikit-learn's digits after 40 steps of SGD. Its length is its own."""
     images, labels = digits()
     sizes = (images.shape[1], WIDTH, WIDTH, 10)
-    weights = [_layer(fan_in, fan_out, generator) for fan_in, fan_out in pairwise(sizes)]
+    starts = (torch.randn(b, a, generator=generator) * math.sqrt(2 / a) for a, b in pairwise(sizes))
+    weights = [start.requires_grad_() for start in starts]
     for _ in range(STEPS):
         for weight, slope in zip(weights, _slopes(weights, images, labels, generator), strict=True):
             weight.data.sub_(RATE * slope)
@@ -95,11 +96,6 @@ def digits() -> tuple[Tensor, Tensor]:
 
     images, labels = load_digits(return_X_y=True)
     return torch.from_numpy(images).float() / 16, torch.from_numpy(labels).long()
-
-
-def _layer(fan_in: int, fan_out: int, generator: Generator) -> Tensor:
-    weight = torch.randn(fan_out, fan_in, generator=generator) * math.sqrt(2 / fan_in)
-    return weight.requires_grad_()
 
 
 def _slopes(weights: list[Tensor], images: Tensor, labels: Tensor, generator: Generator) -> tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ in two buckets: it shows what compression costs where messages are short. Codecs
 feedback and with EF21. FSDP2's is that of `bench train --task mlp`, one parameter group per layer.
 """
 
-import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,15 +17,14 @@ import torch.distributed as dist
 from thinwire.codecs import codec
 from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.integrations import policy
-from thinwire.tools.bench import launch, nccl, schemes, turns
-from thinwire.tools.bench.launch import World
+from thinwire.tools.bench import launch, schemes, turns
+from thinwire.tools.bench.launch import NcclRanks, World
 from thinwire.tools.bench.link import ShapedLink
-from thinwire.tools.bench.nccl import NcclRanks
 from thinwire.tools.bench.record import Row
-from thinwire.tools.bench.schemes import BF16, MIXED, NONE, TrainScheme
+from thinwire.tools.bench.schemes import BF16, MIXED, NONE, StepSample, TrainScheme
 from thinwire.tools.bench.tasks import TASKS, Digits
 from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import CPU, NOTHING, Sample
+from thinwire.tools.bench.turns import CPU, NOTHING
 
 VERB = "ddp_step"
 SHARDED = "fsdp_step"
@@ -35,13 +33,6 @@ SHARDED_TASK = cast(Digits, TASKS["mlp"])
 WEIGHTS = "int8"  # in which weights travel in steps of FSDP2
 NARROW = 4  # bits; below, codecs need feedback
 _PLAIN = 16  # bits of codecs that steps of FSDP2 leave to torch's own
-
-
-@dataclass
-class StepSample(Sample):
-    params: int = 0
-    digest: str = ""  # of the gradients
-    feedback: str = "none"
 
 
 @dataclass(frozen=True)
@@ -81,13 +72,13 @@ def sharded_lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
 
 
 def rows_of(case: StepCase, parts: Sequence[dict[str, StepSample]]) -> Iterator[Row]:
-    bf16 = BF16 if case.verb == VERB else MIXED
+    bf16, algorithm = (BF16, fewest_roundings(case.world)) if case.verb == VERB else (MIXED, "compressed")
     for scheme in case.schemes:
         samples = [part[scheme.name] for part in parts]
         yield {
             "verb": case.verb,
             "codec": scheme.name,
-            "algorithm": "plain" if scheme.codec is None else _algorithm(case),
+            "algorithm": "plain" if scheme.codec is None else algorithm,
             "feedback": samples[0].feedback,
             "world": case.world,
             "nodes": case.cards.nodes if case.cards else None,
@@ -111,12 +102,8 @@ def time_columns(parts: turns.Samples, name: str, plain: str, bf16: str, cards: 
         "cores": os.cpu_count(),
         "backend": "gloo" if cards is None else "nccl",
         **turns.on_gpu(parts, name, plain),
-        **(nccl.columns(cards) if cards else {}),
+        **(launch.nccl_columns(cards) if cards else {}),
     }
-
-
-def _algorithm(case: StepCase) -> str:
-    return fewest_roundings(case.world) if case.verb == VERB else "compressed"
 
 
 # The ranks' side.
@@ -144,14 +131,5 @@ def measure(case: StepCase, effort: Effort) -> dict[str, StepSample]:
         if case.verb == SHARDED:
             shared = list(replica.weights().values())
         samples[name] = StepSample(params=params, digest=turns.digest(shared), feedback=replica.feedback)
-
-    def transport(name: str) -> int | None:
-        return replicas[name].bytes_sent if name in replicas else None
-
-    turns.take(calls, samples, effort, shaped=False, transport=transport, device=device)
-    for replica in replicas.values():
-        replica.close()
-    replicas.clear()
-    calls.clear()
-    gc.collect()
+    schemes.time_steps(replicas, calls, samples, effort, shaped=False, device=device)
     return samples

@@ -51,7 +51,8 @@ def run(delay: float, lost: float, ports: list[str]) -> None:
             to = known.get(frame[HEADER : HEADER + 6])
             for one in [to] if to is not None else sockets:
                 if one is not source:
-                    _send(one, frame)
+                    with contextlib.suppress(OSError):  # its queue is full: a switch loses the frame, too
+                        one.send(frame)
 
 
 def _opened(port: str) -> socket.socket:
@@ -60,13 +61,6 @@ def _opened(port: str) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, RECEIVED, ROOM)
     found.bind((port, 0))
     return found
-
-
-def _send(to: socket.socket, frame: bytes) -> None:
-    try:
-        to.send(frame)
-    except OSError:  # the port's queue is full: the frame is lost, as it would be in a switch
-        return
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Seeds, batches, timing and columns are those of `bench train`. Its rows also hav
 by formula, where no interface counts them (`bytes_from` says which).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from thinwire.tools.bench import tasks, train
@@ -37,12 +37,8 @@ def run(
     task = tasks.QUICK_DEMO if quick else tasks.DEMO
     task = replace(task, steps=steps or task.steps)
     plan = TrainPlan(task, lineup(codecs), world, link, task.optimizer, train.QUICK if quick else EFFORT)
-    return train.recorded(plan, _rows(plan, progress))
-
-
-def _rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
-    for scheme, row in zip(plan.schemes, train.rows(plan, progress), strict=True):
-        yield row | _bytes_columns(plan, scheme, row)
+    found = zip(plan.schemes, train.rows(plan, progress), strict=True)
+    return train.recorded(plan, (row | _bytes_columns(plan, scheme, row) for scheme, row in found))
 
 
 def ring_bytes(scheme: TrainScheme, params: int, world: int) -> float | None:

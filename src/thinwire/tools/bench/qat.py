@@ -1,10 +1,13 @@
 """The benchmark of quantisation-aware training. A run has parts:
 
 speed   what fake quantisation costs beside plain copies and torch's own op (bench/qat_speed.py)
-train   what a network of three convolutions reaches on scikit-learn's digits at a few bits, by method (qat_methods.py)
+train   what a network of three convolutions reaches on scikit-learn's digits at a few bits, by method
 
 A seed fixes the split into training and test images, the first weights and every batch. The network is trained in fp32
-once per seed; every method starts from there and takes the same steps on the same batches.
+once per seed; every method starts from there and takes the same steps on the same batches. The methods are thinwire's
+quantisers, torch's, and controls that ought to fail. All quantise the same layers of the same network, weights by
+output channel and activations by tensor. To add one: write a function that quantises a network in place and enter it in
+`METHODS`.
 """
 
 import contextlib
@@ -15,17 +18,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+from torch.ao.quantization.observer import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.nn import functional
 
+from thinwire.qat import LSQ, LearnableFakeQuantize, LSQPlus, fake_quantize, prepare
+from thinwire.qat.layers import QuantizedLayer
+from thinwire.qat.lsq import Start
 from thinwire.tools.bench import data, qat_speed, timing
-from thinwire.tools.bench.qat_methods import FP32, METHODS
 from thinwire.tools.bench.record import Progress, Record, Row, collect
 
 PARTS = ("speed", "train")
@@ -41,36 +49,136 @@ START = 256  # images from which quantisers take their first ranges
 MOMENTUM = 0.9
 FULL_BITS = 32  # of fp32
 COARSE = 4  # bits up to which a grid is coarse
+RATE = 0.05
+BATCH = 64
+FP32 = "fp32"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a network is trained: SGD with momentum, its rate falling by half a cosine to nothing."""
+class Method:
+    """How all layers of a network are quantised in place, given the bits of weights and activations."""
 
-    epochs: int
-    rate: float = 0.05
-    batch: int = 64
+    name: str
+    quantize: Callable[[nn.Module, int], None]
+    control: bool = False  # ought to fail
+    peer: bool = False  # torch's own
+    at_all_bits: bool = True  # False => unless asked for, trained at the fewest bits alone: at more it tells nothing
 
-    def at(self, bits: int) -> "Recipe":
-        """This recipe for a method at these bits.
+    def start(self, model: nn.Module, images: Tensor, bits: int) -> None:
+        """Quantise a trained network, let its quantisers take their ranges from some images, and let them learn."""
+        self.quantize(model, bits)
+        with torch.no_grad():
+            model.eval()(images)
+        for module in model.modules():
+            if isinstance(module, LearnableFakeQuantize | _LearnableFakeQuantize):
+                module.enable_param_learning()
 
-        At up to 4 bits, and in fp32, the rate stays. At more it is a tenth of that, as in the LSQ paper: scales are so
-        small there that a step of the optimiser can take them past zero.
-        """
-        return replace(self, rate=self.rate / 10) if COARSE < bits < FULL_BITS else self
+
+class NoFloor(LSQ):
+    """LSQ as the paper has it: nothing catches a scale on its way past zero."""
+
+    floor_share = 0.0
+
+
+class NoGradientScale(NoFloor):
+    """The paper's LSQ without the factor of its scales' gradients."""
+
+    scale_gradient = False
+
+
+class FloorAlone(LSQ):
+    """LSQ without that factor, but with thinwire's floor under its scales."""
+
+    scale_gradient = False
+
+
+class AbsmaxStart(LSQ):
+    """LSQ whose scales start where nothing is clipped: at max|x| / quant_max."""
+
+    def estimate(self, x: Tensor) -> Start | None:
+        start = super().estimate(x)
+        if start is None:
+            return None
+        rows = x.detach().flatten(1) if self.axis == 0 else x.detach().reshape(1, -1)
+        largest = rows.abs().amax(1) / self._range(start.signed)[1]
+        return start._replace(scale_C=largest.where(largest > 0, start.scale_C.to(largest)))
+
+
+class AbsmaxAlways(AbsmaxStart):
+    """Nothing is learned: every tensor is rounded on the grid of its own largest element, straight through."""
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        start = self.estimate(x)
+        if start is None:
+            return x
+        low, high = self._range(start.signed)
+        return fake_quantize(x, start.scale_C, quant_min=low, quant_max=high, axis=self.axis, gradient="torch")
+
+
+class FakeQuantAdapter(nn.Sequential):
+    """A quantiser by torch's names in the place of one of thinwire's."""
+
+    group = 0
+
+
+def _by_lsq(kind: type[LSQ], model: nn.Module, bits: int) -> None:
+    prepare(model, weight_bits=bits, act_bits=bits, first_last_bits=None, quantizer=kind)
+
+
+def _by_fake_quant(kind: Callable[..., nn.Module], model: nn.Module, bits: int) -> None:
+    """As torch's module is meant: observers give the first ranges, symmetric for weights, affine for activations."""
+    _by_lsq(LSQ, model, bits)
+    for layer in [module for module in model.modules() if isinstance(module, QuantizedLayer)]:
+        weights = kind(
+            MovingAveragePerChannelMinMaxObserver,
+            quant_min=-(1 << bits - 1),
+            quant_max=(1 << bits - 1) - 1,
+            channel_len=len(layer.weight),
+            use_grad_scaling=True,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+            ch_axis=0,
+        )
+        layer.register_module("weight_quantizer", FakeQuantAdapter(weights))
+        inputs = kind(MovingAverageMinMaxObserver, quant_min=0, quant_max=(1 << bits) - 1, use_grad_scaling=True)
+        layer.register_module("act_quantizer", FakeQuantAdapter(inputs))
+
+
+_ALL = (
+    Method(FP32, lambda model, bits: None),
+    Method("lsq", partial(_by_lsq, LSQ)),
+    Method("lsqplus", partial(_by_lsq, LSQPlus)),
+    Method("learnable", partial(_by_fake_quant, LearnableFakeQuantize)),
+    Method("torch_learnable", partial(_by_fake_quant, _LearnableFakeQuantize), peer=True),
+    Method("absmax_ste", partial(_by_lsq, AbsmaxAlways), control=True),
+    Method("lsq_absmax_init", partial(_by_lsq, AbsmaxStart), control=True, at_all_bits=False),
+    Method("lsq_no_grad_scale", partial(_by_lsq, NoGradientScale), control=True, at_all_bits=False),
+    Method("lsq_floor_alone", partial(_by_lsq, FloorAlone), at_all_bits=False),
+    Method("lsq_no_floor", partial(_by_lsq, NoFloor), at_all_bits=False),
+)
+METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+
+
+def rate_at(bits: int) -> float:
+    """The rate of SGD, which falls from there by half a cosine to nothing.
+
+    At more than 4 bits, short of fp32, it is a tenth, as in the LSQ paper: scales are so small there that a step of the
+    optimiser can take them past zero.
+    """
+    return RATE / 10 if COARSE < bits < FULL_BITS else RATE
 
 
 @dataclass(frozen=True)
 class QATSchedule:
-    """The network, how it is trained in fp32, and how every method goes on from there."""
+    """The network, the epochs in fp32, and those that every method goes on from there."""
 
-    before: Recipe
-    after: Recipe
+    before: int
+    after: int
     widths: tuple[int, int, int] = (16, 32, 32)  # channels of the convolutions
 
 
-FULL = QATSchedule(Recipe(epochs=20), Recipe(epochs=20))
-QUICK = QATSchedule(Recipe(epochs=4), Recipe(epochs=2))
+FULL = QATSchedule(20, 20)
+QUICK = QATSchedule(4, 2)
 
 
 @dataclass(frozen=True)
@@ -81,21 +189,6 @@ class Split:
     labels: Tensor
     test_images: Tensor
     test_labels: Tensor
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Cross-entropy on all training images, and the share of right test images; NaN where the training diverged."""
-
-    train_loss: float
-    accuracy: float
-
-    @property
-    def diverged(self) -> bool:
-        return not math.isfinite(self.train_loss)
-
-
-DIVERGED = Judgement(math.nan, math.nan)
 
 
 def split(seed: int, device: torch.device) -> Split:
@@ -121,17 +214,17 @@ def _convolution(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
-def train(model: nn.Module, seen: Split, recipe: Recipe, seed: int) -> bool:
+def train(model: nn.Module, seen: Split, epochs: int, rate: float, seed: int) -> bool:
     """Train in place. False where a loss or a scale stopped being a number that can go on."""
     model.train()
     count = len(seen.labels)
-    used = count // recipe.batch * recipe.batch
-    optimizer = torch.optim.SGD(model.parameters(), recipe.rate, momentum=MOMENTUM)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * (count // recipe.batch))
+    used = count // BATCH * BATCH
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (count // BATCH))
     generator = torch.Generator().manual_seed(seed)
     try:
-        for _ in range(recipe.epochs):
-            for batch in torch.randperm(count, generator=generator)[:used].split(recipe.batch):
+        for _ in range(epochs):
+            for batch in torch.randperm(count, generator=generator)[:used].split(BATCH):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(seen.images[batch]), seen.labels[batch]).backward()
                 optimizer.step()
@@ -141,12 +234,20 @@ def train(model: nn.Module, seen: Split, recipe: Recipe, seed: int) -> bool:
     return True
 
 
+class Result(NamedTuple):
+    """Of a run: cross-entropy on all training images, and the share of right test images; NaN where it diverged."""
+
+    train_loss: float
+    accuracy: float
+    seconds: float  # of training
+
+
 @torch.no_grad()
-def judge(model: nn.Module, seen: Split) -> Judgement:
+def judge(model: nn.Module, seen: Split, seconds: float) -> Result:
     model.eval()
     loss = functional.cross_entropy(model(seen.images), seen.labels).item()
     right = model(seen.test_images).argmax(1) == seen.test_labels
-    return Judgement(loss, right.double().mean().item()) if math.isfinite(loss) else DIVERGED
+    return Result(loss, right.double().mean().item() if math.isfinite(loss) else math.nan, seconds)
 
 
 @dataclass(frozen=True)
@@ -162,9 +263,6 @@ class QATRun:
     def __str__(self) -> str:
         width = "" if self.method == FP32 else f" W{self.bits}A{self.bits}"
         return f"train, {self.method}{width}, seed {self.seed}"
-
-
-Result = tuple[Judgement, float]  # of a run, and the seconds its training took
 
 
 def runs(
@@ -227,24 +325,22 @@ def train_run(run: QATRun) -> Result:
         model = copy.deepcopy(trained)
         METHODS[run.method].start(model, seen.images[:START], run.bits)
         begun = time.perf_counter()
-        ended = train(model, seen, run.schedule.after.at(run.bits), run.seed + LATER)
+        ended = train(model, seen, run.schedule.after, rate_at(run.bits), run.seed + LATER)
         seconds = time.perf_counter() - begun
-        return judge(model, seen) if ended else DIVERGED, seconds
+        return judge(model, seen, seconds) if ended else Result(math.nan, math.nan, seconds)
 
 
 @cache
 def _trained_in_fp32(schedule: QATSchedule, seed: int, device: torch.device) -> tuple[Split, nn.Module]:
     seen = split(seed, device)
     model = network(schedule, seed).to(device)
-    train(model, seen, schedule.before, seed)
+    train(model, seen, schedule.before, RATE, seed)
     return seen, model
 
 
 def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
-    recipe = run.schedule.after.at(run.bits)
     method = METHODS[run.method]
-    losses = [judgement.train_loss for judgement, _ in results]
-    accuracies = [judgement.accuracy for judgement, _ in results]
+    losses, accuracies, seconds = zip(*results, strict=True)
     return {
         "task": TASK,
         "method": run.method,
@@ -255,18 +351,18 @@ def row_of(run: QATRun, results: Sequence[Result], workers: int) -> Row:
         "train_loss_error": timing.standard_error(losses),
         "accuracy": timing.mean(accuracies),
         "accuracy_error": timing.standard_error(accuracies),
-        "diverged": sum(judgement.diverged for judgement, _ in results),
+        "diverged": sum(not math.isfinite(loss) for loss in losses),
         "first_last_bits": run.bits,
         "control": method.control,
         "peer": method.peer,
         "optimizer": f"sgd, momentum {MOMENTUM}",
-        "rate": recipe.rate,
-        "epochs": recipe.epochs,
-        "batch": recipe.batch,
-        "fp32_rate": run.schedule.before.rate,
-        "fp32_epochs": run.schedule.before.epochs,
+        "rate": rate_at(run.bits),
+        "epochs": run.schedule.after,
+        "batch": BATCH,
+        "fp32_rate": RATE,
+        "fp32_epochs": run.schedule.before,
         "device": run.device.type,
-        "seconds": fmean(seconds for _, seconds in results),
+        "seconds": fmean(seconds),
         "workers": workers,
     }
 

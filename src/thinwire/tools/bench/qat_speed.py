@@ -147,20 +147,13 @@ def _measure(case: SpeedCase) -> dict[str, Row]:
     peaks: dict[str, float] = {}
     notes: Row = {"note": None, "torch_note": None}
     for subject, note in ((ours, "note"), (theirs, "torch_note")):
-        with _noted(notes, note):
+        try:  # what fails is noted in a column, and the others are still measured
             peaks[subject.name] = peak_bytes(subject, case.device) / case.numel
             calls |= {f"{subject.name} {op}": call for op, call in subject.calls().items()}
+        except Exception as error:  # of a compiler, a driver or an allocator: any kind
+            notes[note] = timing.note_of(error)
     times = timing.interleave(calls, case.effort.rounds, case.device, case.effort.launches, _AHEAD_MS)
     return {op: {**_times(op, times, peaks), **notes} for op in OPS}
-
-
-@contextlib.contextmanager
-def _noted(notes: Row, name: str) -> Iterator[None]:
-    """What fails is noted in a column, and the others are still measured."""
-    try:
-        yield
-    except Exception as error:  # of a compiler, a driver or an allocator: any kind
-        notes[name] = timing.note_of(error)
 
 
 def _floors(subject: Subject) -> dict[str, Call]:

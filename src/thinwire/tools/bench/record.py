@@ -192,7 +192,7 @@ def _check_parts(data: dict[str, Any]) -> None:
     if missing:
         raise RecordError(f"the conditions lack {', '.join(missing)}: a number travels with its conditions")
     for name, value in data["conditions"].items():
-        if not _is_flat(value):
+        if not isinstance(value, _FLAT_TYPES):
             raise RecordError(f"expected the condition {name!r} to be {_FLAT}, got a {type(value).__name__}")
 
 
@@ -203,16 +203,13 @@ def _check_row(kind: str, number: int, row: object) -> None:
     if missing:
         raise RecordError(f"row {number} of this {kind} record lacks {', '.join(missing)}")
     for name, value in row.items():
-        if not (_is_curve(value) if name == CURVE and value is not None else _is_flat(value)):
+        if not (_is_curve(value) if name == CURVE and value is not None else isinstance(value, _FLAT_TYPES)):
             allowed = "a list of [step, value]" if name == CURVE else _FLAT
             raise RecordError(f"row {number}: expected {name!r} to be {allowed}, got a {type(value).__name__}")
 
 
 _FLAT = "one text, number, true, false or null"
-
-
-def _is_flat(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float)
+_FLAT_TYPES = (str, int, float, type(None))
 
 
 def _is_curve(value: object) -> bool:
@@ -222,30 +219,26 @@ def _is_curve(value: object) -> bool:
 
 
 def _json(value: Value | Row) -> str:
-    if isinstance(value, dict):
-        value = {name: _number(item) for name, item in value.items()}
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
 
 
-def _number(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     """The value, with null for what JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_number(item) for item in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(value: Value) -> str:
-    if isinstance(value, str) or value is None:
-        return " ".join((value or "").splitlines())
-    return _json(_number(value))
+    return " ".join((value or "").splitlines()) if value is None or isinstance(value, str) else _json(value)
 
 
 def _installed(*names: str) -> str | None:
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -262,11 +255,9 @@ def _cpu() -> str:
 
 def _commit() -> str | None:
     """The commit thinwire runs from, "-dirty" where tracked files differ from it; None when it is not a checkout."""
-    here = Path(__file__).parent
-    tracked = _output("git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name)
-    if tracked is None:
-        return None
-    return _output("git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    git = ("git", "-C", str(Path(__file__).parent))
+    tracked = _output(*git, "ls-files", "--error-unmatch", Path(__file__).name) is not None
+    return _output(*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
 
 
 def _output(*command: str) -> str | None:

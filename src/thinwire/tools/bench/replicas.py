@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.errors import CodecError
 from thinwire.integrations.options import DDPOptions, Feedback, Weigh
@@ -133,7 +133,6 @@ def _key(plan: Plan, run: TrainingRun) -> str:
 def row_of(plan: Plan, scheme: TrainScheme, outcomes: dict[TrainScheme, list[Outcome]]) -> Row:
     mine = outcomes[scheme]
     plain = outcomes[plan.schemes[0]]
-    points = zip(*(one.curve for one in mine), strict=True)
     return {
         "task": plan.task.name,
         "parallel": SIMULATED,
@@ -159,7 +158,7 @@ def row_of(plan: Plan, scheme: TrainScheme, outcomes: dict[TrainScheme, list[Out
         "batch": plan.task.rows,
         "params": mine[0].params,
         "text": plan.fixed["text"],
-        CURVE: [[point[0][0], timing.mean([value for _, value in point])] for point in points],
+        CURVE: train.mean_curve([one.curve for one in mine]),
     }
 
 
@@ -188,7 +187,10 @@ def train_run(plan: Plan, run: TrainingRun) -> Outcome:
 
 
 class Trainer:
-    """One network, the gradients of W replicas, and what averages them."""
+    """One network, the gradients of W replicas, and what averages them.
+
+    On a GPU a gradient is one CUDA graph: its thousand launches would wait for the host.
+    """
 
     def __init__(self, plan: Plan, run: TrainingRun) -> None:
         task = plan.task
@@ -210,20 +212,34 @@ class Trainer:
             measure_every=0,
         )
         self._averager = simulated.Averager(self._network, options, plan.world)
-        self._gradient = Gradient(task, self._network, self._averager, self._batch(0, 0))
         self._rows_WN = self._averager.new_rows()
         self._losses = torch.zeros(task.steps, device=plan.device)
+        self._batch = tuple(tensor.clone() for tensor in self._drawn(0, 0))
+        self._row_N = torch.empty(self._rows_WN.shape[1], device=plan.device)  # the gradient of the batch
+        self._views = self._averager.views(self._row_N)
+        self._loss = torch.zeros((), device=plan.device)
+        self._differentiate = timing.captured(self._compute) if plan.device.type == "cuda" else self._compute
 
-    def _batch(self, step: int, rank: int) -> Batch:
+    def _drawn(self, step: int, rank: int) -> Batch:
         plan = self._plan
         inputs, targets = plan.task.batch(step, self._run.seed, rank, plan.world)
         return inputs.to(plan.device, non_blocking=True), targets.to(plan.device, non_blocking=True)
 
+    def _compute(self) -> None:
+        inputs, targets = self._batch
+        with autocast(self._plan.device):
+            loss = self._plan.task.loss(self._network, (inputs, targets))
+        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._averager.parameters)
+        torch._foreach_copy_(self._views, list(gradients))
+        self._loss.copy_(loss.detach())
+
     def step(self, step: int) -> None:
         for rank, row in enumerate(self._rows_WN):
-            self._gradient(self._batch(step, rank))
-            row.copy_(self._gradient.row_N)
-            self._losses[step] += self._gradient.loss / self._plan.world
+            for mine, drawn in zip(self._batch, self._drawn(step, rank), strict=True):
+                mine.copy_(drawn)
+            self._differentiate()
+            row.copy_(self._row_N)
+            self._losses[step] += self._loss / self._plan.world
         if self._run.scheme.codec is None:
             self._rows_WN[0] = simulated.mean_of(self._rows_WN, bf16=self._run.scheme.label == BF16)
         else:
@@ -261,32 +277,3 @@ class Trainer:
 def autocast(device: torch.device) -> torch.autocast:
     """bf16 on a GPU, fp32 elsewhere. Nothing is cached: a graph must not hold copies of weights from outside."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
-
-
-class Gradient:
-    """The loss and the gradient of a batch. On a GPU one CUDA graph: its thousand launches would wait for the host."""
-
-    def __init__(self, task: Task, network: nn.Module, averager: simulated.Averager, batch: Batch) -> None:
-        self._task = task
-        self._network = network
-        self._parameters = averager.parameters
-        self._batch = tuple(tensor.clone() for tensor in batch)
-        device = averager.device
-        self.row_N = torch.empty(sum(p.numel() for p in self._parameters), device=device)
-        self._views = averager.views(self.row_N)
-        self.loss = torch.zeros((), device=device)
-        self._run = timing.captured(self._compute) if device.type == "cuda" else self._compute
-
-    def __call__(self, batch: Batch) -> None:
-        """row_N and loss = those of the batch."""
-        for mine, given in zip(self._batch, batch, strict=True):
-            mine.copy_(given)
-        self._run()
-
-    def _compute(self) -> None:
-        inputs, targets = self._batch
-        with autocast(self.row_N.device):
-            loss = self._task.loss(self._network, (inputs, targets))
-        gradients: Sequence[Tensor] = torch.autograd.grad(loss, self._parameters)
-        torch._foreach_copy_(self._views, list(gradients))
-        self.loss.copy_(loss.detach())

@@ -5,7 +5,8 @@ sharded.py, where DiLoCo is too.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +22,10 @@ from thinwire.errors import CodecError
 from thinwire.integrations import auto, compress_ddp, policy
 from thinwire.integrations.options import Feedback, Weigh
 from thinwire.optim import OneBitAdam
+from thinwire.tools.bench import turns
 from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench.timing import Call, Effort
+from thinwire.tools.bench.turns import Sample
 
 DDP = "ddp"
 FSDP2 = "fsdp2"
@@ -36,7 +40,6 @@ SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how 
 REPLICA = "replica"
 MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
-FEEDBACKS = policy.FEEDBACKS
 MOMENTUM = 0.9
 ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
 WARMUP = 0.2  # share of the steps before onebit freezes its variance
@@ -121,8 +124,8 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
     if weighed and unit != MOMENTS:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
-    if asked not in FEEDBACKS:
-        raise CodecError(f"{text!r}: feedback must be one of {', '.join(FEEDBACKS)}, got {asked!r}")
+    if asked not in policy.FEEDBACKS:
+        raise CodecError(f"{text!r}: feedback must be one of {', '.join(policy.FEEDBACKS)}, got {asked!r}")
     if label == ONEBIT and ONEBIT in others:
         return TrainScheme(text, "lloyd1", asked, weigh="auto")
     try:
@@ -166,13 +169,14 @@ class MuonAndAdamW(Optimizer):
 class Replica:
     """A network whose gradients travel in a scheme's way, on this rank. Replicas may share a network, not a step."""
 
+    _handle: Any = None  # of compress_ddp, compress_fsdp or DiLoCo
+    _power: Any = None  # of PowerSGD
+
     def __init__(self, scheme: TrainScheme, network: nn.Module, optimizer: Optimizer) -> None:
         cap = _ONE_BUCKET_MB if scheme.label in RANKS else None
         self.scheme = scheme
         self.optimizer = optimizer
         self.model: Any = DistributedDataParallel(network, bucket_cap_mb=cap, init_sync=False)  # a seed made them alike
-        self._handle: Any = None  # of compress_ddp, compress_fsdp or DiLoCo
-        self._power = None
         if scheme.codec is not None:
             self._handle = compress_ddp(
                 self.model,
@@ -242,11 +246,41 @@ def replica_of(
         return Replica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
     from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
 
+    if scheme.weights is not None:
+        sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
+    optimizer = optimizer_for(scheme, kind, network.parameters(), warmup_steps)
     if every is not None:
-        optimizer = optimizer_for(scheme, kind, network.parameters(), warmup_steps)
         return sharded.OuterReplica(scheme, network, optimizer, every)
-    sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
-    return sharded.ShardedReplica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
+    return sharded.ShardedReplica(scheme, network, optimizer)
+
+
+@dataclass
+class StepSample(Sample):
+    """One rank's measurements of steps, and what their replica says of itself."""
+
+    params: int = 0
+    digest: str = ""  # of the gradients
+    feedback: str = "none"
+    extra_bytes: int | None = None
+    chosen: str | None = None
+
+
+def time_steps(
+    replicas: dict[str, Replica], calls: dict[str, Call], samples: Mapping[str, StepSample], effort: Effort, **how: Any
+) -> None:
+    """Time calls, most of them steps of replicas, by turns (`turns.take`); then close and forget the replicas."""
+
+    def transport(name: str) -> int | None:
+        return replicas[name].bytes_sent if name in replicas else None
+
+    turns.take(calls, samples, effort, transport=transport, **how)
+    for name, replica in replicas.items():
+        samples[name].extra_bytes = replica.extra_bytes
+        samples[name].chosen = replica.chosen
+        replica.close()
+    replicas.clear()
+    calls.clear()
+    gc.collect()  # DDP and its hooks hold each other
 
 
 # DDP refuses torch's own by its name where torch was built without CUDA.

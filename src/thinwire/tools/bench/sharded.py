@@ -1,7 +1,7 @@
 """FSDP2 and DiLoCo in `bench train`: networks in shards, and networks that train alone."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from thinwire.integrations.diloco import DiLoCo
 from thinwire.integrations.options import Feedback
 from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
 
-_DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _NarrowGather for the weights
+_DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights
     MIXED: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
     BF16: MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
 }
@@ -40,16 +40,15 @@ class ShardedReplica(Replica):
         self.scheme = scheme
         self.optimizer = optimizer
         self.model = network
-        self._handle = None
-        self._power = None
         self._modules = [module for module in network.modules() if isinstance(module, FSDPModule)]
         if scheme.codec is not None:
             self._compress(scheme.codec)
         for module in self._modules:
             if scheme.name in (BF16, ALONE.name):
-                module.set_custom_all_gather(cast(Any, _NarrowGather() if scheme.name == BF16 else _NoGather()))
+                gather = _gather_narrow if scheme.name == BF16 else _gather_nothing
+                module.set_custom_all_gather(cast(Any, _Comm(gather)))
             if scheme == ALONE:
-                module.set_custom_reduce_scatter(cast(Any, _NoScatter()))
+                module.set_custom_reduce_scatter(cast(Any, _Comm(_scatter_nothing)))
 
     def _compress(self, gradients: str) -> None:
         weights, _, how = (self.scheme.weights or "none").partition("@")
@@ -82,39 +81,33 @@ class ShardedReplica(Replica):
 
 
 class _Comm:
-    """What FSDP2 asks of a communication: memory, and the call."""
+    """What FSDP2 asks of a communication: memory, and the call, here without what it may be told besides."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor, dist.ProcessGroup], None]) -> None:
+        self._call = call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **told: Any) -> None:
+        self._call(output_tensor, input_tensor, group)
 
-class _NarrowGather(_Comm):
+
+def _gather_narrow(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Weights in bf16 on the wire, in their own dtype before and after it."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        rows = torch.empty(output_tensor.shape, dtype=torch.bfloat16)
-        transport.all_gather_single(rows, input_tensor.bfloat16(), group=group)
-        output_tensor.copy_(rows)
+    rows = torch.empty(out.shape, dtype=torch.bfloat16)
+    transport.all_gather_single(rows, x.bfloat16(), group=group)
+    out.copy_(rows)
 
 
-class _NoGather(_Comm):
+def _gather_nothing(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """This rank's weights in the place of all: the copies of a gather without the gather."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        output_tensor.view(group.size(), -1).copy_(input_tensor.clone())
+    out.view(group.size(), -1).copy_(x.clone())
 
 
-class _NoScatter(_Comm):
+def _scatter_nothing(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """This rank's gradients in the place of the sum."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+    out.copy_(x.view(group.size(), -1)[group.rank()])
 
 
 class OuterReplica(Replica):
@@ -125,7 +118,6 @@ class OuterReplica(Replica):
         self.scheme = scheme
         self.optimizer = optimizer
         self.model = network
-        self._power = None
         feedback = cast(Feedback, scheme.feedback)
         self._handle = DiLoCo(network, optimizer, every=every, codec=scheme.codec, feedback=feedback)
 

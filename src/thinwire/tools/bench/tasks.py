@@ -164,31 +164,27 @@ class Gpt(Task):
     judged: int = 1 << 16  # characters that a loss is taken over, at most; the held-out text has fewer
 
     def network(self) -> nn.Module:
-        return Transformer(len(vocabulary()), self.context, self.width, self.heads, self.depth)
+        return Transformer(len(help_pages()[0]), self.context, self.width, self.heads, self.depth)
 
     def blocks(self, network: nn.Module) -> list[nn.Module]:
         return [block for block in network.modules() if isinstance(block, TransformerBlock)]
 
-    def training_text(self) -> Tensor:
-        """As codes."""
-        return training_text()
-
-    def held_out_text(self) -> Tensor:
-        """As codes."""
-        return held_out_text()
+    def texts(self) -> tuple[Tensor, Tensor]:
+        """To train on, and held out, as codes."""
+        return help_pages()[1:]
 
     def batch(self, step: int, seed: int, rank: int, world: int) -> Batch:
         """Windows that start anywhere in this rank's shard of the text."""
-        text = _part(self.training_text(), rank, world)
+        text = _part(self.texts()[0], rank, world)
         starts = torch.randint(len(text) - self.context, (self.rows,), generator=_generator(seed, step, rank))
         windows = torch.stack([text[start : start + self.context + 1] for start in starts.tolist()]).long()
         return windows[:, :-1], windows[:, 1:]
 
     def train_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        return self._judge(network, _part(self.training_text(), rank, world)[: self.judged // world])
+        return self._judge(network, _part(self.texts()[0], rank, world)[: self.judged // world])
 
     def val_loss(self, network: nn.Module, rank: int, world: int) -> Total:
-        return self._judge(network, _part(self.held_out_text(), rank, world)[: self.judged // world])
+        return self._judge(network, _part(self.texts()[1], rank, world)[: self.judged // world])
 
     def _judge(self, network: nn.Module, text: Tensor) -> Total:
         """Windows side by side; what does not fill one is left out."""
@@ -217,15 +213,12 @@ class Bytes(Gpt):
                     nn.init.zeros_(layer.bias)
         return network
 
-    def training_text(self) -> Tensor:
-        return texts()[0]
-
-    def held_out_text(self) -> Tensor:
-        return texts()[1]
+    def texts(self) -> tuple[Tensor, Tensor]:
+        return sources()
 
     def digest(self) -> str:
         """The same for the same text."""
-        return hashlib.sha256(b"".join(bytes(text.numpy()) for text in texts())).hexdigest()[:16]
+        return hashlib.sha256(b"".join(bytes(text.numpy()) for text in self.texts())).hexdigest()[:16]
 
 
 class Transformer(nn.Module):
@@ -354,32 +347,20 @@ def shard(rank: int, world: int, by_label: bool = True) -> Batch:
     return images[order], labels[order]
 
 
-def training_text() -> Tensor:
-    """The first nine tenths, as codes; the rest is held out."""
-    codes = _corpus()[1]
-    return codes[: 9 * len(codes) // 10]
-
-
-def held_out_text() -> Tensor:
-    codes = _corpus()[1]
-    return codes[9 * len(codes) // 10 :]
-
-
-def vocabulary() -> str:
-    return _corpus()[0]
-
-
 @lru_cache(maxsize=1)
-def _corpus() -> tuple[str, Tensor]:
+def help_pages() -> tuple[str, Tensor, Tensor]:
+    """Of `gpt`: the letters, and the text as codes, nine tenths to train on; the rest is held out."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     text = "".join(topics[name] for name in sorted(topics))
     letters = "".join(sorted(set(text)))
     places = {letter: code for code, letter in enumerate(letters)}
-    return letters, torch.tensor([places[letter] for letter in text])
+    codes = torch.tensor([places[letter] for letter in text])
+    train, held_out = codes.tensor_split([9 * len(codes) // 10])
+    return letters, train, held_out
 
 
 @lru_cache(maxsize=1)
-def texts() -> tuple[Tensor, Tensor]:
+def sources() -> tuple[Tensor, Tensor]:
     """Of `bytes`: to train on, and whole packages that are held out.
 
     Files are in the order of the hash of their names, so that every rank's part is like the others.

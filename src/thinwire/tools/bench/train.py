@@ -4,13 +4,9 @@ Losses: every scheme trains from the same seeds on the same batches as uncompres
 by seed. Times: all schemes share one network and step by turns, each after a barrier, at a rate of zero; a step takes
 as long as on its slowest rank, and medians are compared. torch's own bf16 hook is always timed.
 
-With FSDP2 weights travel too. Every scheme then has a network of its own, and the loss is that of the weights as ranks
-gather them: rounded, where they travel so.
-
-With DiLoCo every scheme has a network of its own too, and is compared with outer gradients in fp32 that have as many
-steps between rounds; torch's DDP takes as many steps beside it. A round is timed after one step, and its time and bytes
-are dealt out over the steps that lie between two. Training itself is timed too: after every round, and now and then in
-DDP, the loss is taken while the clock stands still.
+With FSDP2 and DiLoCo, of which `thinwire bench train --help` tells, every scheme has a network of its own. A round of
+DiLoCo is timed after one step. Training itself is timed too: after every round, and now and then in DDP, the loss is
+taken while the clock stands still.
 """
 
 import gc
@@ -30,28 +26,16 @@ from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import CURVE, Curve, Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import (
-    ADAMS,
-    BF16,
-    DDP,
-    DILOCO,
-    FSDP2,
-    NONE,
-    ONEBIT,
-    RANKS,
-    SYNCHRONOUS,
-    Replica,
-    TrainScheme,
-)
+from thinwire.tools.bench.schemes import BF16, DDP, DILOCO, FSDP2, NONE, ONEBIT, Replica, StepSample, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import NOTHING, Sample
+from thinwire.tools.bench.turns import NOTHING
 
 WORLD = 4
 CODECS = {
     "digits": ("int8", "lloyd4", "lloyd2", "lloyd2@none", ONEBIT, *schemes.CONTROLS),
     "gpt": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
-    "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *RANKS),
+    "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *schemes.RANKS),
     "wide": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
 }
 _SHARDED_LOSSES = ("int8", "lloyd4", "int8/int8", "lloyd4/lloyd4@replica", "int8/lloyd4")
@@ -100,12 +84,6 @@ class TrainingRun:
 
     def __str__(self) -> str:
         return f"{self.scheme}, seed {self.seed}"
-
-
-@dataclass
-class StepSample(Sample):
-    extra_bytes: int | None = None
-    chosen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,8 +145,8 @@ def lineup(
     """
     if parallel == DILOCO:
         outer = dict.fromkeys(schemes.parse_outer(name) for name in (NONE, *(names or OUTER_CODECS)))
-        return SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
-    adam = (optimizer or tasks.TASKS[task].optimizer) in ADAMS
+        return schemes.SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
+    adam = (optimizer or tasks.TASKS[task].optimizer) in schemes.ADAMS
     parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
     usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
     found = [parse(name) for name in usual if names or adam or name != ONEBIT]
@@ -195,12 +173,13 @@ def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
 def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Results], times: Times) -> Row:
     mine = results[scheme]
     plain = results[plan.plain(scheme)]
+    curve = mean_curve([trained.curve for ranks in mine for trained in ranks])
     return {
         "task": plan.task.name,
-        "parallel": DDP if scheme == SYNCHRONOUS else plan.parallel,
+        "parallel": DDP if scheme == schemes.SYNCHRONOUS else plan.parallel,
         "optimizer": plan.optimizer,
-        "codec": NONE if scheme == SYNCHRONOUS else scheme.label,
-        **(_outer_columns(scheme, results) if plan.parallel == DILOCO else {CURVE: _curve(mine)}),
+        "codec": NONE if scheme == schemes.SYNCHRONOUS else scheme.label,
+        **(_outer_columns(scheme, results) if plan.parallel == DILOCO else {CURVE: curve}),
         "weights": scheme.weights,
         "feedback": mine[0][0].feedback,
         "world": plan.world,
@@ -220,17 +199,16 @@ def row_of(plan: TrainPlan, scheme: TrainScheme, results: dict[TrainScheme, Resu
     }
 
 
-def _curve(results: Results) -> Curve:
-    """The mean over seeds and ranks."""
-    curves = [trained.curve for ranks in results for trained in ranks]
-    points = ([list(column) for column in zip(*point, strict=True)] for point in zip(*curves, strict=True))
+def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> Curve:
+    """The mean of curves over the same steps: those of seeds and ranks."""
+    points = (zip(*point, strict=True) for point in zip(*curves, strict=True))
     return [[steps[0], timing.mean(losses)] for steps, losses in points]
 
 
 def _outer_columns(scheme: TrainScheme, results: dict[TrainScheme, Results]) -> Row:
     """Of DiLoCo and of DDP beside it: steps between two messages, ln(loss / DDP's), and who is sooner at a loss."""
-    ratios = log_ratios(losses(results[scheme]), losses(results[SYNCHRONOUS]))
-    mine, ddp = ([course(ranks) for ranks in results[one]] for one in (scheme, SYNCHRONOUS))
+    ratios = log_ratios(losses(results[scheme]), losses(results[schemes.SYNCHRONOUS]))
+    mine, ddp = ([course(ranks) for ranks in results[one]] for one in (scheme, schemes.SYNCHRONOUS))
     reached = [both_reached(*pair) for pair in zip(mine, ddp, strict=True)]
     loss, seconds, ddp_seconds = (timing.mean(values) for values in zip(*reached, strict=True))
     return {
@@ -317,7 +295,7 @@ def _time_columns(plan: TrainPlan, scheme: TrainScheme, times: Times) -> Row:
     p20, mine, p80 = timing.percentiles([alone + (ms - alone) / every for ms, alone in pairs])
     compute = step_ms(COMPUTE)
     alone_cpu = turns.cpu_ms([part[COMPUTE] for part in times])
-    power = [step_ms(peer.name) for peer in plan.schemes if peer.label in RANKS]
+    power = [step_ms(peer.name) for peer in plan.schemes if peer.label in schemes.RANKS]
     counter = "interface_bytes" if plan.link else "transport_bytes"
     whole = turns.sent(times, scheme.name, counter)
     sent = None if whole is None else whole / every
@@ -396,18 +374,7 @@ def time_steps(plan: TrainPlan) -> dict[str, StepSample]:
     if COMPUTE not in calls:
         calls[COMPUTE] = partial(step, replicas[plan.schemes[0].name], alone=True)
         calls[COMPUTE]()
-
-    def transport(name: str) -> int | None:
-        return replicas[name].bytes_sent if name in replicas else None
-
-    turns.take(calls, samples, plan.effort, shaped=plan.link is not None, transport=transport)
-    for name, replica in replicas.items():
-        samples[name].extra_bytes = replica.extra_bytes
-        samples[name].chosen = replica.chosen
-        replica.close()
-    replicas.clear()
-    calls.clear()
-    gc.collect()
+    schemes.time_steps(replicas, calls, samples, plan.effort, shaped=plan.link is not None)
     return samples
 
 

@@ -114,11 +114,10 @@ def _time(call: Call, sample: Sample, shaped: bool, transport: Callable[[], int 
 def _in_a_row(call: Call, sample: Sample, device: torch.device) -> list[float]:
     """Milliseconds until each of several calls returns, none of which waits for the one before; rank 0 counts them."""
     least, most = STEADY
-    count = torch.tensor([int(1e3 * STEADY_S / max(median(sample.ms), 1e-3))], device=device)
-    dist.broadcast(count, 0)
+    count = _rank_0_says(int(1e3 * STEADY_S / max(median(sample.ms), 1e-3)), device)
     times = []
     meet(device)
-    for _ in range(min(most, max(least, int(count)))):
+    for _ in range(min(most, max(least, count))):
         start = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - start))
@@ -133,10 +132,10 @@ def meet(device: torch.device) -> None:
     timing.synchronize(device)
 
 
-def _rank_0_says(mine: bool, device: torch.device) -> bool:
-    flag = torch.tensor([mine], device=device)
-    dist.broadcast(flag, 0)
-    return bool(flag.item())
+def _rank_0_says(mine: int, device: torch.device) -> int:
+    said = torch.tensor([mine], device=device)
+    dist.broadcast(said, 0)
+    return int(said)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -207,8 +206,8 @@ def profiled(calls: Mapping[str, Call], prepare: Call, meet: Call) -> dict[str, 
 
 def launches_in(events: Sequence[Event]) -> dict[str, list[GpuCount]]:
     """By name, in the order of the calls."""
-    timed = sorted((event for event in events if "dur" in event and "cat" in event), key=_start)
-    starts = list(map(_start, timed))
+    timed = sorted((event for event in events if "dur" in event and "cat" in event), key=lambda event: event["ts"])
+    starts = [event["ts"] for event in timed]
     busy: dict[Any, float] = {}
     for event in timed:
         if event["cat"] in DEVICE:
@@ -217,14 +216,9 @@ def launches_in(events: Sequence[Event]) -> dict[str, list[GpuCount]]:
     found: dict[str, list[GpuCount]] = {}
     for event in timed:
         if event["cat"] == "user_annotation" and event["name"].startswith(MARK):
-            end = _start(event) + event["dur"]
-            within = timed[bisect_left(starts, _start(event)) : bisect_left(starts, end)]
+            within = timed[bisect_left(starts, event["ts"]) : bisect_left(starts, event["ts"] + event["dur"])]
             found.setdefault(event["name"].removeprefix(MARK), []).append(_count(within, busy))
     return found
-
-
-def _start(event: Event) -> float:
-    return float(event["ts"])
 
 
 def _count(events: Iterable[Event], busy: Mapping[Any, float]) -> GpuCount:

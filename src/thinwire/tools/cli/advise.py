@@ -1,7 +1,14 @@
-"""`thinwire advise`: which codec and algorithm, if any, make a step faster on these links."""
+"""`thinwire advise`: which codec and algorithm, if any, make a step faster on these links.
 
+It prints the three lines of the rule, why, and the table behind them; or the same as JSON.
+"""
+
+import json
+import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,22 +18,18 @@ import typer
 
 from thinwire.codecs import Codec
 from thinwire.errors import AdviceError, RecordError
-from thinwire.tools.advise import (
-    evidence,
-    machine as machines,
-    measure,
-    model,
-    rounds,
-    schemes,
-    units,
-    verdict,
-)
+from thinwire.tools.advise import evidence, machine as machines, measure, model, rounds, schemes, units, verdict
 from thinwire.tools.advise.links import INSIDE_LATENCY_S, LATENCY_S, TRANSPORTS, Cluster, LinkModel, payload_of
 from thinwire.tools.advise.machine import Machine
-from thinwire.tools.advise.model import TrainingJob
+from thinwire.tools.advise.model import Prediction, TrainingJob
+from thinwire.tools.advise.rounds import OuterRound
+from thinwire.tools.advise.verdict import Verdict, duration
 from thinwire.tools.bench import record
-from thinwire.tools.cli import advice, flags, screen
+from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device, Optimizer
+from thinwire.tools.report import tables
+from thinwire.tools.report.cells import ABSENT, TextGrid, Tone, counted
+from thinwire.tools.rule import Choice
 
 FAMILIES = {Optimizer.adam: "adaptive", Optimizer.sgd: "linear"}
 MEASURED = ("world", "inter", "intra", "latency", "cores", "kernels")  # under torchrun
@@ -39,6 +42,7 @@ OVERLAP = "Of --step that may hide messages; default 0.5 (1 - 1/buckets), on a C
 CODECS = f"Codecs to compare; default {','.join(schemes.CODECS)}."
 LOSSES = "Losses of a record of `bench train` or `demo`, which counts before the committed ones."
 MEMORY = "Per GPU; default 80GB. On a CPU it is judged only where it is given."
+NOT_MEASURED = "not measured"
 DILOCO = "DiLoCo on these links instead of DDP: steps between rounds, and codecs."
 Whole = int | None
 Number = float | None
@@ -124,7 +128,8 @@ def command(
         _refuse(context, DDP_ONLY, "it is for DDP: leave it out, or leave --diloco out")
     place = None if no_measure else _place()
     chosen = flags.codecs(codecs, rounds.CODECS if diloco else schemes.CODECS)
-    known = _losses(losses)
+    with screen.usage_errors("--losses", RecordError):
+        known = [] if losses is None else [evidence.losses_of(record.read(losses), Path(losses).name)]
     if place is None and _somebody_listens():
         params = _asked("--params", params)
         world = _asked("--world", world)
@@ -152,16 +157,16 @@ def command(
         return
     if diloco:
         found = list(rounds.rounds(job, cluster, own, chosen, rounds.EVERY))
-        (advice.print_rounds_json if as_json else advice.print_rounds)(job, cluster, own, found)
+        (print_rounds_json if as_json else print_rounds)(job, cluster, own, found)
         return
     needs = model.memory(job)
     has = memory or (model.GPU_BYTES if own.device == Device.cuda else None)
     if has is not None and sum(needs.values()) > has:
-        (advice.print_sharded_json if as_json else advice.print_sharded)(needs, has, cluster.world)
+        _print_sharded(needs, has, cluster.world, as_json)
         return
     buckets = (bucket,) if bucket else verdict.BUCKETS
     judged = verdict.judge(job, cluster, own, codecs=chosen, losses=known, buckets=buckets)
-    (advice.print_json if as_json else advice.print_verdict)(job, cluster, own, judged)
+    (print_json if as_json else print_verdict)(job, cluster, own, judged)
 
 
 def _somebody_listens() -> bool:
@@ -184,11 +189,6 @@ def _asked(flag: str, given: Any, default: str | None = None) -> Any:
     return typer.prompt(question, default=default, value_proc=_parser(parse)) if given is None else given
 
 
-def _losses(path: str | None) -> list[evidence.Losses]:
-    with screen.usage_errors("--losses", RecordError):
-        return [] if path is None else [evidence.losses_of(record.read(path), Path(path).name)]
-
-
 def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
     """No flag is accepted and then ignored."""
     for name in names:
@@ -200,7 +200,7 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
 
 def _place() -> measure.Place | None:
     """Of this rank under torchrun; None elsewhere."""
-    if not measure.under_torchrun():
+    if any(name not in os.environ for name in measure.ENVIRONMENT):
         return None
     try:
         return measure.place()
@@ -257,3 +257,198 @@ def _measured(
     with screen.plain_errors(), measure.job(where):
         every = list(dict.fromkeys([*codecs, *schemes.INSIDE]))
         return measure.links(where, node), measure.kernels(every, where, node)
+
+
+# What is printed.
+
+
+def print_verdict(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
+    _say_conditions(job, cluster, own)
+    tables.show_grid(_grid(cluster, found), screen.console())
+    screen.say_choice(found.choice)
+    screen.say(f"Why: {found.reason}.")
+    screen.say_notes(found.notes)
+
+
+def _say_conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> None:
+    shared = f", shared by {cluster.per_node} ranks" if cluster.per_node > 1 else ""
+    links = [
+        f"{name} {sent(link.bytes_per_s)}/s{more}, {duration(link.latency_s)} per message"
+        for name, link, more in (("across nodes", cluster.across, shared), ("inside a node", cluster.inside, ""))
+        if link is not None
+    ]
+    ranks = f"{cluster.world} ranks in nodes of {cluster.per_node}" if cluster.world > 1 else "1 rank"
+    assumed = f"not known, {duration(own.message_s)} per message assumed"
+    calls = f". Host's calls of NCCL: {own.nccl.source if own.nccl else assumed}" if own.device != "cpu" else ""
+    screen.say(
+        f"{counted(job.params, 'parameter')}, {_name(job.dtype)} gradients, {ranks}. Compute per step: "
+        f"{duration(job.step_s)}, of which {duration(job.hidden_s(own))} may hide messages"
+    )
+    screen.say(f"Payload: {'; '.join(links) or 'none'}. Kernels: {own.source}{calls}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _grid(cluster: Cluster, found: Verdict) -> TextGrid:
+    across = ["across"] if cluster.has_levels else []
+    others = [way for way in (found.choice.bf16, found.choice.plain) if way is not None]
+    gains = [f"over {way.name}" for way in others]
+    header = ["", "scheme", "step", *gains, "loss", "bytes", *across, "error", "bucket"]
+    rows = [
+        [
+            "*" if prediction is found.advised else "",
+            found.way(prediction).name,
+            duration(prediction.step_s),
+            *(found.way(prediction).range(way) for way in others),
+            _loss(found, prediction),
+            sent(prediction.bytes),
+            *(sent(prediction.bytes_across) for _ in across),
+            f"{prediction.error:.2g}",
+            f"{verdict.mebibytes(prediction.bucket_bytes)} MiB",
+        ]
+        for prediction in found.ranked
+    ]
+    tones: list[Tone] = ["good" if prediction is found.advised else "" for prediction in found.ranked]
+    return TextGrid("Predicted, the fastest first; * is advised", header, rows, labels=2, tones=tones)
+
+
+def _loss(found: Verdict, prediction: Prediction) -> str:
+    """+0.5 %, with a mark where that is more than another seed does."""
+    way = found.way(prediction)
+    if way is found.choice.plain:
+        return ABSENT
+    if way.loss is None:
+        return ABSENT if way.is_exact else NOT_MEASURED
+    return way.loss.change if way.loss.is_kept else f"{way.loss.change}: too high"
+
+
+def sent(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def _print_sharded(needs: Mapping[str, float], has: int, world: int, as_json: bool) -> None:
+    """DDP cannot hold the model: what it would need, and the advice for FSDP2, or how many ranks that takes."""
+    part = model.sharded_memory(needs, world)
+    choice = evidence.sharded(evidence.shipped()) if part <= has else None
+    if as_json:
+        memory = {**needs, "has": has, "sharded": part}
+        advice = choice and _advice(choice)
+        _dump({"memory": memory, "parallel": "fsdp2" if choice else None, "schemes": [], "advice": advice})
+        return
+    parts = ", ".join(f"{name} {sent(count)}" for name, count in needs.items())
+    told = f"DDP cannot hold this model: it needs about {sent(sum(needs.values()))} per rank, and there are {sent(has)}"
+    screen.say(f"{told} (--memory). By rule of thumb: {parts}.")
+    if choice is None:
+        least = math.ceil(part * world / has)
+        screen.say(
+            f"Nor can FSDP2 on {counted(world, 'rank')}: weights, gradients and optimizer alone take {sent(part)} on "
+            f"each. At least {least} ranks of {sent(has)} could hold them. Activations come on top."
+        )
+        return
+    screen.say(f"Shard it with FSDP2 (torch's fully_shard): {sent(part)} per rank, and activations. Then:")
+    screen.say_choice(choice)
+    screen.say_notes(choice.notes)
+
+
+def _advice(choice: Choice) -> dict[str, Any]:
+    chosen = choice.chosen
+    lines = {"lines": list(choice.lines), "notes": choice.notes}
+    return {"compress": choice.compress, "scheme": chosen.name, "how": chosen.code, **lines}
+
+
+def print_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Verdict) -> None:
+    reasons = {"reason": found.reason, "notes": list(found.notes)}
+    _dump(
+        {
+            **_conditions(job, cluster, own),
+            "parallel": "ddp",
+            "schemes": [_figures(found, prediction) for prediction in found.ranked],
+            "advice": {**_advice(found.choice), **reasons},
+        }
+    )
+
+
+def _conditions(job: TrainingJob, cluster: Cluster, own: Machine) -> dict[str, Any]:
+    machine = {"device": own.device, "source": own.source, "cores": own.cores, "nccl": own.nccl and own.nccl.source}
+    figures = {"params": job.params, "step_s": job.step_s, "dtype": _name(job.dtype), "hidden_s": job.hidden_s(own)}
+    return {"job": figures, "cluster": asdict(cluster), "machine": machine}
+
+
+def _figures(found: Verdict, prediction: Prediction) -> dict[str, Any]:
+    scheme = prediction.scheme
+    way = found.way(prediction)
+    speedup = way.gain(found.choice.plain)
+    return {
+        "scheme": str(scheme),
+        "codec": str(scheme.codec),
+        "across_codec": scheme.across and str(scheme.across),
+        "algorithm": scheme.algorithm,
+        "speedup": speedup,
+        "speedup_range": [speedup * way.low, speedup * way.high],
+        "loss": way.loss and asdict(way.loss),
+        "keeps_the_loss": way.keeps_the_loss,
+        **{name: value for name, value in vars(prediction).items() if name != "scheme"},
+    }
+
+
+def _dump(answer: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(answer, indent=1, allow_nan=False))
+
+
+def print_rounds(job: TrainingJob, cluster: Cluster, own: Machine, found: Sequence[OuterRound]) -> None:
+    _say_conditions(job, cluster, own)
+    rows = [
+        [
+            f"{one.name}, every {one.every}",
+            sent(one.bytes / one.every),
+            duration(one.round_s),
+            f"{one.lost(0):.1%}",
+            str(one.overlap),
+            f"{one.lost(one.overlap):.1%}",
+            NOT_MEASURED if one.loss is None else one.loss.change,
+        ]
+        for one in found
+    ]
+    header = ["outer gradients", "bytes per step", "round", "lost", "overlap", "then lost", "loss"]
+    title = (
+        "DiLoCo, predicted. lost: share of all time that ranks wait in rounds; overlap: steps that are trained "
+        "while an average is under way, and what is lost then; loss: beside fp32 outer gradients"
+    )
+    tables.show_grid(TextGrid(title, header, rows), screen.console())
+    for one in _affordable(found):
+        screen.say(f"Use {one.name}, every {one.every}: {one.code}")
+        screen.say(f"Loss: {one.loss or NOT_MEASURED}")
+        screen.say_notes([one.loss.risk] if one.loss and one.loss.risk else [])
+
+
+LOST = 0.05  # of all time: more is worth another codec, or fewer rounds
+
+
+def _affordable(found: Sequence[OuterRound]) -> list[OuterRound]:
+    """Of the rounds that lose little time and are not known to cost loss, the most frequent, widest one."""
+    fine = [one for one in found if one.loss is None or one.loss.floor is None or one.loss.is_kept]
+    cheap = [one for one in fine if one.lost(one.overlap) <= LOST]
+    return sorted(cheap, key=lambda one: one.every)[:1]
+
+
+def print_rounds_json(job: TrainingJob, cluster: Cluster, own: Machine, found: Sequence[OuterRound]) -> None:
+    rows = [
+        {
+            **{name: value for name, value in vars(one).items() if name not in ("codec", "loss")},
+            "codec": str(one.codec),
+            "loss": one.loss and asdict(one.loss),
+            "overlap": one.overlap,
+            "lost": one.lost(0),
+            "lost_with_overlap": one.lost(one.overlap),
+            "how": one.code,
+        }
+        for one in found
+    ]
+    chosen = [one.code for one in _affordable(found)]
+    advice = {"how": chosen[0] if chosen else None}
+    _dump({**_conditions(job, cluster, own), "parallel": "diloco", "rounds": rows, "advice": advice})

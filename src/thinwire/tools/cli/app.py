@@ -71,9 +71,7 @@ def start() -> None:
     app(prog_name="thinwire")
 
 
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _one_line(message: Warning | str, *place: Any, **more: Any) -> str:
     """A warning is for the user of the command: its text, not where the code gave it."""
     return f"Warning: {message}\n"
 

@@ -23,7 +23,7 @@ from thinwire.tools.bench import (
     train as train_bench,
 )
 from thinwire.tools.bench.data import DISTRIBUTIONS
-from thinwire.tools.bench.qat_methods import METHODS
+from thinwire.tools.bench.qat import METHODS
 from thinwire.tools.bench.record import BenchError, Record, as_csv, dumps, write
 from thinwire.tools.cli import flags, screen
 from thinwire.tools.cli.flags import Device
@@ -37,6 +37,17 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 MOST = 1 << 60  # elements; torch cannot count more of them
+LINK = "A shaped link for every rank, such as 1gbit, 20mbit+50ms or 20mbit+50ms+1%; needs root."
+KERNEL_NUMEL = "Elements; default 25 million, GPU 2**27; quick, or the reference, 2**20."
+FLOATS = "Floats; default 25 million, 8 million below 1gbit, quick 2**18; nccl 1000 to 64 million."
+VERBS = f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce, nccl ddp_step too."
+_BOTH = [",".join(codecs) for codecs in (collectives_bench.CODECS, collectives_bench.NCCL_CODECS)]
+CALL_CODECS = "Codecs, auto, plain; default {}, nccl {}.".format(*_BOTH)
+TASK = "digits, gpt, wide and bytes for losses, mlp for times."
+PARALLEL = "Gradients of ddp; of fsdp2, and weights; outer gradients of diloco; default ddp, bytes simulated."
+OPTIMIZER = "Default adam, for mlp sgd, for bytes adamw, which has muon besides."
+SEEDS = "Runs of each codec; default 5, gpt and wide 3, bytes and quick 2, mlp 1."
+MINUTES = "Begin no simulated run that would end later."
 
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "wide", "bytes"])
 Size = StrEnum("Size", ["250k", "3m", "30m", "124m"])
@@ -55,9 +66,7 @@ def _count(text: str, least: int = 1, most: int | None = None) -> Any:
 
 
 Codecs = Annotated[Words, _text("Codecs such as int8,int4:block=32,mode=affine; may be repeated.")]
-LinkRate = Annotated[
-    str | None, _text("A shaped link for every rank, such as 1gbit, 20mbit+50ms or 20mbit+50ms+1%; needs root.", "RATE")
-]
+LinkRate = Annotated[str | None, _text(LINK, "RATE")]
 Json = Annotated[str | None, _text('Write the record there; "-" is standard output, with no table.', "FILE")]
 Csv = Annotated[str | None, _text('Write rows and conditions as CSV; "-" is standard output, with no table.', "FILE")]
 DeviceOption = Annotated[Device, typer.Option(help="Where the tensors are.")]
@@ -93,9 +102,7 @@ def codec_command(
 def kernels_command(
     device: DeviceOption,
     codecs: Codecs = None,
-    numel: Annotated[
-        Words, _text("Elements; default 25 million, GPU 2**27; quick, or the reference, 2**20.", "N,M")
-    ] = None,
+    numel: Annotated[Words, _text(KERNEL_NUMEL, "N,M")] = None,
     ops: Annotated[Words, _text(f"Among {', '.join(kernels_bench.ASKED)}; default all but the last.")] = None,
     dtypes: Annotated[Words, _text(f"Among {', '.join(kernels_bench.DTYPES)}; default the first two.")] = None,
     threads: Annotated[Words, _text("CPU threads, each measured; default 1 and all.", "N,M")] = None,
@@ -147,19 +154,9 @@ def collectives_command(
     nodes: Annotated[int | None, _count("With --link: ranks share so many links.", least=2)] = None,
     backend: Annotated[Backend, typer.Option(help="gloo on the CPU, or nccl on GPUs.")] = Backend.gloo,
     hosts: Annotated[Words, _text("With nccl: hosts that it takes the ranks for; default 1.", "N,M")] = None,
-    numel: Annotated[
-        Words, _text("Floats; default 25 million, 8 million below 1gbit, quick 2**18; nccl 1000 to 64 million.", "N,M")
-    ] = None,
-    verbs: Annotated[
-        Words, _text(f"Among {', '.join(collectives_bench.VERBS)}; default all_reduce, nccl ddp_step too.")
-    ] = None,
-    codecs: Annotated[
-        Words,
-        _text(
-            f"Codecs, auto, plain; default {','.join(collectives_bench.CODECS)}, "
-            f"nccl {','.join(collectives_bench.NCCL_CODECS)}."
-        ),
-    ] = None,
+    numel: Annotated[Words, _text(FLOATS, "N,M")] = None,
+    verbs: Annotated[Words, _text(VERBS)] = None,
+    codecs: Annotated[Words, _text(CALL_CODECS)] = None,
     connections: Annotated[Words, _text("Of gloo: TCP connections between two ranks; default 1.", "N,M")] = None,
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
@@ -219,23 +216,12 @@ def collectives_command(
 
 @app.command("train")
 def train_command(
-    task: Annotated[
-        TaskName, typer.Option(help="digits, gpt, wide and bytes for losses, mlp for times.")
-    ] = TaskName.digits,
-    parallel: Annotated[
-        Parallel | None,
-        typer.Option(
-            help="Gradients of ddp; of fsdp2, and weights; outer gradients of diloco; default ddp, bytes simulated."
-        ),
-    ] = None,
+    task: Annotated[TaskName, typer.Option(help=TASK)] = TaskName.digits,
+    parallel: Annotated[Parallel | None, typer.Option(help=PARALLEL)] = None,
     world: Annotated[int | None, _count("Ranks; default 4, simulated 8.", least=2, most=links.MOST_HOSTS)] = None,
     codecs: Annotated[Words, _text("Codecs, and the other names below; default by task.")] = None,
-    optimizer: Annotated[
-        TrainOptimizer | None, typer.Option(help="Default adam, for mlp sgd, for bytes adamw, which has muon besides.")
-    ] = None,
-    seeds: Annotated[
-        int | None, _count("Runs of each codec; default 5, gpt and wide 3, bytes and quick 2, mlp 1.")
-    ] = None,
+    optimizer: Annotated[TrainOptimizer | None, typer.Option(help=OPTIMIZER)] = None,
+    seeds: Annotated[int | None, _count(SEEDS)] = None,
     link: LinkRate = None,
     steps: Annotated[int | None, _count("Of a run; default by task.")] = None,
     batch: Annotated[int | None, _count("Rows of a rank's batch; default by task.")] = None,
@@ -243,9 +229,7 @@ def train_command(
     device: Annotated[Device | None, typer.Option(help="Of simulated replicas; default cpu.")] = None,
     size: Annotated[Size | None, typer.Option(help="Weights of the network of bytes; default 30m.")] = None,
     resume: Annotated[str | None, _text("Keep simulated runs in that file, and run what it lacks.", "FILE")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(metavar="M", help="Begin no simulated run that would end later.")
-    ] = None,
+    minutes: Annotated[float | None, typer.Option(metavar="M", help=MINUTES)] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile for simulated replicas.")] = False,
     json: Json = None,
     csv: Csv = None,
@@ -295,7 +279,7 @@ def train_command(
       sudo thinwire bench train --parallel diloco --task wide --every 30 --codecs int4 --link 20mbit+50ms
       thinwire bench train --task bytes --size 30m --device cuda --resume runs.jsonl --minutes 8 --json bytes.json
     """
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    named = flags.specs(codecs) or None
     kind = optimizer.value if optimizer else None
     if parallel is not Parallel.diloco:
         _refuse({"--every": every}, "is for --parallel diloco")
@@ -387,7 +371,7 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
 def _names(given: list[str]) -> list[str]:
     """Codecs and pairs of them as they spell themselves, and the two names beside them."""
     pair = collectives_bench.PAIR
-    specs = [spec for text in given for spec in flags.split_codecs(text)]
+    specs = flags.specs(given)
     with screen.usage_errors("--codecs", CodecError):
         for place, spec in enumerate(specs):
             if spec not in (collectives_bench.AUTO, collectives_bench.PLAIN):
@@ -401,7 +385,10 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
 
     What a row notes goes to standard error; where one has no time, or a file could not be written, the status is 1.
     """
-    _check_targets(json, csv)
+    flags.writable(json, "--json")
+    flags.writable(csv, "--csv")
+    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
+        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")
     with screen.plain_errors(), screen.usage_errors(None, BenchError):
         record, status = screen.measured(measure)
     files = {path: partial(write, record, path, form) for path, form in ((json, dumps), (csv, as_csv)) if path}
@@ -414,11 +401,3 @@ def _deliver(measure: Callable[..., Record], json: str | None, csv: str | None) 
             typer.echo(f"{what}, {row['numel']} elements: {row['note']}", err=True)
     failed = any(row.get("note") and row.get("ms_p50") is None for row in record.rows)
     raise typer.Exit(status or int(failed) if written else 1)
-
-
-def _check_targets(json: str | None, csv: str | None) -> None:
-    """Refuse files that cannot be written before anything is measured; "-" is standard output."""
-    flags.writable(json, "--json")
-    flags.writable(csv, "--csv")
-    if json is not None and csv is not None and os.path.realpath(json) == os.path.realpath(csv):
-        raise typer.BadParameter(f"--json writes to {json} already; name another file", param_hint="--csv")

@@ -18,8 +18,7 @@ from thinwire.tools.advise.machine import Machine
 from thinwire.tools.bench import demo, link as links, tasks
 from thinwire.tools.bench.record import Record, read, write
 from thinwire.tools.cli import findings, flags, screen
-from thinwire.tools.report import charts, page, tables
-from thinwire.tools.report.charts import draw
+from thinwire.tools.report import charts, draw, page, tables
 
 FOLDER = Path("thinwire-report")
 RECORD = "demo.json"
@@ -67,7 +66,7 @@ def command(
       sudo thinwire demo --link 100mbit
       thinwire demo --quick --json - > demo.json
     """
-    named = [spec for text in codecs or [] for spec in flags.split_codecs(text)] or None
+    named = flags.specs(codecs) or None
     with screen.usage_errors("--codecs", CodecError):
         demo.lineup(named)
     shaped = flags.shaped(link)
@@ -114,8 +113,7 @@ def show(record: Record, machine: Machine, console: Console) -> None:
     for outlook in findings.outlooks(record, machine)[:1]:
         screen.say(f"{outlook.heading}:", console)
         screen.say_choice(outlook.choice, console)
-        for note in outlook.choice.notes:
-            screen.say(f"Note: {note}.", console)
+        screen.say_notes(outlook.choice.notes, console)
     for sentence in findings.sentences(record):
         screen.say(sentence, console)
 
@@ -133,7 +131,9 @@ def _write(record: Record, machine: Machine, folder: Path) -> None:
         laid = findings.links_grid(record, machine)
         drawn = findings.charts(record, machine)
         told = findings.sentences(record)
-        paths = page.write([record], folder, title=TITLE, notes=told, cards=cards, grids=laid, drawings=drawn)
+        index = folder / page.INDEX
+        page.save(page.page([record], title=TITLE, notes=told, cards=cards, grids=laid, drawings=drawn), index)
+        paths = [index, *page.write_pngs([record], folder, drawn)]
     except draw.PlotError as error:
         typer.echo(f"no page, no plots: {error}", err=True)
     typer.echo(f"wrote {', '.join(map(str, [*paths, kept]))}", err=True)

@@ -13,7 +13,6 @@ from rich.text import Text
 from thinwire.tools.cli import screen
 
 if TYPE_CHECKING:
-    from thinwire.tools.cli.checkup import Finding
     from thinwire.tools.cli.peers import Found
 
 MARKS = {True: "✓", False: "✗", None: "–"}
@@ -21,7 +20,6 @@ ASCII_MARKS = {True: "ok  ", False: "FAIL", None: "-   "}
 STYLES = {True: "green", False: "bold red", None: "dim"}
 PEERS = "Between the ranks that torchrun started: do they see each other, agree, and how fast do they exchange?"
 TIMEOUT = "With --peers: how long to wait for a rank; default 60."
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = (
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 "
     "-m thinwire doctor --peers"
@@ -67,7 +65,8 @@ def command(
     for finding in checkup.examine(_followed, full=full):
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            todo = f"; {finding.todo}" if finding.todo else ""
+            _say(finding.works, f"{finding.name:<20} {finding.detail}{todo}")
     works = all(finding.works is not False for finding in findings)
     if as_json:
         typer.echo(json.dumps({"works": works, "findings": [asdict(finding) for finding in findings]}, indent=1))
@@ -80,11 +79,6 @@ def _followed(kernels: Sequence[Any]) -> Iterable[Any]:
         yield from follow(kernels)
 
 
-def _show(finding: "Finding") -> None:
-    todo = f"; {finding.todo}" if finding.todo else ""
-    _say(finding.works, f"{finding.name:<20} {finding.detail}{todo}")
-
-
 def _say(works: bool | None, line: str) -> None:
     """One line, in marks the stream can show, coloured on a terminal."""
     marks = MARKS if (sys.stdout.encoding or "").lower().startswith("utf") else ASCII_MARKS
@@ -92,15 +86,14 @@ def _say(works: bool | None, line: str) -> None:
 
 
 def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
-    absent = [name for name in ENVIRONMENT if name not in os.environ]
-    if absent:
-        hint = f"expected {', '.join(absent)} in the environment: run it on every machine as `{TORCHRUN}`"
-        raise typer.BadParameter(hint, param_hint="--peers")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch warns of is in the findings
     from thinwire.errors import AdviceError
     from thinwire.tools.advise import measure
     from thinwire.tools.cli import peers
 
+    if absent := [name for name in measure.ENVIRONMENT if name not in os.environ]:
+        hint = f"expected {', '.join(absent)} in the environment: run it on every machine as `{TORCHRUN}`"
+        raise typer.BadParameter(hint, param_hint="--peers")
     with screen.usage_errors("environment", AdviceError):
         place = measure.place()
     with screen.plain_errors():

@@ -37,7 +37,7 @@ class Outlook:
 def outlooks(record: Record, machine: Machine, source: str = HERE) -> list[Outlook]:
     """By link: as measured on the shaped link of the run, as predicted on the others. None where seeds are too few."""
     rows = record.rows
-    if not is_judged(record) or len(rows) < 2 or not _ours(rows):
+    if not is_judged(rows) or len(rows) < 2 or not _ours(rows):
         return []
     losses = evidence.losses_of(record, source)
     known = [parsed for row in rows if not row.get("peer") and (parsed := _codec(row)) is not None]
@@ -55,16 +55,15 @@ def predicted(row: Row, link: str, machine: Machine, codecs: Sequence[Codec], lo
     return Outlook(link, found.choice, list(found.ways.values()))
 
 
-def is_judged(record: Record) -> bool:
+def is_judged(rows: Sequence[Row]) -> bool:
     """Whether a run has seeds enough to know what another one does."""
-    seeds = number(record.rows[0]["seeds"]) if record.rows else None
-    return seeds is not None and seeds >= rule.LEAST_SEEDS
+    return bool(rows) and (number(rows[0]["seeds"]) or 0) >= rule.LEAST_SEEDS
 
 
 def sentences(record: Record) -> list[str]:
     """What is to be said beside the verdict."""
     told = ["For your own model, ranks and links: thinwire advise."]
-    if record.rows and not is_judged(record):
+    if record.rows and not is_judged(record.rows):
         seeds = counted(text(record.rows[0]["seeds"]), "seed")
         least = f"it takes {rule.LEAST_SEEDS} to know what another seed does to the loss"
         told = [f"No verdict: this run has {seeds}, and {least}.", *told]
@@ -74,7 +73,7 @@ def sentences(record: Record) -> list[str]:
 def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
     """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
     known = [losses, *evidence.shipped().losses]
-    ways = [_way(row, known) for row in sorted(_ours(rows), key=_bits, reverse=True)]
+    ways = [_way(row, known) for row in sorted(_ours(rows), key=lambda row: -policy.bits_of(codec(str(row["codec"]))))]
     hook = number(rows[0]["speedup_bf16"])
     if hook and not any(way.name == "bf16" for way in ways):
         ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))
@@ -92,11 +91,6 @@ def _way(row: Row, known: Sequence[Losses]) -> Way:
     torchs = {"fp32": "plain DDP, no hook", "bf16": schemes.BF16_HOOK}
     code = torchs.get(found, f'thinwire.compress_ddp(model, "{row["codec"]}")')
     return Way(found, code, p50, p50 / (p80 or p50), p50 / (p20 or p50), evidence.find(found, known), found in torchs)
-
-
-def _bits(row: Row) -> float:
-    """On the wire, per element."""
-    return policy.bits_of(codec(str(row["codec"])))
 
 
 def _codec(row: Row) -> Codec | None:
@@ -120,7 +114,7 @@ def _measured_grid(rows: Sequence[Row]) -> TextGrid:
         f"{text(first['link'])}, {seeds} of {steps}",
         "loss: of the whole text, and its change against fp32",
     ]
-    if is_judged(Record("train", {}, list(rows))):
+    if is_judged(rows):
         parts.append(f"another seed changes fp32's by {_percent(first['noise_floor']).removeprefix('+')}")
     computed = [rule.scheme_of(row) for row in rows if row.get("bytes_from") == "formula"]
     if computed:

@@ -24,20 +24,20 @@ _COMMA = re.compile(r",(?![^(]*\))")  # outside the parentheses of bysize(...) a
 
 def codecs(given: Sequence[str] | None, default: Sequence[str]) -> list[Codec]:
     """The codecs of a flag that may be repeated and may hold several, or the default ones."""
-    specs = [spec for text in given for spec in split_codecs(text)] if given else list(default)
     with usage_errors("--codecs", CodecError):
-        return list(dict.fromkeys(codec(spec) for spec in specs))
+        return list(dict.fromkeys(codec(spec) for spec in specs(given) or default))
 
 
-def split_codecs(text: str) -> list[str]:
+def specs(given: Sequence[str] | None) -> list[str]:
     """Split at commas, but leave a piece "option=value" with the codec before it."""
-    specs: list[str] = []
-    for piece in _COMMA.split(text):
-        if specs and _OPTION.match(piece):
-            specs[-1] += f",{piece}"
-        else:
-            specs.append(piece.strip())
-    return specs
+    found: list[str] = []
+    for text in given or ():
+        for place, piece in enumerate(_COMMA.split(text)):
+            if place and _OPTION.match(piece):
+                found[-1] += f",{piece}"
+            else:
+                found.append(piece.strip())
+    return found
 
 
 def check_device(device: Device | None) -> None:

@@ -87,15 +87,11 @@ class Meeting:
         if not port.isdecimal():
             raise ThinwireError(f"MASTER_PORT must be a number such as 29500, got {port!r}")
         self.port = int(port)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = c10d.PrefixStore(f"thinwire/doctor/{attempt}", self._joined())
-
-    def _joined(self) -> c10d.Store:
-        """torchrun's store has a server already; without it rank 0 has one."""
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or self.place.rank > 0
-        limit = timedelta(seconds=self.patience_s)
+        # torchrun's store has a server already; without it rank 0 has one.
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0
+        limit = timedelta(seconds=patience_s)
         try:
-            return c10d.TCPStore(
+            joined = c10d.TCPStore(
                 self.address, self.port, is_master=not hosted, timeout=limit, wait_for_workers=False, multi_tenant=True
             )
         except (RuntimeError, ValueError) as error:
@@ -104,6 +100,8 @@ class Meeting:
             own = "; localhost is every machine's own: torchrun has --master-addr and --local-addr for that"
             own = own if self.address == "localhost" else ""
             raise ThinwireError(f"rank {self.place.rank} did not reach {where} ({_line(error)}): {todo}{own}") from None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = c10d.PrefixStore(f"thinwire/doctor/{attempt}", joined)
 
     def hold(self, card: Card) -> tuple[dict[int, Card], list[str]]:
         """All cards, which rank 0 alone has, and what is wrong with them, which it tells the others."""
@@ -113,16 +111,14 @@ class Meeting:
             self._put(f"read/{self.place.rank}", True)
             return {}, problems
         cards = self._told("card", range(self.place.world), self.patience_s)
-        problems = [*self._absent(cards), *disagreements(cards), *unreachable(cards)]
+        problems = [*disagreements(cards), *unreachable(cards)]
+        if absent := [rank for rank in range(self.place.world) if rank not in cards]:
+            told = f"{_names(absent)} of {self.place.world} did not come within {self.patience_s:g} s"
+            problems.insert(0, f"{told}: start every rank, and let each reach {self.address}:{self.port}")
         self._put("problems", problems)
         # The store may end with this process: it stays until those who came have heard it.
         self._told("read", [rank for rank in cards if rank], _GRACE_S)
         return cards, problems
-
-    def _absent(self, cards: Mapping[int, Card]) -> list[str]:
-        absent = [rank for rank in range(self.place.world) if rank not in cards]
-        told = f"{_names(absent)} of {self.place.world} did not come within {self.patience_s:g} s"
-        return [f"{told}: start every rank, and let each reach {self.address}:{self.port}"] if absent else []
 
     def _put(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))

@@ -11,9 +11,8 @@ from thinwire.errors import RecordError
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
 from thinwire.tools.cli import screen
-from thinwire.tools.report import charts, compare, page, tables
+from thinwire.tools.report import charts, compare, draw, page, tables
 from thinwire.tools.report.cells import text
-from thinwire.tools.report.charts import draw
 
 HTML = "Write one page there: to x.html, or to index.html in a directory."
 PNG = "Write every plot to a directory; to x.png, gain by link and loss against fp32 side by side."
@@ -122,16 +121,6 @@ def _cards(records: list[Record], names: list[str]) -> list[page.Card]:
     return found
 
 
-def _pictures(records: list[Record], png: Path) -> list[Path]:
-    if png.suffix.lower() != ".png" or png.is_dir():
-        return page.write_pngs(records, png)
-    drawn = charts.banner(records)
-    if drawn:
-        png.parent.mkdir(parents=True, exist_ok=True)
-        png.write_bytes(draw.banner(drawn))
-    return [png] if drawn else []
-
-
 def _write(records: list[Record], names: list[str], png: Path | None, html: Path | None) -> bool:
     """Write the page and the plots; whether all could be written."""
     files: dict[str, Callable[[], None]] = {}
@@ -150,10 +139,18 @@ def _write_page(records: list[Record], names: list[str], path: Path) -> None:
 
 
 def _write_plots(records: list[Record], png: Path) -> None:
-    found = _pictures(records, png)
+    """Every plot to a directory, or some side by side to a file."""
+    if png.suffix.lower() != ".png" or png.is_dir():
+        found = page.write_pngs(records, png)
+    else:
+        drawn = charts.banner(records)
+        found = [png] if drawn else []
+        if drawn:
+            png.parent.mkdir(parents=True, exist_ok=True)
+            png.write_bytes(draw.png(*drawn))
     for path in found:
         typer.echo(f"wrote {path}", err=True)
     if not found:
         banner = f"{png} shows gains by link and losses of training records; a directory gets every plot"
-        drawn = any(map(charts.of, records))
-        typer.echo(f"no plots: {banner if drawn else 'the records hold nothing to draw'}", err=True)
+        some = any(map(charts.of, records))
+        typer.echo(f"no plots: {banner if some else 'the records hold nothing to draw'}", err=True)

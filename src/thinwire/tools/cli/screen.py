@@ -25,11 +25,11 @@ class Group(TyperGroup):
     """The root command. A flag or a command that does not exist is answered with those that do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _say_what_is_allowed(), _say_how_it_ended():
+        with _without_traceback():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _say_what_is_allowed(), _say_how_it_ended():
+        with _without_traceback():
             return super().invoke(ctx)
 
 
@@ -42,8 +42,8 @@ class Commands(TyperGroup):
 
 
 @contextlib.contextmanager
-def _say_how_it_ended() -> Iterator[None]:
-    """Ctrl-C, an output whose reader went away or whose disk is full: a status, and no traceback."""
+def _without_traceback() -> Iterator[None]:
+    """Ctrl-C, an output whose reader went away or whose disk is full: a status. A mistake: what is allowed as well."""
     try:
         try:
             yield
@@ -55,20 +55,29 @@ def _say_how_it_ended() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise
-        _discard_the_output()
+        # What is left in the buffer would fail again when python ends.
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             raise typer.Exit(NO_READER) from None
         typer.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
         raise typer.Exit(1) from None
+    except Exception as error:
+        if getattr(error, "ctx", None) is not None:
+            _add_what_is_allowed(error)
+        raise
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-def _discard_the_output() -> None:
-    """What is left in the buffer would fail again when python ends."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+def _add_what_is_allowed(error: Any) -> None:
+    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
+    command = error.ctx.command
+    if not getattr(error, "possibilities", True):
+        error.possibilities = [name for flag in command.params for name in flag.opts if name.startswith("--")]
+    elif str(getattr(error, "message", "")).startswith("No such command"):
+        error.message += f" The commands are {', '.join(command.commands)}."
 
 
 def fill_closed_streams() -> None:
@@ -76,25 +85,6 @@ def fill_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the process ends
-
-
-@contextlib.contextmanager
-def _say_what_is_allowed() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        context = getattr(error, "ctx", None)
-        if context is not None:
-            _add_what_is_allowed(error, context)
-        raise
-
-
-def _add_what_is_allowed(error: Any, context: Any) -> None:
-    """typer names near matches only; and its exceptions are not public, so that they are known by what they hold."""
-    if not getattr(error, "possibilities", True):
-        error.possibilities = [name for flag in context.command.params for name in flag.opts if name.startswith("--")]
-    elif str(getattr(error, "message", "")).startswith("No such command"):
-        error.message += f" The commands are {', '.join(context.command.commands)}."
 
 
 class _Console(Console):
@@ -130,15 +120,21 @@ ALL = "On a narrow terminal, show the columns of tables that do not fit too."
 All = Annotated[bool, typer.Option("--all", callback=_remember, help=ALL)]
 
 
-def say(text: str, console: Console, style: str | None = None) -> None:
+def say(text: str, on: Console | None = None, style: str | None = None) -> None:
     """Print a sentence: a terminal wraps it at words, a pipe gets it on one line."""
-    console.print(text, style=style, soft_wrap=not console.is_terminal)
+    shown = on or console()
+    shown.print(text, style=style, soft_wrap=not shown.is_terminal)
 
 
-def say_choice(choice: Choice, console: Console) -> None:
+def say_choice(choice: Choice, on: Console | None = None) -> None:
     """The three lines of a verdict."""
     for place, line in enumerate(choice.lines):
-        say(line, console, None if place else "bold")
+        say(line, on, None if place else "bold")
+
+
+def say_notes(notes: Iterable[str], on: Console | None = None) -> None:
+    for note in notes:
+        say(f"Note: {note}.", on)
 
 
 @contextlib.contextmanager
@@ -172,17 +168,16 @@ def measured(measure: Callable[..., Record]) -> tuple[Record, int]:
 
 def write_all(files: Mapping[str, Callable[[], None]]) -> bool:
     """Write each file, and complain of those that cannot be written; whether all could. "-" is standard output."""
-    complaints = []
+    written = True
     for path, write in files.items():
         try:
             write()
         except OSError as error:
             if path == "-":
                 raise
-            complaints.append(f"Error: {path} cannot be written: {error.strerror or error}")
-    for complaint in complaints:
-        typer.echo(complaint, err=True)
-    return not complaints
+            typer.echo(f"Error: {path} cannot be written: {error.strerror or error}", err=True)
+            written = False
+    return written
 
 
 @contextlib.contextmanager
@@ -203,16 +198,12 @@ def plain_errors() -> Iterator[None]:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None
     except (MemoryError, RuntimeError) as error:
-        if not _is_lack_of_memory(error):
+        # torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text.
+        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if not known and not any(text in str(error) for text in _NO_MEMORY):
             raise
         typer.echo(f"Error: this needs more memory than there is: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    """torch has a type for that on a GPU, which is not imported here; on the CPU it is known by its text."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or any(text in str(error) for text in _NO_MEMORY)
 
 
 _NO_MEMORY = ("DefaultCPUAllocator: ", "Storage size calculation overflowed", "unable to allocate")

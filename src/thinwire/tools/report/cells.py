@@ -66,11 +66,6 @@ def listed(rows: Sequence[Row], *columns: str) -> list[str]:
     return [", ".join(distinct(rows, column)) for column in columns]
 
 
-def varying(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """The columns that tell the rows apart; of columns that are all the same, the first."""
-    return [name for name in columns if len(distinct(rows, name)) > 1] or list(columns[:1])
-
-
 def alike(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
     """The rows in groups that have the same texts in these columns, in order."""
     found: dict[tuple[str, ...], list[Row]] = {}

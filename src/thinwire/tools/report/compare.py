@@ -1,13 +1,7 @@
 """Two records of one kind, row by row: what changed, and whether by more than noise.
 
-[Note: Noise]
 A change is new over old. With it goes the range that the rows' own spread leaves open; only a range that lies wholly on
-one side of 1 is called a change.
-- Times have a p20 and a p80: the range is from new p20 / old p80 to new p80 / old p20. What happened meanwhile to
-  something that did not change (a plain copy, torch's own collective) is taken off first: where the machine got slower,
-  the range has to lie above what that alone explains.
-- Means over seeds have a standard error: the range is three standard errors of the difference either way.
-- Bits, errors and bytes are computed, not timed: they vary by rounding alone, bytes on a link by packet headers.
+one side of 1 is called a change. docs/reference/report.md says where the range of every kind of number comes from.
 """
 
 import math
@@ -193,13 +187,13 @@ def _keyed(record: Record) -> Iterator[tuple[tuple[str, ...], Row]]:
 
 def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator[Change]:
     for column, judge in METRICS[kind].items():
-        # A number was there and now is not: the run diverged, or a kernel failed.
-        gone = number(old.get(column)) is not None and column in new and new[column] is None
         before = number(old.get(column))
         after = number(new.get(column))
-        found = Range(math.inf, math.inf, math.inf) if gone else None
+        found = None
         if before is not None and after is not None:
             found = judge(before, after, old, new)
+        elif before is not None and column in new and new[column] is None:
+            found = Range(math.inf, math.inf, math.inf)  # it is gone: the run diverged, or a kernel failed
         if found is not None:
             yield Change(labels, column, _shown(old.get(column)), _shown(new.get(column)), found)
 

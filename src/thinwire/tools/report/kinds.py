@@ -41,12 +41,8 @@ def _collectives_grids(record: Record) -> list[TextGrid]:
         title += "; host ms: until a call returns; GPU ms: of its kernels and copies, NCCL's waiting included"
     several = len({row.get("connections") or 1 for row in record.rows}) > 1  # others, and older records, have one
     spread = [Column.of("connections", "connections", text)] if several else []
-    columns = [*_COLLECTIVES[:_NAMED], *spread, *_COLLECTIVES[_NAMED:_TIMED], *on_gpu, *_COLLECTIVES[_TIMED:]]
+    columns = [*_CALLED, *spread, *_TIMED, *on_gpu, *_RATED]
     return [cells.grid(title, record.rows, columns, 5)]
-
-
-def _algorithm(row: Row) -> str:
-    return f"auto: {text(row['algorithm'])}" if row.get("auto") else text(row["algorithm"])
 
 
 def _world(row: Row) -> str:
@@ -54,11 +50,7 @@ def _world(row: Row) -> str:
 
 
 def _train_grids(record: Record) -> list[TextGrid]:
-    columns = [Column("scheme", _marked), *cells.filled(_TRAIN, record.rows)]
-    return [cells.grid(_train_title(record.rows), record.rows, columns, 1)]
-
-
-def _train_title(rows: Sequence[Row]) -> str:
+    rows = record.rows
     task, optimizer, world, link, seeds, steps = listed(rows, "task", "optimizer", "world", "link", "seeds", "steps")
     shards = " in shards (FSDP2)" if any(row["parallel"] == "fsdp2" for row in rows) else ""
     outer = any(row["parallel"] == "diloco" for row in rows)
@@ -74,7 +66,8 @@ def _train_title(rows: Sequence[Row]) -> str:
     shaped = any(row.get("over_limit") is not None for row in rows)
     parts += ["limit: compute plus bytes over the link's rate"] if shaped else []
     run = f"{task} with {optimizer}{shards}, {world} ranks, {link}, {cells.counted(seeds, 'seed')} of {steps} steps"
-    return f"{run}. {'; '.join(parts)}"
+    columns = [Column("scheme", _marked), *cells.filled(_TRAIN, rows)]
+    return [cells.grid(f"{run}. {'; '.join(parts)}", rows, columns, 1)]
 
 
 def _marked(row: Row) -> str:
@@ -86,22 +79,19 @@ def scheme_of(row: Row) -> str:
     return text(rule.scheme_of(row))
 
 
-def _log_ratio(row: Row) -> str:
-    return "diverged" if row.get("diverged") else cells.signed(row.get("loss_log_ratio"))
-
-
 def _verdict(value: Value) -> str:
     return ABSENT if value is None else "yes" if value else "NO"
 
 
 _SPEEDUPS = (Column.of("over fp32", "speedup_plain", significant), Column.of("over bf16", "speedup_bf16", significant))
 _IDENTICAL = Column.of("identical", "identical", _verdict)
-_COLLECTIVES = (
+_MS = Column.of("ms", "ms_p50", significant)
+_CALLED = (
     *(Column.of(name, name, text) for name in ("verb", "codec")),
-    Column("algorithm", _algorithm),
-    Column("world", _world),
-    *(Column.of(name, name, text) for name in ("link", "numel")),
-    Column.of("ms", "ms_p50", significant),
+    Column("algorithm", lambda row: f"{'auto: ' if row.get('auto') else ''}{text(row['algorithm'])}"),
+)
+_TIMED = (Column("world", _world), *(Column.of(name, name, text) for name in ("link", "numel")), _MS)
+_RATED = (
     *_SPEEDUPS,
     Column.of("kB", "bytes_per_rank", lambda value: significant(value, 1e-3)),
     Column.of("limit", "wire_limit_share", percent),
@@ -109,8 +99,6 @@ _COLLECTIVES = (
     Column.of("rel. error", "rel_error", cells.scientific),
     _IDENTICAL,
 )
-_NAMED = 3  # columns up to the algorithm
-_TIMED = 7  # and up to the time
 _ON_GPU = (
     Column.of("host ms", "host_ms", significant),
     Column.of("steady ms", "host_steady_ms", significant),
@@ -120,7 +108,7 @@ _ON_GPU = (
 _TRAIN = (
     Column.of("every", "every", text),
     Column.of("loss", "loss", significant),
-    Column("log ratio", _log_ratio),
+    Column("log ratio", lambda row: "diverged" if row.get("diverged") else cells.signed(row.get("loss_log_ratio"))),
     Column.of("± (loss)", "loss_log_ratio_error", lambda value: fixed(value, 3)),
     Column.of("/DDP's", "ddp_log_ratio", cells.signed),
     Column.of("both reach", "reached_loss", significant),
@@ -179,17 +167,12 @@ def _every_row(rows: Rows) -> TextGrid:
     )
 
 
-_MS = Column.of("ms", "ms_p50", significant)
 _SHARE = Column.of("share", "copy_share", percent)
 _EAGER = Column.of("×eager", "times_eager", significant)
 
 
-def _by_codec(rows: Rows) -> list[TextGrid]:
-    """Codecs against ops: one table for each size, dtype and number of threads."""
-    return [_shares(group) for group in cells.alike(rows, "numel", "dtype", "threads")]
-
-
 def _shares(rows: Rows) -> TextGrid:
+    """Codecs against ops."""
     names = ("backend", "device", "dtype", "numel", "threads")
     backend, device, dtype, numel, threads = (distinct(rows, name)[0] for name in names)
     device = f"{device} with {cells.counted(threads, 'thread')}" if device == "cpu" else device
@@ -236,15 +219,10 @@ def _size(row: Row) -> str:
 
 
 def _replays(rows: Rows) -> list[TextGrid]:
-    times = {
-        "µs": "ms_p50",
-        "p20": "ms_p20",
-        "p80": "ms_p80",
-        "copy µs": "copy_ms",
-        "without a graph µs": "launched_ms",
-    }
+    headers = ("µs", "p20", "p80", "copy µs", "without a graph µs")
+    times = zip(headers, ("ms_p50", "ms_p20", "ms_p80", "copy_ms", "launched_ms"), strict=True)
     labels = [Column.of("codec", "codec", text), Column.of("elements", "numel", text)]
-    columns = [Column.of(header, name, lambda ms: significant(ms, 1e3)) for header, name in times.items()]
+    columns = [Column.of(header, name, lambda ms: significant(ms, 1e3)) for header, name in times]
     title = (
         f"Fixed cost of a small message in a CUDA graph: encode it, recode a shard of {listed(rows, 'world')[0]} "
         "ranks, decode it; a copy of the message is a graph too"
@@ -271,7 +249,12 @@ def _rivals(rows: Rows) -> list[TextGrid]:
     return [cells.grid(title, found, [*labels, _MS, _SHARE, _EAGER, compiled, Column("×int8", over_int8)], 3)]
 
 
-_PARTS = {"codecs": _by_codec, "sizes": _by_size, "replay": _replays, "rivals": _rivals}
+_PARTS: dict[str, Callable[[list[Row]], list[TextGrid]]] = {
+    "codecs": lambda rows: list(map(_shares, cells.alike(rows, "numel", "dtype", "threads"))),
+    "sizes": _by_size,
+    "replay": _replays,
+    "rivals": _rivals,
+}
 
 
 SPEED_LABELS = ("op", "gradient", "granularity", "dtype", "backend", "device", "numel", "threads")
@@ -286,7 +269,7 @@ _TRAINED = (
     Column.of("diverged", "diverged", text),
 )
 _SPEED = (
-    Column.of("ms", "ms_p50", significant),
+    _MS,
     Column.of("×floor", "times_floor", significant),
     Column.of("torch's ×floor", "torch_times_floor", significant),
     Column.of("×torch", "times_torch", significant),
@@ -309,17 +292,17 @@ def _qat_grids(record: Record) -> list[TextGrid]:
     trained = [row for row in record.rows if not is_speed(row)]
     speed = [row for row in record.rows if is_speed(row)]
     told = "Trained at W bits of weights and A bits of activations; means over seeds"
-    found = [_qat_grid(told, trained, _LABELS, _TRAINED)] if trained else []
-    told = (
+    costs = (
         "Forward and backward. ×floor: time over that of reading and writing each tensor once; ×torch: torch's time "
         "over this one's; bytes: extra at the peak, per element"
     )
-    return [*found, _qat_grid(told, speed, SPEED_LABELS, _SPEED)] if speed else found
+    tables = ((told, trained, _LABELS, _TRAINED), (costs, speed, SPEED_LABELS, _SPEED))
+    return [_qat_grid(*table) for table in tables if table[1]]
 
 
 def _qat_grid(title: str, rows: list[Row], labels: Sequence[str], columns: Sequence[Column]) -> TextGrid:
     """Labels that are the same in every row stand in the title."""
-    kept = cells.varying(rows, labels)
+    kept = [name for name in labels if len(distinct(rows, name)) > 1] or list(labels[:1])
     same = [f"{name} {distinct(rows, name)[0]}" for name in labels if name not in kept]
     told = ", ".join(part for part in same if not part.endswith(ABSENT))
     names = [Column.of(_LETTERS.get(name, name), name, text) for name in kept]

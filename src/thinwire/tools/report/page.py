@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 
 from thinwire.tools.bench.record import Record, Value, version
-from thinwire.tools.report import charts, compare, kinds, tables
+from thinwire.tools.report import charts, compare, draw, kinds, tables
 from thinwire.tools.report.cells import ABSENT, TextGrid, commit, distinct, text
-from thinwire.tools.report.charts import Chart, draw
-from thinwire.tools.report.charts.look import DARK, LIGHT
+from thinwire.tools.report.charts import Chart
+from thinwire.tools.report.draw import DARK, LIGHT
 from thinwire.tools.rule import Choice
 
 TITLE = "thinwire report"
@@ -69,22 +69,12 @@ class Card:
 
 
 def write(
-    records: Sequence[Record],
-    directory: str | Path,
-    *,
-    title: str = TITLE,
-    notes: Sequence[str] = (),
-    cards: Sequence[Card] = (),
-    grids: Sequence[TextGrid] = (),
-    drawings: Sequence[Chart] = (),
+    records: Sequence[Record], directory: str | Path, *, title: str = TITLE, notes: Sequence[str] = ()
 ) -> list[Path]:
-    """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first.
-
-    `cards` and `notes` stand under the title; `grids` and `drawings` come before the records' own: predictions, say.
-    """
+    """Write index.html and a PNG file of every chart to a directory, made if need be; the paths, the page first."""
     index = Path(directory) / INDEX
-    save(page(records, title=title, notes=notes, cards=cards, grids=grids, drawings=drawings), index)
-    return [index, *write_pngs(records, directory, drawings)]
+    save(page(records, title=title, notes=notes), index)
+    return [index, *write_pngs(records, directory)]
 
 
 def save(text_of_page: str, path: Path) -> None:
@@ -115,7 +105,10 @@ def page(
     drawings: Sequence[Chart] = (),
     names: Sequence[str] = (),
 ) -> str:
-    """The text of the page; `names` of the records, where given, stand in their headings."""
+    """The text of the page. `cards` and `notes` stand under the title; `names` in the headings of the records.
+
+    `grids` and `drawings` come before the records' own: predictions, say.
+    """
     sections = [Section("By link", charts=drawings, grids=grids)] if grids or drawings else []
     if compare.comparable(records):
         found = compare.compare(*records)
@@ -142,6 +135,9 @@ def _heading(record: Record) -> str:
 
 
 def _head(title: str) -> Html:
+    rules = resources.files(__package__).joinpath("page.css").read_text()
+    light, dark = ("".join(f"{name}:{color};" for name, color in look.names().items()) for look in (LIGHT, DARK))
+    style = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"
     return element(
         "head",
         element("meta", charset="utf-8"),
@@ -150,7 +146,7 @@ def _head(title: str) -> Html:
         element("meta", name="color-scheme", content="light dark"),
         element("link", rel="icon", href="data:,"),
         element("title", title),
-        element("style", Html(_style())),
+        element("style", Html(style)),
     )
 
 
@@ -226,9 +222,3 @@ def _row(cells: Sequence[str], grid: TextGrid, at: int) -> Html:
 def _side(column: int, grid: TextGrid) -> str | None:
     """Numbers stand on the right."""
     return None if column < grid.labels else "number"
-
-
-def _style() -> str:
-    rules = resources.files(__package__).joinpath("page.css").read_text()
-    light, dark = ("".join(f"{name}:{color};" for name, color in look.names().items()) for look in (LIGHT, DARK))
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"

@@ -31,7 +31,9 @@ def show_grid(laid: TextGrid, console: Console) -> None:
         return
     whole = _rich(laid, ruled=console.is_terminal)
     if not console.is_terminal or getattr(console, "shows_all", False):
-        _print_whole(whole, console)
+        # Every cell on its line; a terminal that is narrower breaks lines, not words.
+        options = console.options.update(max_width=_width(whole, console))
+        console.print(Segments(console.render(whole, options)), soft_wrap=True, end="")
         return
     kept = len(laid.header)
     while kept > laid.labels + 1 and _width(whole, console) > console.width:
@@ -89,9 +91,3 @@ def _rich(laid: TextGrid, *, ruled: bool) -> Table:
 def _width(table: Table, console: Console) -> int:
     """Columns of the table, were there no edge to fold it at."""
     return console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
-
-
-def _print_whole(table: Table, console: Console) -> None:
-    """Every cell on its line; a terminal that is narrower breaks lines, not words."""
-    options = console.options.update(max_width=_width(table, console))
-    console.print(Segments(console.render(table, options)), soft_wrap=True, end="")

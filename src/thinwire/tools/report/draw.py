@@ -1,4 +1,8 @@
-"""Charts with matplotlib: PNG files, and SVG whose colours a page may change. The only module that imports it."""
+"""Charts with matplotlib: PNG files, and SVG whose colours a page may change. The only module that imports it.
+
+A codec has one colour everywhere. Colours are Okabe and Ito's, which the colour-blind can tell apart, made darker or
+lighter until each stands out from its page; markers differ too, so that no series is known by its colour alone.
+"""
 
 import contextlib
 import io
@@ -7,14 +11,14 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.report.cells import significant
-from thinwire.tools.report.charts.look import DASHES, DPI, GREY, LIGHT, MARKERS, SETTINGS, WIDTH, color_of
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Values
+from thinwire.tools.report.charts import Axis, Bars, Chart, Curve, Lines, Mark, Values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +40,78 @@ _LEFT_OUT = {f"{_SVG}{name}" for name in ("metadata", "style", "title")}  # a st
 _LINK = "{http://www.w3.org/1999/xlink}href"
 
 
+@dataclass(frozen=True)
+class Palette:
+    page: str
+    ink: str
+    grid: str
+    series: tuple[str, ...]
+
+    def names(self) -> dict[str, str]:
+        """CSS names of the colours: --page, --ink, --grid, --s0 and so on."""
+        numbered = {f"--s{number}": color for number, color in enumerate(self.series)}
+        return {"--page": self.page, "--ink": self.ink, "--grid": self.grid, **numbered}
+
+
+LIGHT = Palette(
+    page="#ffffff",
+    ink="#1b1f24",
+    grid="#d5dae0",
+    series=("#0072b2", "#c94f00", "#007f5f", "#a8488a", "#8f6400", "#5a6570", "#00707a", "#b0003a", "#7a4a21"),
+)
+DARK = Palette(
+    page="#14171b",
+    ink="#e4e8ec",
+    grid="#3a424b",
+    series=("#56b4e9", "#ff8f4d", "#35c79a", "#e6a0cb", "#e8c547", "#a9b3bd", "#4fd1dc", "#ff7a9c", "#d9a777"),
+)
+GREY = 5  # among the colours
+# Of a codec, the same in every chart; fp32 is grey. Some that never meet share one.
+CODECS = {
+    **{"fp32": GREY, "none": GREY, "plain": GREY, "bf16": 4, "fp16": 8, "int8": 0, "int4": 6, "int2": 7},
+    **{"lloyd4": 1, "lloyd3": 8, "lloyd2": 2, "lloyd1": 3, "powersgd": 7, "onebit": 6, "sign": 8, "topk": 8, "auto": 7},
+}
+
+
+def color_of(name: str) -> int | None:
+    """The colour of the codec that a name begins with, as in "lloyd2 + EF21" or "powersgd4"; None: it has none."""
+    found = re.match(r"([a-z]+)\d*", name)
+    return None if found is None else CODECS.get(found[0], CODECS.get(found[1]))
+
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+DASHES = ("-", "--", "-.", ":")
+WIDTH = 4.8  # inches: a phone of 360 pixels then has about a pixel for a point
+DPI = 180
+
+SETTINGS: Any = {  # a dictionary; matplotlib types its keys one by one
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "text.parse_math": False,  # a "$" in a record is a "$"
+    "text.color": LIGHT.ink,
+    "axes.labelcolor": LIGHT.ink,
+    "axes.edgecolor": LIGHT.ink,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT.grid,
+    "grid.linewidth": 0.7,
+    "xtick.color": LIGHT.ink,
+    "ytick.color": LIGHT.ink,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.5,
+    "figure.facecolor": LIGHT.page,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",  # words stay words: they can be found, copied and read aloud
+    "svg.hashsalt": "thinwire",  # the same chart has the same bytes
+}
+
+
 class PlotError(ThinwireError, RuntimeError):
     """Charts were asked for and cannot be drawn here."""
 
@@ -45,29 +121,18 @@ def check() -> None:
         raise PlotError("plots are drawn by matplotlib, which is not installed: pip install 'thinwire[report]'")
 
 
-def png(chart: Chart) -> bytes:
-    """The chart on white, its title above it."""
-    return _save(chart, "png", title=True, dpi=DPI)
-
-
-def banner(charts: Sequence[Chart]) -> bytes:
-    """Charts side by side on white, as one PNG file."""
-    with _settings() as figure_of:
-        figure = figure_of(figsize=(WIDTH * len(charts), max(_height(chart, True) for chart in charts)))
-        for part, chart in zip(figure.subfigures(1, len(charts), squeeze=False)[0], charts, strict=True):
-            _fill(part, chart, True)
-        data = io.BytesIO()
-        figure.savefig(data, format="png", dpi=DPI)
-    return data.getvalue()
+def png(*charts: Chart) -> bytes:
+    """Charts side by side on white, each under its title."""
+    return _save(charts, "png", title=True, dpi=DPI)
 
 
 def svg(chart: Chart, prefix: str) -> str:
-    """The chart as an element of an HTML page, which names its colours (look.Palette.names) and writes its title.
+    """The chart as an element of an HTML page, which names its colours (Palette.names) and writes its title.
 
     Identifiers begin with `prefix`, so that several charts can share a page.
     """
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    root = ElementTree.fromstring(_save(chart, "svg", title=False, transparent=True, metadata=nothing))
+    root = ElementTree.fromstring(_save([chart], "svg", title=False, transparent=True, metadata=nothing))
     for parent in list(root.iter()):
         for child in [child for child in parent if child.tag in _LEFT_OUT]:
             parent.remove(child)
@@ -83,10 +148,12 @@ def svg(chart: Chart, prefix: str) -> str:
     return text
 
 
-def _save(chart: Chart, form: str, *, title: bool, **options: Any) -> bytes:
+def _save(charts: Sequence[Chart], form: str, *, title: bool, **options: Any) -> bytes:
     with _settings() as figure_of:
-        figure = figure_of(figsize=(WIDTH, _height(chart, title)))
-        _fill(figure, chart, title)
+        figure = figure_of(figsize=(WIDTH * len(charts), max(_height(chart, title) for chart in charts)))
+        parts = figure.subfigures(1, len(charts), squeeze=False)[0] if len(charts) > 1 else [figure]
+        for part, chart in zip(parts, charts, strict=True):
+            _fill(part, chart, title)
         data = io.BytesIO()
         figure.savefig(data, format=form, **options)
     return data.getvalue()
@@ -128,11 +195,6 @@ def _short(name: str, letters: int) -> str:
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
-def _legend_columns(chart: Chart) -> int:
-    """As few as its lines need: no name stands alone on the last one where it need not."""
-    return math.ceil(len(_legend(chart)) / max(1, _legend_lines(chart)))
-
-
 def _legend_lines(chart: Chart) -> int:
     longest = min(LETTERS, max(map(len, _legend(chart)), default=1)) + 6  # a sample is as wide as some letters
     return math.ceil(len(_legend(chart)) / max(1, LETTERS // longest))
@@ -144,8 +206,9 @@ def _fill(figure: "FigureBase", chart: Chart, title: bool) -> None:
         _fill_bars(axes, chart)
     else:
         _fill_lines(axes, chart)
-    if _legend(chart):
-        figure.legend(loc="outside lower left", ncols=_legend_columns(chart), borderaxespad=0.2, columnspacing=1.2)
+    if names := _legend(chart):
+        columns = math.ceil(len(names) / _legend_lines(chart))  # as few as its lines need
+        figure.legend(loc="outside lower left", ncols=columns, borderaxespad=0.2, columnspacing=1.2)
     if title:
         figure.suptitle(textwrap.fill(chart.title, LETTERS), x=0.01, ha="left", fontsize=10, fontweight="bold")
 
@@ -178,11 +241,9 @@ def _by_label(chart: Bars) -> bool:
 
 def _colors(chart: Bars, values: Values, number: int) -> list[str]:
     """One for each label."""
-    own = color_of(values.name)
-    return [
-        _color(found if (found := color_of(label)) is not None and _by_label(chart) else number if own is None else own)
-        for label in chart.labels
-    ]
+    if _by_label(chart):
+        return [_color(label, number) for label in chart.labels]
+    return [_color(values.name, number)] * len(chart.labels)
 
 
 def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
@@ -203,8 +264,7 @@ def _points(axes: "Axes", chart: Bars, values: Values, number: int) -> None:
 
 def _named_color(chart: Bars, values: Values, number: int) -> str:
     """Of a series in the legend: grey where its bars have colours of their own."""
-    own = color_of(values.name)
-    return _color(GREY if _by_label(chart) else number if own is None else own)
+    return LIGHT.series[GREY] if _by_label(chart) else _color(values.name, number)
 
 
 def _places(chart: Bars, number: int) -> list[float]:
@@ -253,7 +313,6 @@ def _looks(curve: Curve) -> tuple[bool, int | None]:
 
 def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
     """The curve of that number, and of that place among those of its sort. Dashes tell apart what markers do not."""
-    own = color_of(curve.name)
     dash = DASHES[(1 + place % (len(DASHES) - 1)) if curve.known else place % len(DASHES)]
     errors = [max(0.0, error or 0.0) for error in curve.errors] if curve.errors and any(curve.errors) else None
     axes.errorbar(
@@ -262,7 +321,7 @@ def _curve(axes: "Axes", curve: Curve, number: int, place: int) -> None:
         yerr=errors,
         marker=MARKERS[number % len(MARKERS)] if curve.dots and not curve.known else "",
         linestyle=dash if curve.joined else "none",
-        color=LIGHT.ink if curve.known else _color(number if own is None else own),
+        color=LIGHT.ink if curve.known else _color(curve.name, number),
         label=_short(curve.name, LETTERS),
         linewidth=1.1 if curve.known else None,
         elinewidth=1.2,
@@ -273,7 +332,7 @@ def _mark(mark: Mark, line: Callable[..., object], span: Callable[..., object]) 
     if mark.high is None:
         line(mark.low, color=LIGHT.ink, linestyle="--", linewidth=1.0, label=mark.name)
     else:
-        span(mark.low, mark.high, color=_color(GREY), alpha=0.2, linewidth=0, label=mark.name)
+        span(mark.low, mark.high, color=LIGHT.series[GREY], alpha=0.2, linewidth=0, label=mark.name)
 
 
 def _scale(axes: "Axes", axis: Axis, which: str) -> None:
@@ -297,8 +356,10 @@ def _tick(axes: "Axes", axis: Axis, which: Literal["x", "y"]) -> None:
     axes.tick_params(axis=which, which="both", length=3, pad=3.5)  # all numbers at one height
 
 
-def _color(number: int) -> str:
-    return LIGHT.series[number % len(LIGHT.series)]
+def _color(name: str, number: int) -> str:
+    """Of a codec its own, of others by their number."""
+    own = color_of(name)
+    return LIGHT.series[(number if own is None else own) % len(LIGHT.series)]
 
 
 def _as_html(element: ElementTree.Element, prefix: str) -> None:

@@ -1,16 +1,150 @@
-"""The charts of every kind of record. To add those of a kind: write a function Record -> list[Chart], and list it."""
+"""Records as charts: what is drawn, before it has a look. Only `draw` knows matplotlib.
+
+First the shapes a chart can have, bars by name and curves over a number; then the charts of every kind of record. To
+add those of a kind: write a function Record -> list[Chart], and list it.
+"""
 
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from thinwire.tools.bench.record import CURVE, Record, Row, Value
+from thinwire.tools.report import cells
 from thinwire.tools.report.cells import alike, counted, distinct, listed, text
-from thinwire.tools.report.charts import shapes
-from thinwire.tools.report.charts.shapes import Axis, Bars, Chart, Curve, Lines, Mark, Number, Values, number
 from thinwire.tools.report.kinds import bits, by_part, is_speed, nbytes_of, scheme_of, short
 from thinwire.tools.rule import LEAST_SEEDS
+
+Number = float | None
+Span = tuple[float, float] | None
+FARTHEST = 1e100  # from zero; matplotlib computes with the ends of an axis
+
+
+def number(value: Value, times: float = 1) -> Number:
+    """The value, `times` as large, where it is a number that an axis can show."""
+    found = cells.number(value, times)
+    return None if found is None or abs(found) > FARTHEST else found
+
+
+@dataclass(frozen=True)
+class Axis:
+    label: str
+    log: bool = False
+
+
+def in_bytes(what: str, counts: Sequence[Number], *, log: bool = False) -> tuple[Axis, list[Number]]:
+    """An axis of bytes, in the unit that suits the largest of `counts`, and the counts in that unit."""
+    most = max((count for count in counts if count is not None), default=0.0)
+    unit, size = next((entry for entry in _BYTES if most >= entry[1]), ("bytes", 1.0))
+    return Axis(what.format(unit), log), [None if count is None else count / size for count in counts]
+
+
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value to compare with, across the chart; or a band of values that mean the same."""
+
+    name: str
+    low: float
+    high: float | None = None  # of a band
+
+
+@dataclass(frozen=True)
+class Values:
+    """One value for every label; None draws nothing."""
+
+    name: str
+    values: Sequence[Number]
+    errors: Sequence[Number] | None = None
+    spans: Sequence[Span] | None = None  # or from where to where each value scatters
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in self.values)
+
+    def widths(self) -> list[tuple[float, float]] | None:
+        """How far a line reaches to the left and to the right of each value; a record may say less than nothing."""
+        if self.errors is not None:
+            return [(max(0.0, error or 0.0), max(0.0, error or 0.0)) for error in self.errors]
+        if self.spans is None:
+            return None
+        ends = [
+            (value or 0.0, *(span or (value or 0.0,) * 2)) for value, span in zip(self.values, self.spans, strict=True)
+        ]
+        return [(max(0.0, value - low), max(0.0, high - value)) for value, low, high in ends]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Values by name, one under the other. On a logarithmic axis, which has no zero to grow from, they are points."""
+
+    name: str  # of its file
+    title: str
+    axis: Axis
+    labels: Sequence[str]
+    series: Sequence[Values]
+    marks: Sequence[Mark] = ()
+    points: bool = False  # even on an axis with a zero
+
+    def __bool__(self) -> bool:
+        return any(self.series)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y), in order."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    errors: Sequence[Number] | None = None
+    joined: bool = True  # by a line
+    dots: bool = True  # one at every point
+    known: bool = False  # a limit or a theory, not a measurement
+
+
+@dataclass(frozen=True)
+class Lines:
+    name: str  # of its file
+    title: str
+    across: Axis
+    axis: Axis
+    curves: Sequence[Curve]
+    marks: Sequence[Mark] = ()
+
+    def __bool__(self) -> bool:
+        return any(curve.points for curve in self.curves if not curve.known)
+
+
+Chart = Bars | Lines
+Name = Callable[[Row], str]
+
+
+def named(column: str) -> Name:
+    return lambda row: text(row[column])
+
+
+def by_label(
+    rows: Sequence[Row], label: Name, series: Name, value: Callable[[Row], Number]
+) -> tuple[list[str], list[Values]]:
+    """The labels of the rows, and for each series of them its value at each label."""
+    at = {(label(row), series(row)): value(row) for row in rows}
+    labels = list(dict.fromkeys(map(label, rows)))
+    names = dict.fromkeys(map(series, rows))
+    return labels, [Values(name, [at.get((label, name)) for label in labels]) for name in names]
+
+
+def by_name(
+    rows: Sequence[Row], name: Name, place: Callable[[Row], tuple[Number, Number]], *, joined: bool = True
+) -> list[Curve]:
+    """A curve for each name of the rows, through the places that can be drawn."""
+    points: dict[str, list[tuple[float, float]]] = {name(row): [] for row in rows}
+    for row in rows:
+        x, y = place(row)
+        if x and y is not None:
+            points[name(row)].append((x, y))
+    return [Curve(name, sorted(found), joined=joined) for name, found in points.items()]
+
 
 NMSE = Axis("NMSE: squared error / squared norm", log=True)
 SHARE = Axis("speed, % of a copy of the same bytes")
@@ -22,8 +156,8 @@ SENT = "sent per rank, {} per step"
 LLOYD_MAX = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.009501}  # of a Gaussian, by bits: the best scalar levels
 MOST_BITS = 9  # casts to 16 bits would leave the others no room
 MOST_LOG = 50.0  # of a ratio of losses
-CODEC = shapes.named("codec")
-OP = shapes.named("op")
+CODEC = named("codec")
+OP = named("op")
 _FAMILIES = {"int": "integers", "lloyd": "Lloyd-Max levels after rotation", "trellis": "trellis codes after rotation"}
 _RIVALS = {"torch fp32": "speedup_plain", "torch bf16": "speedup_bf16"}
 
@@ -33,14 +167,14 @@ def _codec(record: Record) -> list[Chart]:
     names = distinct(record.rows, "distribution")
     lossy = {CODEC(row) for row in record.rows if number(row["nmse"])}
     rows = [row for row in record.rows if CODEC(row) in lossy]
-    values = shapes.by_label(rows, CODEC, shapes.named("distribution"), lambda row: number(row["nmse"]) or None)
+    values = by_label(rows, CODEC, named("distribution"), lambda row: number(row["nmse"]) or None)
     rate = _rate(record.rows, "gaussian" if "gaussian" in names else names[0])
     return [rate, Bars("distributions", "Error by distribution", NMSE, *values)]
 
 
 def _rate(rows: list[Row], distribution: str) -> Lines:
     shown = [row for row in rows if text(row["distribution"]) == distribution and _place(row)[0]]
-    found = shapes.by_name(shown, _family, _place, joined=False)
+    found = by_name(shown, _family, _place, joined=False)
     most = max((x for curve in found for x, _ in curve.points), default=1.0)
     bound = [(bits, 2.0 ** (-2 * bits)) for bits in (0.5, most)]
     levels = [(float(bits), lost) for bits, lost in LLOYD_MAX.items()]
@@ -64,17 +198,15 @@ def _family(row: Row) -> str:
 
 
 def _kernels(record: Record) -> list[Chart]:
-    card = record.conditions["device"]
-    return by_part([{**row, "card": card} for row in record.rows], _PARTS)
+    return by_part([{**row, "card": record.conditions["device"]} for row in record.rows], _PARTS)
 
 
 def _shares(rows: list[Row]) -> Bars:
-    backend, device, dtype, numel, threads, card = (
-        text(rows[0][name]) for name in ("backend", "device", "dtype", "numel", "threads", "card")
-    )
+    names = ("backend", "device", "dtype", "numel", "threads", "card")
+    backend, device, dtype, numel, threads, card = (text(rows[0][name]) for name in names)
     where = counted(threads, "CPU thread") if device == "cpu" else card
     title = f"Speed of the {backend} kernels: {where}, {numel} elements of {dtype}"
-    return Bars("kernels", title, SHARE, *shapes.by_label(rows, CODEC, OP, _percent), [COPY], points=True)
+    return Bars("kernels", title, SHARE, *by_label(rows, CODEC, OP, _percent), [COPY], points=True)
 
 
 def _percent(row: Row) -> Number:
@@ -82,7 +214,7 @@ def _percent(row: Row) -> Number:
 
 
 def _sizes(rows: list[Row]) -> Lines:
-    curves = shapes.by_name(
+    curves = by_name(
         rows, lambda row: f"{CODEC(row)} {short(row)}", lambda row: (number(nbytes_of(row), 1e-6), _percent(row))
     )
     return Lines("sizes", f"Speed of {OP(rows[0])} by size", Axis("tensor, MB", log=True), SHARE, curves, [COPY])
@@ -124,9 +256,9 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
     labels = [f"auto: {text(row['algorithm'])}" if row.get("auto") else _way(row) for row in rows]
     if len(distinct(rows, "verb")) > 1:
         labels = [f"{text(row['verb'])} {label}" for row, label in zip(rows, labels, strict=True)]
-    series = [shapes.column(rows, f"over {rival}", name) for rival, name in _RIVALS.items()]
+    series = [Values(f"over {rival}", [number(row[name]) for row in rows]) for rival, name in _RIVALS.items()]
     counted = [(number(row["bytes_per_rank"]), number(row["bytes_formula"])) for row in rows]
-    axis, sent = shapes.in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
+    axis, sent = in_bytes("sent per rank, {}", [said if found is None else found for found, said in counted])
     return [
         Bars("speedup", f"Speed-up: {_where(rows)}", GAIN, labels, series, [EVEN]),
         Bars("sent", f"Sent per rank: {_where(rows)}", axis, labels, [Values("sent", sent)]),
@@ -136,7 +268,7 @@ def _by_codec(rows: list[Row]) -> list[Chart]:
 def _by_size(rows: list[Row]) -> Lines:
     doubled = [{**row, "rival": rival, "gain": row[column]} for row in rows for rival, column in _RIVALS.items()]
     doubled.sort(key=lambda row: list(map(_way, rows)).index(_way(row)))
-    curves = shapes.by_name(
+    curves = by_name(
         doubled,
         lambda row: f"{_way(row)} over {row['rival']}",
         lambda row: (number(row["numel"]), number(row["gain"])),
@@ -150,17 +282,15 @@ def _train(record: Record) -> list[Chart]:
     rows = record.rows
     where = "{}, {} ranks, {}".format(*listed(rows, "task", "world", "link"))
     labels = list(map(scheme_of, rows))
-    axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
+    axis, sent = in_bytes(SENT, [number(row["bytes_per_step"]) for row in rows])
     ends = [(number(row.get("step_ms_p20")), number(row.get("step_ms_p80"))) for row in rows]
     spans = [None if low is None or high is None else (low, high) for low, high in ends]
-    times = replace(shapes.column(rows, "step", "step_ms"), spans=spans)
-    marks = [("compute alone", rows[0]["compute_ms"])]
-    alone = [Mark(name, found) for name, value in marks if (found := number(value)) is not None]
+    times = Values("step", [number(row.get("step_ms")) for row in rows], spans=spans)
+    compute = number(rows[0]["compute_ms"])
+    alone = [] if compute is None else [Mark("compute alone", compute)]
     raced = any(row.get("reached_s") is not None for row in rows)  # curves are over seconds
     return [
-        _over_time(rows, f"Loss by time: {where}")
-        if raced
-        else _losses(rows, f"Loss against fp32, while training: {where}"),
+        _over_time(rows, where) if raced else _losses(rows, where),
         _changes(rows, f"Loss against fp32, at the end: {where}"),
         _exchange(rows, f"Loss against bytes, at the end: {where}"),
         Bars("bytes", f"Bytes: {where}", axis, labels, [Values("sent", sent)]),
@@ -172,7 +302,7 @@ def _is_plain(row: Row) -> bool:
     return scheme_of(row) == "fp32"
 
 
-def _losses(rows: list[Row], title: str) -> Lines:
+def _losses(rows: list[Row], where: str) -> Lines:
     """Of every scheme with a curve, how far its loss is from that of fp32 at the same step, in per cent."""
     plain = dict(next((_points(row) for row in rows if _is_plain(row)), []))
     curves = []
@@ -180,13 +310,15 @@ def _losses(rows: list[Row], title: str) -> Lines:
         points = [(step, 100 * (loss / plain[step] - 1)) for step, loss in _points(row) if plain.get(step)]
         if points:
             curves.append(Curve(scheme_of(row), points, dots=False))
+    title = f"Loss against fp32, while training: {where}"
     return Lines("loss", title, Axis("step"), CHANGE, curves, _marks(rows))
 
 
-def _over_time(rows: list[Row], title: str) -> Lines:
+def _over_time(rows: list[Row], where: str) -> Lines:
     """Of every scheme the loss after so many seconds of training."""
     curves = [Curve(scheme_of(row), _points(row), dots=False) for row in rows]
-    return Lines("loss", title, Axis("seconds of training", log=True), Axis("loss", log=True), curves)
+    axes = (Axis("seconds of training", log=True), Axis("loss", log=True))
+    return Lines("loss", f"Loss by time: {where}", *axes, curves)
 
 
 def _points(row: Row) -> list[tuple[float, float]]:
@@ -224,7 +356,7 @@ def _judged(rows: list[Row]) -> list[Row]:
 def _exchange(rows: list[Row], title: str) -> Lines:
     """A point for every scheme: the bytes that it sends, and what they cost in loss."""
     kept = _judged(rows)
-    axis, sent = shapes.in_bytes(SENT, [number(row["bytes_per_step"]) for row in kept], log=True)
+    axis, sent = in_bytes(SENT, [number(row["bytes_per_step"]) for row in kept], log=True)
     curves = [
         Curve(scheme_of(row), [(count, change)], [_percent_of(row.get("loss_log_ratio_error"))], joined=False)
         for row, count in zip(kept, sent, strict=True)
@@ -292,8 +424,8 @@ def _qat(record: Record) -> list[Chart]:
     found: list[Chart] = []
     for rows in alike([row for row in record.rows if not is_speed(row)], "task"):
         task = text(rows[0]["task"])
-        losses = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["train_loss"]))
-        shares = shapes.by_label(rows, bits, shapes.named("method"), lambda row: number(row["accuracy"], 100))
+        losses = by_label(rows, bits, named("method"), lambda row: number(row["train_loss"]))
+        shares = by_label(rows, bits, named("method"), lambda row: number(row["accuracy"], 100))
         loss = Axis("training loss", log=True)
         right = Axis("test accuracy, %")
         found += [
