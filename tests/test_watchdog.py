@@ -13,6 +13,7 @@ from thinwire.collectives import nccl, watchdog
 from thinwire.collectives.watchdog import Watchdog
 
 STILL = 10.0  # seconds, the timeout of the group
+CARD = torch.device("cuda", 1)
 
 
 class Event:
@@ -23,7 +24,7 @@ class Event:
     def __init__(self) -> None:
         self.stuck = False
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.stuck = Event.still
 
     def query(self) -> bool:
@@ -36,7 +37,8 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "still", False)
     monkeypatch.setattr(watchdog, "_watch", watchdog._live.add)
-    return Watchdog("dp", 3, STILL)
+    monkeypatch.setattr(watchdog, "current_stream", lambda index: f"stream of {index}")
+    return Watchdog("dp", 3, STILL, CARD)
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
@@ -83,7 +85,7 @@ def test_captured_messages_are_not_noted(dog: Watchdog, monkeypatch: pytest.Monk
 
 
 def test_nobody_holds_what_was_looked_at(dog: Watchdog) -> None:
-    held = [Watchdog("other", 0, STILL)]
+    held = [Watchdog("other", 0, STILL, CARD)]
     held[0].note()
     gone = weakref.ref(held[0])
     watchdog.look_at_all()
@@ -134,7 +136,7 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
     library = Library()
     communicators = [5, 5, 0, 5]
     group = group_with(_comm_ptr=lambda: communicators.pop(0))
-    direct = nccl.Direct(group, torch.device("cuda", 1), library.verbs())
+    direct = nccl.Direct(group, CARD, library.verbs())
     whole, other = torch.zeros(2, 12, dtype=torch.uint8)
     assert direct.all_gather(whole, whole[4:8])
     assert direct.all_to_all(other, whole, 3)
@@ -159,15 +161,14 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
     ],
 )
 def test_torch_sends_where_it_is_told_something_unusual(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
     monkeypatch.setattr(nccl, "_verbs", Library().verbs)
     usual = group_with(_comm_ptr=lambda: 5)
-    assert nccl.direct(usual, device) is not None
+    assert nccl.direct(usual, CARD) is not None
     config = SimpleNamespace(blocking=0)
-    assert nccl.direct(group_with(_comm_ptr=lambda: 5, options=SimpleNamespace(config=config)), device) is None
-    assert nccl.direct(group_with(), device) is None  # of another kind than NCCL's own
+    assert nccl.direct(group_with(_comm_ptr=lambda: 5, options=SimpleNamespace(config=config)), CARD) is None
+    assert nccl.direct(group_with(), CARD) is None  # of another kind than NCCL's own
     monkeypatch.setenv(name, value)
-    assert nccl.direct(usual, device) is None
+    assert nccl.direct(usual, CARD) is None
 
 
 def test_torch_sends_where_its_library_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

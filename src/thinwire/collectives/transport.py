@@ -390,7 +390,7 @@ class StreamTransport(Transport):
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
         self._closed = False
         self._direct = nccl.direct(group, device)
-        self._watchdog = Watchdog(group.group_name, self.rank, timeout_s(group))
+        self._watchdog = Watchdog(group.group_name, self.rank, timeout_s(group), device)
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:

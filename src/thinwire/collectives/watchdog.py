@@ -17,6 +17,8 @@ import weakref
 
 import torch
 
+from thinwire.collectives.rooms import current_stream
+
 _LOOK_S = 1.0
 _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -24,9 +26,10 @@ _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 class Watchdog:
     """The messages of one group."""
 
-    def __init__(self, name: str, rank: int, timeout_s: float) -> None:
+    def __init__(self, name: str, rank: int, timeout_s: float, device: torch.device) -> None:
         self._name = name
         self._rank = rank
+        self._device = device
         self._timeout_s = timeout_s
         self._last = torch.cuda.Event()  # recorded anew with every message, until the thread takes it
         self._taken: tuple[torch.cuda.Event, float] | None = None  # by the thread, and since when it looks at it
@@ -36,7 +39,7 @@ class Watchdog:
         """The current stream was given messages."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self._last.record()
+        self._last.record(current_stream(self._device.index))
         if not self._known:
             self._known = True
             _watch(self)
