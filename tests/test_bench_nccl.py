@@ -3,8 +3,11 @@
 The ranks' side runs on gloo here, with a card that is the CPU; what only a GPU has is what synchronising does.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -34,6 +37,25 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, cards: int = 1, version: tuple[int, .
     for name in list(os.environ):
         if name.startswith("NCCL_"):
             monkeypatch.delenv(name)
+
+
+def test_ranks_on_a_gpu_are_started_anew_for_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once profiled, a process is slower, whatever it is timed at next."""
+    started: list[Any] = []
+
+    @contextlib.contextmanager
+    def ranks(*given: Any) -> Iterator[Any]:
+        started.append(given)
+        yield given
+
+    monkeypatch.setattr(launch, "ranks", ranks)
+    for cards, count in ((None, 1), (NcclRanks(2, 1, 1), 3)):
+        case: Any = SimpleNamespace(
+            world=2, cards=cards, link=None, nodes=None, rows=lambda world, effort: [{"on": world}]
+        )
+        started.clear()
+        assert len(list(bench._rows([case] * 3, Effort(1), iter))) == 3
+        assert len(started) == count
 
 
 # --- where ranks are --------------------------------------------------------------------------------------------------

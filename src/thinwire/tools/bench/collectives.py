@@ -260,12 +260,15 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
 
 
 def _rows(cases: Sequence[CollectiveCase | StepCase], effort: Effort, progress: Progress) -> Generator[Row]:
-    """Ranks stay for all cases of a world and its cards, which follow each other; their link and nodes are the same."""
+    """Ranks on gloo stay for all cases of a world, which follow each other; their link and nodes are the same.
+
+    On NCCL every case has ranks of its own: see [Note: Counts] in turns.py.
+    """
     started: dict[tuple[int, NcclRanks | None], World] = {}
     with ExitStack() as stack:
         for case in progress(cases):
             place = (case.world, case.cards)
-            if place not in started:
+            if place not in started or case.cards is not None:
                 stack.close()
                 started = {place: stack.enter_context(launch.ranks(case.world, case.link, case.nodes, case.cards))}
             yield from case.rows(started[place], effort)
