@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -11,6 +12,7 @@ from ranks import RankPool
 from thinwire.kernels import BACKENDS, use_backend
 
 PROGRAM_TEST_S = 1200  # programs have a limit of their own, below that
+BENCHMARKS = ("thinwire.tools.bench.collectives", "thinwire.tools.bench.sharded", "sklearn.datasets", "torch._dynamo")
 PROGRAMS = pytest.StashKey[Programs]()
 RANKS = pytest.StashKey[RankPool]()
 
@@ -41,14 +43,24 @@ def _turn(item: pytest.Item) -> tuple[bool, bool]:
     return item.get_closest_marker("program") is not None, "ranks" in getattr(item, "fixturenames", ())
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Start the processes that fork ranks with the first test that needs some: they import while others are found."""
+    stash = item.config.stash
+    if RANKS not in stash and "ranks" in getattr(item, "fixturenames", ()) and not item.config.option.collectonly:
+        stash[RANKS] = RankPool()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what tests will wait for: their programs, and the processes that fork ranks, with what these import."""
+    """Start what tests will wait for: their programs, and what forks the ranks of benchmarks."""
     if not session.config.option.collectonly:
         session.config.stash[PROGRAMS] = Programs(session.items)
-        tests = (item for item in session.items if isinstance(item, pytest.Function))
-        if modules := [item.module for item in tests if "ranks" in item.fixturenames]:
-            imported = dict.fromkeys(name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
-            session.config.stash[RANKS] = RankPool(list(imported))
+        if RANKS in session.config.stash:
+            modules = dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function))
+            named = (name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
+            session.config.stash[RANKS].imports(dict.fromkeys(named))
+        if any("forked" in getattr(item, "fixturenames", ()) for item in session.items):
+            multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", *BENCHMARKS])
+            forkserver.ensure_running()
         gc.freeze()  # what was imported stays: collections need not look at it
 
 
@@ -82,6 +94,4 @@ def served() -> Iterator[None]:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a benchmark starts from here are forked by a process that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    rooms = ("thinwire.tools.bench.collectives", "thinwire.tools.bench.sharded", "sklearn.datasets", "torch._dynamo")
-    context.set_forkserver_preload(["pytest", *rooms])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
