@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import string
 import sys
 import threading
 import time
@@ -163,6 +164,8 @@ LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000)
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-149
 ROUND = 2.0**-24  # relative error of one fp32 rounding
+# with what is no letter, ends a line, or is a control code
+LETTERS = string.printable + "é¹²٣語😀 \0\x1b\x1c\x7f\x85\x9b\u200b\u2028\u2029\u202e"
 GARBAGE = 0xA5  # what buffers hold before they are written
 
 
