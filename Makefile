@@ -15,7 +15,7 @@ help:
 
 test: .venv/.installed
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --beside
 
 thorough: .venv/.installed
 	@echo "== tests, every combination"
