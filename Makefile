@@ -15,7 +15,7 @@ help:
 
 test: .venv/.installed
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --beside
 
 thorough: .venv/.installed
 	@echo "== tests, every combination"
@@ -108,10 +108,12 @@ $(BIN)/python:
 	@touch $@
 
 # thinwire is installed already, so these add only what their extras name and compile nothing.
+with_frameworks = $(INSTALL) 'thinwire[$(1),frameworks]' || \
+  { echo "== no frameworks: their tests skip themselves"; $(INSTALL) 'thinwire[$(1)]'; }
+
 .venv/.installed: .venv/.package
 	@echo "== installing the test dependencies"
-	@$(INSTALL) 'thinwire[test,frameworks]' || \
-	  { echo "== no frameworks: their tests skip themselves"; $(INSTALL) 'thinwire[test]'; }
+	@$(call with_frameworks,test)
 	@touch $@
 
 .venv/.docs: .venv/.package mkdocs.yml
@@ -119,7 +121,7 @@ $(BIN)/python:
 	@$(INSTALL) 'thinwire[docs]'
 	@touch $@
 
-.venv/.dev: .venv/.installed
-	@echo "== installing the development tools"
-	@$(INSTALL) 'thinwire[dev]'
-	@touch $@
+.venv/.dev: .venv/.package
+	@echo "== installing the test dependencies and the development tools"
+	@$(call with_frameworks,dev)
+	@touch .venv/.installed $@

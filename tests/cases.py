@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import string
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis
-from thinwire.collectives import chunks, plan
+from thinwire.collectives import board as boards, chunks, plan
 from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD, TRELLIS
 
@@ -150,11 +151,21 @@ def in_time(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@contextmanager
+def looking_soon() -> Iterator[None]:
+    """Inside, ranks that wait look after a twentieth of a second where the others are."""
+    with patch.object(boards, "LOOK_S", 0.05):
+        boards.lookout.ask(lambda: None)  # wakes it: it may wait for the usual time already
+        yield
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1000)
 FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-149
 ROUND = 2.0**-24  # relative error of one fp32 rounding
+# with what is no letter, ends a line, or is a control code
+LETTERS = string.printable + "é¹²٣語😀 \0\x1b\x1c\x7f\x85\x9b\u200b\u2028\u2029\u202e"
 GARBAGE = 0xA5  # what buffers hold before they are written
 
 

@@ -2,27 +2,34 @@
 
 import gc
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from multiprocessing import forkserver
 
 import pytest
 
+import beside
 from programs import Ended, Programs
 from ranks import RankPool
 from thinwire.kernels import BACKENDS, use_backend
 
 PROGRAM_TEST_S = 1200  # programs have a limit of their own, below that
+BENCHMARKS = ("thinwire.tools.bench.collectives", "thinwire.tools.bench.sharded", "sklearn.datasets", "torch._dynamo")
 PROGRAMS = pytest.StashKey[Programs]()
 RANKS = pytest.StashKey[RankPool]()
+BESIDE = pytest.StashKey[beside.Beside]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--thorough, for every combination of what the tests try by turns (cases.by_turns)."""
     parser.addoption("--thorough", action="store_true", help="run every combination, not each value once")
+    beside.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark of what runs with --thorough only."""
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
+    if config.option.reports_to:
+        config.pluginmanager.register(beside.Reporter(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.thorough:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if config.option.reports_to:
+        items[:] = [item for item in items if beside.is_alone(item)]
     items.sort(key=_turn)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
@@ -41,15 +50,41 @@ def _turn(item: pytest.Item) -> tuple[bool, bool]:
     return item.get_closest_marker("program") is not None, "ranks" in getattr(item, "fixturenames", ())
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Start the processes that fork ranks with the first test that needs some: they import while others are found."""
+    stash, option = item.config.stash, item.config.option
+    others = option.collectonly or option.reports_to
+    if not others and RANKS not in stash and "ranks" in getattr(item, "fixturenames", ()):
+        stash[RANKS] = RankPool()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what tests will wait for: their programs, and the processes that fork ranks, with what these import."""
+    """Start what tests will wait for: their programs, and what forks the ranks of benchmarks."""
     if not session.config.option.collectonly:
-        session.config.stash[PROGRAMS] = Programs(session.items)
-        tests = (item for item in session.items if isinstance(item, pytest.Function))
-        if modules := [item.module for item in tests if "ranks" in item.fixturenames]:
-            imported = dict.fromkeys(name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
-            session.config.stash[RANKS] = RankPool(list(imported))
+        first = {}
+        if session.config.option.beside and (left := beside.Beside(session.config, session.items)):
+            session.config.stash[BESIDE] = left
+            first = {beside.NAME: left.command()}
+        session.config.stash[PROGRAMS] = Programs(session.items, first)
+        if RANKS in session.config.stash:
+            modules = dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function))
+            named = (name for module in modules for name in getattr(module, "RANKS_IMPORT", ()))
+            session.config.stash[RANKS].imports(dict.fromkeys(named))
+        if any("forked" in getattr(item, "fixturenames", ()) for item in session.items):
+            multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", *BENCHMARKS])
+            forkserver.ensure_running()
         gc.freeze()  # what was imported stays: collections need not look at it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """After the tests here come the reports of those beside."""
+    left = session.config.stash.get(BESIDE, None)
+    session.testscollected += len(left or ())
+    result = yield
+    for report in left.tell(session.config.stash[PROGRAMS]) if left else ():
+        session.config.hook.pytest_runtest_logreport(report=report)
+    return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -82,6 +117,4 @@ def served() -> Iterator[None]:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a benchmark starts from here are forked by a process that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    rooms = ("thinwire.tools.bench.collectives", "thinwire.tools.bench.sharded", "sklearn.datasets", "torch._dynamo")
-    context.set_forkserver_preload(["pytest", *rooms])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

@@ -45,15 +45,17 @@ class Ended:
 
 
 class Programs:
-    """The programs of all tests of a session that have one."""
+    """The programs of all tests of a session that have one, after those that are named with their arguments."""
 
-    def __init__(self, items: Iterable[pytest.Item]) -> None:
+    def __init__(self, items: Iterable[pytest.Item], first: Mapping[str, tuple[str, ...]]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-programs-")
         self._pool, self._groups = ThreadPoolExecutor(AT_ONCE), dict[str, int]()
         self._environment = dict(os.environ)  # as it is before any test changes it
         marks = {item.nodeid: item.get_closest_marker("program") for item in items}
+        wanted = [*((name, args, {}) for name, args in first.items())]
+        wanted += [(name, mark.args, mark.kwargs) for name, mark in marks.items() if mark]
         self._ended: dict[str, Future[Ended]] = {
-            name: self._pool.submit(self._run, name, mark.args, mark.kwargs) for name, mark in marks.items() if mark
+            name: self._pool.submit(self._run, name, args, environment) for name, args, environment in wanted
         }
 
     def ended(self, name: str) -> Ended:

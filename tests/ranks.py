@@ -59,10 +59,15 @@ WITHOUT_CUDA = ("torch._dynamo", "thinwire.integrations.fsdp")
 class RankPool:
     """ranks(world): the ranks of that world, started at their first call."""
 
-    def __init__(self, imported: Sequence[str] = ()) -> None:
-        """Start the fork servers, which import these modules, too; the first call waits for them."""
+    def __init__(self) -> None:
+        """Start the fork servers; the first call waits for them."""
         self._worlds: dict[int, World] = {}
-        self._servers = (ForkServer(imported), ForkServer(imported))
+        self._servers = (ForkServer(), ForkServer())
+
+    def imports(self, names: Iterable[str]) -> None:
+        """What the fork servers import, too; once, before the first call."""
+        for server in self._servers:
+            server.imports(names)
 
     def __call__(self, world: int) -> "World":
         if not 1 <= world <= MAX_WORLD:
@@ -84,18 +89,26 @@ class RankPool:
 class ForkServer:
     """A process that has imported torch and forks ranks."""
 
-    def __init__(self, imported: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.settimeout(START_S)
         alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers in every rank
         environment = {"GLOO_SOCKET_IFNAME": LOOPBACK, **os.environ, **alone}
         with theirs:
             handle = theirs.fileno()
-            command = [sys.executable, __file__, str(handle), *imported]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[handle])
+            command = [sys.executable, __file__, str(handle)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[handle])
+
+    def imports(self, names: Iterable[str] = ()) -> None:
+        """What it imports beyond torch; from then on it can fork."""
+        told = self._process.stdin
+        if told is not None and not told.closed:
+            with suppress(BrokenPipeError), told:
+                told.write(" ".join(names).encode())
 
     def fork(self, number: int, size: int, folder: Path) -> "_Rank":
         """Rank `number` of `size`, which find each other by a file in `folder`."""
+        self.imports()
         ours, theirs = Pipe()
         log = folder / f"rank{number}.log"
         with theirs, log.open("wb") as out:
@@ -109,7 +122,8 @@ class ForkServer:
     def close(self) -> None:
         """End the process; its ranks have ended."""
         self._channel.close()
-        self._process.wait()
+        self._process.kill()
+        self._process.communicate()
 
     def _ask(self, question: Any, *handles: int) -> Any:
         socket.send_fds(self._channel, [json.dumps(question).encode()], handles)
@@ -260,13 +274,14 @@ class _Rank:
 # The fork servers' side.
 
 
-def serve_forks(channel: socket.socket, imported: Sequence[str]) -> None:
+def serve_forks(channel: socket.socket) -> None:
     """Import what ranks need; then fork a rank, or tell how one ended, as asked, until the channel closes."""
     import torch
 
-    for name in (*IMPORTED, *((*WITHOUT_CUDA, *imported) if torch.version.cuda is None else ())):
-        with suppress(ImportError):  # whoever needs it will tell
-            importlib.import_module(name)
+    without_cuda = torch.version.cuda is None
+    _import((*IMPORTED, *(WITHOUT_CUDA if without_cuda else ())))
+    told = sys.stdin.read().split()
+    _import(told if without_cuda else ())
     gc.freeze()  # ranks share these pages, as long as nobody looks at them
     while True:
         question, handles, _, _ = socket.recv_fds(channel, 4096, 2)
@@ -274,6 +289,12 @@ def serve_forks(channel: socket.socket, imported: Sequence[str]) -> None:
             os._exit(0)
         answer = _fork(channel, *json.loads(question), *handles) if handles else _status(json.loads(question))
         channel.sendall(json.dumps(answer).encode())
+
+
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(ImportError):  # whoever needs it will tell
+            importlib.import_module(name)
 
 
 def _fork(channel: socket.socket, number: int, size: int, store: str, pipe: int, log: int) -> int:
@@ -370,4 +391,4 @@ def _answer(call: bytes, group: Any) -> bytes:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides
-    serve_forks(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -500,7 +500,8 @@ def main() -> int:
     parser.add_argument("--json", help="where the record goes")
     asked = parser.parse_args()
     print(f"soak: seed {asked.seed}, {asked.seconds:g} s", flush=True)
-    pool = RankPool(["soak"])
+    pool = RankPool()
+    pool.imports(["soak"])
     soak = Soak(pool)
     start = time.monotonic()
     try:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import compared as comparisons
 import figures
 import thinwire
-from cases import generated
+from cases import generated, thorough
 from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
@@ -580,7 +580,7 @@ def test_what_was_never_measured_is_said() -> None:
     assert not any("never" in note for note in verdict.judge(TrainingJob(10**7, 0.2), known, RECORDED_ON).notes)
 
 
-@pytest.mark.parametrize("params", [10**6, 10**8, 106_000_000, 4 * 10**8])
+@pytest.mark.parametrize("params", [10**6, 106_000_000, *thorough(10**8, 4 * 10**8)])
 def test_buckets_that_hold_the_whole_model_are_tried(params: int) -> None:
     usual = {p.scheme: p.step_s for p in judged("25gbit", params=params).ranked}
     for size in verdict.BUCKETS:
@@ -1010,9 +1010,10 @@ def test_a_launcher_that_is_not_torchrun(rank: str, world: str, said: str, monke
     result = call("--params 7e9 --step 1s")
     assert result.exit_code == 2
     assert f"{said}; add --no-measure" in " ".join(result.stderr.split())
-    given = call(f"{LARGE} --no-measure")
-    assert given.exit_code == 0, given.output
-    assert "\nGain: " in given.stdout
+    if rank == "first":
+        given = call(f"{LARGE} --no-measure")
+        assert given.exit_code == 0, given.output
+        assert "\nGain: " in given.stdout
 
 
 def test_ranks_that_do_not_meet_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:

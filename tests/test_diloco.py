@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import assert_same, in_time, worlds
+from cases import assert_same, in_time, looking_soon, worlds
 from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
@@ -463,7 +463,7 @@ def unequal(group: Group, codec: str, steps: tuple[int, int]) -> str:
     model = network()
     member = dist.new_group()
     try:
-        with DiLoCo(model, optimizer := inner(model), every=3, codec=codec, group=member):
+        with looking_soon(), DiLoCo(model, optimizer := inner(model), every=3, codec=codec, group=member):
             learn(model, optimizer, group.rank(), range(steps[group.rank()]))
     except CollectiveError as error:
         return f"{type(error).__name__}: {error}"

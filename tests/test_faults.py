@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns, in_time
+from cases import by_turns, in_time, looking_soon
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
@@ -128,7 +128,7 @@ def lose(group: Group, verb: str, first: bool, how: int, folder: str) -> dict[st
     "verb, first, how",
     ["all_reduce", "ddp", "broadcast", "plain", "diloco"],
     [False, False, True, True],
-    [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL],
+    [signal.SIGKILL, signal.SIGSTOP, *[signal.SIGKILL] * 3],
 )
 @in_time
 def test_a_lost_rank_is_named_and_the_others_go_on(
@@ -197,24 +197,34 @@ def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, tmp_path:
         assert re.match(rf"PeerError: rank [01] lost rank [012] in {where}", text), text
 
 
-def cross(group: Group, algorithm: Any, first: bool) -> tuple[str, str]:
+CROSSED: tuple[tuple[Any, bool], ...] = (("two_phase", True), ("two_phase", False), ("plain", False))
+
+
+def cross(group: Group) -> list[tuple[str, str]]:
     """Ranks call on two groups in different orders: the name of the one that a rank begins with, and what it says."""
-    members = [dist.new_group(timeout=timedelta(seconds=LATE_S)) for _ in range(2)]
-    how: Any = {"codec": "int8", "algorithm": algorithm}
-    for member in () if first else (*members, *members):
-        thinwire.all_reduce(torch.ones(500), group=member, **how)
+    begun: list[tuple[Group, Any]] = []
+    for algorithm, first in CROSSED:
+        members = [dist.new_group(timeout=timedelta(seconds=LATE_S)) for _ in range(2)]
+        how: Any = {"codec": "int8", "algorithm": algorithm}
+        for member in () if first else (*members, *members):
+            thinwire.all_reduce(torch.ones(500), group=member, **how)
+        begun.append((members[group.rank() % 2], how))
     dist.barrier()
-    begun = members[group.rank() % 2]
-    error = failure(lambda: thinwire.all_reduce(torch.ones(500), group=begun, **how))
-    return begun.group_name, f"{type(error).__name__}: {error}"
+
+    def told(member: Group, how: Any) -> tuple[str, str]:
+        error = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **how))
+        return member.group_name, f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(begun)) as threads:
+        return list(threads.map(told, *zip(*begun, strict=True)))
 
 
-@pytest.mark.parametrize(("algorithm", "first"), [("two_phase", True), ("two_phase", False), ("plain", False)])
 @in_time
-def test_calls_on_two_groups_that_cross_name_who_was_waited_for(ranks: RankPool, algorithm: str, first: bool) -> None:
-    for rank, (name, text) in enumerate(ranks(2).run(cross, algorithm, first)):
-        assert text.startswith(f"PeerError: rank {rank} waited for rank {1 - rank} in all_reduce("), text
-        assert f"of group {name!r}) for the group's timeout of 1.5 s" in text, text
+def test_calls_on_two_groups_that_cross_name_who_was_waited_for(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks(2).run(cross)):
+        for name, text in found:
+            assert text.startswith(f"PeerError: rank {rank} waited for rank {1 - rank} in all_reduce("), text
+            assert f"of group {name!r}) for the group's timeout of 1.5 s" in text, text
 
 
 def torchs(verb: str, group: Group) -> Callable[[int], Any]:
@@ -266,7 +276,9 @@ class Waiting(RowedTransport):
     def settle(self) -> None:
         if self.lost and self.rank != 2:
             channel = channel_of(self.group, CPU)
-            until(lambda: channel.board._missing(channel.calls) == "rank 2")  # the other one waits, and has told so
+            board = channel.board
+            own = f"{board._prefix}/at/{self.rank}"  # both ranks wait, and have told so
+            until(lambda: board._store.check([own]) and board._missing(channel.calls) == "rank 2")
             raise LostRankError(None, TimeoutError("Timed out waiting"))
 
 
@@ -277,7 +289,7 @@ def wait_on_a_stream(group: Group, verb: str) -> tuple[str, str, str]:
         call = calls_of(verb, member)
         call(5000)
         dist.barrier()
-        with patch.object(boards, "LOOK_S", 0.1), patch.object(Waiting, "lost", True):
+        with looking_soon(), patch.object(Waiting, "lost", True):
             error = failure(lambda: call(5000))
         dist.barrier()
         after = failure(lambda: group.rank() == 2 or thinwire.all_reduce(torch.ones(5), group=member, **HOW))
@@ -372,7 +384,7 @@ def refuse(group: Group, said: str, first: bool) -> tuple[str, str, float, str]:
         thinwire.all_reduce(torch.ones(500), group=member, **HOW)
     dist.barrier()
     start = time.monotonic()
-    with patch.object(boards, "LOOK_S", 0.1):
+    with looking_soon():
         if group.rank() == 1:
             error = failure(wrong_calls(member)[said])
         else:
@@ -410,12 +422,12 @@ def retry(group: Group) -> list[float]:
             thinwire.all_reduce(x, group=member, **HOW)
         else:
             time.sleep(0.3)
-            with patch.object(boards, "LOOK_S", 0.1):
+            with looking_soon():
                 thinwire.all_reduce(x, group=member, **HOW)
         dist.barrier()
         if group.rank() == 1:
-            time.sleep(1)
-        with patch.object(boards, "LOOK_S", 0.1):
+            time.sleep(0.4)
+        with looking_soon():
             thinwire.all_reduce(x, group=member, **HOW)
         found += x[:1].tolist()
     return found
@@ -451,9 +463,9 @@ def late(group: Group, hung: bool) -> tuple[str | None, str, float]:
         store.over.set()
     board = channel_of(member, CPU).board
     dist.barrier(member)
-    with patch.object(boards, "LOOK_S", 0.1), patch.object(board, "_store", store):
+    with looking_soon(), patch.object(board, "_store", store):
         if group.rank() == 1:
-            time.sleep(0.8)
+            time.sleep(0.4)
         healthy = failure(lambda: thinwire.all_reduce(torch.ones(500), group=member, **HOW))
         start = time.monotonic()
         error = failure(lambda: group.rank() or thinwire.all_reduce(torch.ones(500), group=member, **HOW))

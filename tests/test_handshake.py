@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from cases import by_turns, in_time
+from cases import by_turns, in_time, looking_soon
 from ranks import RankPool
-from thinwire.collectives import board as boards, channel as channels, transport
+from thinwire.collectives import channel as channels, transport
 from thinwire.collectives.board import Board, Trail
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.handshake import Handshake
@@ -152,7 +152,7 @@ def after(group: Group, prepare: str, calls: tuple[dict[str, Any], dict[str, Any
         call_as(call, member, False)
     dist.barrier()
     start = time.monotonic()
-    with patch.object(boards, "LOOK_S", 0.1):
+    with looking_soon():
         text = said(lambda: call_as(calls[group.rank() > 0], member, async_op))
     seconds = time.monotonic() - start
     return text, seconds, said(lambda: thinwire.all_reduce(torch.ones(200), group=member, **BASE))
@@ -242,7 +242,7 @@ def misfit(group: Group, codec: str, sent: int, expected: int, async_op: bool) -
         exchange((even, even), False)
     dist.barrier()
     lengths = {0: (even, [4, sent, *even[2:]]), 1: ([expected, *even[1:]], even)}.get(group.rank(), (even, even))
-    with patch.object(boards, "LOOK_S", 0.1):
+    with looking_soon():
         return said(lambda: exchange(lengths, async_op)), said(lambda: exchange((even, even), False))
 
 
@@ -264,7 +264,7 @@ def send_itself(group: Group) -> str:
     how: Any = {"group": member, "codec": "int8", "algorithm": "compressed"}
     x = torch.ones(8)
     thinwire.all_to_all_single(x, x.clone(), **how)
-    with patch.object(boards, "LOOK_S", 0.1):
+    with looking_soon():
         return said(
             lambda: thinwire.all_to_all_single(x, x.clone(), None, [3, 5] if group.rank() == 0 else None, **how)
         )

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import beside
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "thinwire"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -84,6 +86,10 @@ def test_a_module_opens_by_saying_its_room() -> None:
     files = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "setup.py"]
     silent = [name_of(path) for path in files if not re.match(r'r?"""\S', path.read_text())]
     assert not silent, f"these open with no docstring; say their room: {silent}"
+
+
+def test_modules_of_which_tests_run_beside_exist() -> None:
+    assert {path.name for path in (ROOT / "tests").glob("test_*.py")} >= beside.FILES
 
 
 def test_imports_flow_downwards() -> None:

@@ -160,7 +160,7 @@ def test_other_threads_launch_meanwhile() -> None:
     assert len(kernel.launches) == 1
 
 
-@pytest.mark.parametrize(("rank", "seconds", "said"), [("0", 0.3, 1), ("1", 0.3, 0), ("0", 0.0, 0)])
+@pytest.mark.parametrize(("rank", "seconds", "said"), [("0", 0.1, 1), ("1", 0.1, 0), ("0", 0.0, 0)])
 def test_a_long_compilation_is_announced_once_a_machine(
     rank: str, seconds: float, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
