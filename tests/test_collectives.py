@@ -36,6 +36,7 @@ from cases import (
 )
 from ranks import RankPool
 from thinwire.collectives import Work, traffic
+from thinwire.collectives.checks import check_tensors
 from thinwire.errors import CodecError, CollectiveError, ThinwireError
 
 Group = dist.ProcessGroup
@@ -873,6 +874,17 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
         thinwire.all_gather_into_tensor(want, whole[own].clone(), **how)
         thinwire.all_gather_into_tensor(whole, whole[own], **how)
         found.append(torch.equal(whole, want))
+        across = slice(3, 3 + numel)  # of two rows
+        want = torch.empty(numel, device=device)
+        whole = given(numel * world, rank).to(device)
+        thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
+        thinwire.reduce_scatter_tensor(whole[across], whole, **how)
+        found.append(algorithm == "plain" or torch.equal(whole[across], want))  # torch's own cannot
+        want = torch.empty(numel * world, device=device)
+        whole = given(numel * world, rank).to(device)
+        thinwire.all_gather_into_tensor(want, whole[across].clone(), **how)
+        thinwire.all_gather_into_tensor(whole, whole[across], **how)
+        found.append(algorithm == "plain" or torch.equal(whole, want))
         for async_op in (False, False, True):  # the second is looked up
             x = given(numel * world, rank).to(device)
             thinwire.all_to_all_single(want, x.clone(), **how)
@@ -887,7 +899,14 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
 @worlds(3, rare=[2])
 def test_outputs_may_lie_in_inputs(ranks: RankPool, world: int, algorithm: str, device: Device) -> None:
     for numel in (5, 900):
-        assert ranks(world).run(in_place, algorithm, numel, device) == [[True] * 5] * world
+        assert ranks(world).run(in_place, algorithm, numel, device) == [[True] * 7] * world
+
+
+def test_nested_tensors_are_refused() -> None:
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+    with pytest.raises(CollectiveError, match="expected dense tensors, got a nested one"):
+        check_tensors([nested], "all_reduce")
 
 
 def test_the_single_names_are_the_same_functions() -> None:

@@ -66,7 +66,11 @@ codecs = st.recursive(
         st.builds(BySize, inner, inner, st.integers(0, 2**70), st.integers(0, 9)),
         st.builds(
             lambda rules, last: ByName([*rules, ("*", last)]),
-            st.lists(st.tuples(patterns.filter(lambda p: p == p.strip()), inner), max_size=3),
+            st.lists(
+                st.tuples(patterns.filter(lambda p: p == p.strip() and p != "*"), inner),
+                max_size=3,
+                unique_by=lambda rule: rule[0],
+            ),
             inner,
         ),
     ),
@@ -200,6 +204,8 @@ def test_unknown_names_list_the_known(text: str) -> None:
         ("bysize(min_ndim=two)", "min_ndim must be an integer, 0 or more, got 'two'"),
         ("bysize(large=int9)", "unknown codec 'int9'"),
         ("byname()", "the last rule of ByName must be '*'"),
+        ("byname(*=int8; *=int4)", "a pattern of ByName has one codec, got several for '*'"),
+        ("byname(a=int8; b=int4; a=int8; *=int4)", "got several for 'a'"),
         ("byname(*=int8; *.bias=bf16)", "the last rule of ByName must be '*'"),
         ("byname(*.bias=bf16; *=int8:x=1)", "does not know the option 'x=1'"),
         ("byname(a)", "takes entries 'key=value'"),

@@ -108,8 +108,9 @@ def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int
                 f"{what}: expected plain tensors, got {type(tensor).__name__}: use its local tensor, e.g. to_local(), "
                 "or wait() for the result of a functional collective"
             )
-        if tensor.layout != torch.strided:
-            raise CollectiveError(f"{what}: expected dense tensors, got {tensor.layout}: convert with to_dense()")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested one: use its values()" if tensor.is_nested else f"{tensor.layout}: convert with to_dense()"
+            raise CollectiveError(f"{what}: expected dense tensors, got {kind}")
     first = listed[0]
     for tensor in listed[1:]:
         if tensor.dtype != first.dtype or tensor.device != first.device:

@@ -74,6 +74,7 @@ def all_gather_into_tensor(
         return torch_verbs.all_gather(call, output, input, [output_tensor], async_op)
     if plan.program is not None:
         return call.start(plan.program, (output, input), [output_tensor], step, async_op)
+    input = torch_verbs.unstraddled(input, output, input)
     whole = output.detach().contiguous()
     parts = [Flat([part]) for part in whole.view(world, -1).unbind()]
     lane = operations.GatherLane(parts, Flat([input]), plan.cut, plan.codec)

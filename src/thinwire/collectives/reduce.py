@@ -58,7 +58,7 @@ def all_reduce_coalesced(
     step: int | None = None,
 ) -> Work | None:
     """Sum (or average) several tensors of one dtype in one message; otherwise like `all_reduce`."""
-    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, codec, algorithm, step)
+    return _all_reduce("all_reduce_coalesced", list(tensors), op, group, async_op, codec, algorithm, step)
 
 
 def _all_reduce(
@@ -153,6 +153,7 @@ def reduce_scatter_tensor(
         return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
     if plan.program is not None:
         return call.start(plan.program, (target, source), [output], step, async_op)
+    source = torch_verbs.unstraddled(source, source, target)
     lane = Lane(Flat([source]), plan.cut, plan.codec, plan.codec)
     operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], reduction.scale(world))
     return call.run(operation, [output], async_op)

@@ -154,6 +154,12 @@ def apart(out: Tensor, sent: Tensor) -> Tensor:
     return sent.clone() if sent.data_ptr() < ends and begins < sent.data_ptr() + sent.nbytes else sent
 
 
+def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
+    """What is read chunk by chunk; a copy where the part lies across rows of the whole, whose chunks are written."""
+    offset = part.data_ptr() - whole.data_ptr()
+    return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
+
+
 def alike(verb: str, sent: Tensor) -> transport.Alike:
     """What gloo can tell of a call. Its reduce_scatter is a sum; the bytes of all_to_all differ between ranks."""
     if verb == "all_to_all":
