@@ -26,7 +26,7 @@ from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
 from thinwire.integrations.names import Names, ParameterNames
 
-_VERSION = 1
+VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
 State = dict[str, Any]
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
@@ -40,18 +40,11 @@ def save(averager: Averager, restorer: "Restorer", step: int, group: dist.Proces
     own = _state(averager, restorer, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
     if not gather:
         return own
-    errors = dict(own["errors"][str(rank)])
-    names = sorted(errors)
-    lost = {_ERRORS: torch.tensor([errors[name] for name in names], dtype=torch.float64)}
-    found = gather_parts({**own["ranks"][str(rank)], **lost}, group)
+    found, errors = gather_measured(own["ranks"][str(rank)], dict(own["errors"][str(rank)]), group)
     if not found:
         return {}
-    shared = [part.pop(_ERRORS).tolist() for part in found]
-    return {
-        **own,
-        "ranks": {str(k): part for k, part in enumerate(found)},
-        "errors": {str(k): list(zip(names, values, strict=True)) for k, values in enumerate(shared)},
-    }
+    ranks = {str(k): part for k, part in enumerate(found)}
+    return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
 def blank(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, world: int) -> State:
@@ -70,7 +63,7 @@ def _state(
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
     errors = sorted(averager.errors.by_name().items())
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "step": step,
         "world": world,
         "layout": [list(names) for names in restorer.layout],
@@ -106,6 +99,15 @@ def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str,
         for rank, part in enumerate(parts):
             found[rank][name] = part.cpu()
     return found
+
+
+def gather_measured(
+    own: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
+) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
+    """`gather_parts`, and with them every rank's errors by parameter."""
+    lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
+    found = gather_parts({**own, _ERRORS: lost}, group)
+    return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
 
 
 def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
@@ -179,7 +181,7 @@ def load(
     """
     rank = group.rank()
     world = group.size()
-    head = _head(states)
+    head = head_of(states, "step")
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
     check_numbers(head["step"], head["world"], head["mean"], *parts.values())
     files = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
@@ -208,17 +210,17 @@ def load(
     return int(head["step"])
 
 
-def _head(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first state, if all are of one step and world."""
+def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]:
+    """The first state, if all are of one step, which stands under that key, and of one world."""
     if not states:
         raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
     for state in states:
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
-        if (state["step"], state["world"]) != (states[0]["step"], states[0]["world"]):
+        if (state[step], state["world"]) != (states[0][step], states[0]["world"]):
             raise CollectiveError(
                 "load_state_dict: the states are of different steps or worlds: "
-                f"{[(state['step'], state['world']) for state in states]}"
+                f"{[(state[step], state['world']) for state in states]}"
             )
     return states[0]
 

@@ -30,6 +30,7 @@ from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
 
 Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
+SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they are shown
 _NUMBERS = 1 << 14  # by which a codec is judged
 _SHOWN = 3  # parameters that a warning names
 
@@ -72,7 +73,7 @@ class Stats:
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
+        seconds = {name.removesuffix("_s"): getattr(self, name) for name in SECONDS}
         bad = f", {self.nonfinite} chunks not finite" if self.nonfinite else ""
         bad += f", {self.skipped} steps skipped" if self.skipped else ""
         replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
@@ -99,10 +100,7 @@ class Tally:
 
     bytes_sent: int = 0
     bytes_plain: int = 0
-    encode_s: float = 0.0
-    reduce_s: float = 0.0
-    decode_s: float = 0.0
-    wire_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
     skipped: int = 0  # steps that were left out, see nonfinite.py
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
@@ -136,8 +134,7 @@ class BucketMeter:
 
     def stage(self, index: int, began: float, ended: float) -> None:
         """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
-        name = {0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")
-        setattr(self._tally, name, getattr(self._tally, name) + ended - began)
+        self._tally.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
         self._stages.append((index, began, ended))
 
     def close(self) -> None:
@@ -147,7 +144,7 @@ class BucketMeter:
         sent = self._stages[0][2]
         last = max(began for _, began, _ in self._stages)
         work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
-        self._tally.wire_s += max(0.0, last - sent - work)
+        self._tally.seconds["wire_s"] += max(0.0, last - sent - work)
 
 
 class ErrorWatch:
