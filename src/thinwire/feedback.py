@@ -350,16 +350,11 @@ class Ledger:
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these."""
-        touched: dict[int, tuple[Memory, Tensor]] = {}
         for name in names:
             self._loose.pop(name, None)
             if name in self._at:
                 memory, begin, end = self._at.pop(name)
-                if id(memory) not in touched:
-                    touched[id(memory)] = memory, memory.read().clone()
-                touched[id(memory)][1][begin:end] = 0
-        for memory, values in touched.values():
-            memory.fill(values)
+                memory.put((begin, end), memory.times((begin, end), 0.0), True)
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:

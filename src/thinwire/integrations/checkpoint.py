@@ -29,15 +29,16 @@ from thinwire.integrations.names import Names, ParameterNames
 VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
 State = dict[str, Any]
+Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
 Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 
 
-def save(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
+def save(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
     """This rank's state; with `gather` those of all ranks as one, on the first rank, and an empty one on the others."""
     rank = group.rank()
     memories = averager.memories
-    own = _state(averager, restorer, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
+    own = _state(averager, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
     if not gather:
         return own
     found, errors = gather_measured(own["ranks"][str(rank)], dict(own["errors"][str(rank)]), group)
@@ -47,14 +48,14 @@ def save(averager: Averager, restorer: "Restorer", step: int, group: dist.Proces
     return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
-def blank(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, world: int) -> State:
+def blank(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
     wanted: dict[int, ByName] = {k: {} for k in range(group.rank(), world, group.size())}
-    return _state(averager, restorer, step, world, wanted, {})
+    return _state(averager, layout, step, world, wanted, {})
 
 
 def _state(
-    averager: Averager, restorer: "Restorer", step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+    averager: Averager, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
 ) -> State:
     """A state of `world` ranks that holds what these of them remember."""
     memories = averager.memories
@@ -66,7 +67,7 @@ def _state(
         "version": VERSION,
         "step": step,
         "world": world,
-        "layout": [list(names) for names in restorer.layout],
+        "layout": [list(names) for names in layout],
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
         "decisions": averager.decisions.state_dict(),
         "errors": {str(k): list(errors) for k in ranks},
@@ -173,11 +174,10 @@ def load(
     group: dist.ProcessGroup,
     names: ParameterNames,
     averager: Averager,
-    restorer: "Restorer",
-) -> int:
+) -> tuple[int, Layout | None, Collection[str] | None]:
     """Let this rank go on from these states: what rank k remembered goes to rank k % world.
 
-    Gives the step to go on with; raises before anything has changed.
+    Gives the step to go on with, and what `Restorer.restore` takes; raises before anything has changed.
     """
     rank = group.rank()
     world = group.size()
@@ -206,8 +206,7 @@ def load(
     loaded = {*own, *(name for part in parts.values() for name in part)}
     names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may still bring them
     filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
-    restorer.restore(layout, filled if names.from_model else None)
-    return int(head["step"])
+    return int(head["step"]), layout, filled if names.from_model else None
 
 
 def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]:
@@ -239,7 +238,7 @@ class Restorer:
         """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
         return self._last if self._wanted is None else self._wanted
 
-    def restore(self, layout: Sequence[Names] | None, loaded: Collection[str] | None = None) -> None:
+    def restore(self, layout: Layout | None, loaded: Collection[str] | None = None) -> None:
         """Begin anew, with these buckets or, if there are none, with DDP's own.
 
         loaded: the parameters that a checkpoint knows by name; None if it has their numbers only.

@@ -4,7 +4,6 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_name
+from thinwire.integrations.names import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.stats import Handle, Stats
@@ -192,9 +191,8 @@ class DDPState(Handle):
     def _hooked(self) -> list[DistributedDataParallel]:
         """The models that this state was registered on: by compress_ddp, which says so, or by hand."""
         if self._models is None:
-            every = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-            mine = [model for model in every if any(held is self for _, held in model._comm_hooks)]
-            self._models = [weakref.ref(model) for model in mine]
+            every = living(DistributedDataParallel)
+            self._models = [weakref.ref(one) for one in every if any(held is self for _, held in one._comm_hooks)]
         return [model for found in self._models if (model := found()) is not None]
 
     def _check_world(self) -> None:
@@ -235,7 +233,7 @@ class DDPState(Handle):
             All load that one state.
         """
         group = transport.resolve(self.process_group)
-        return checkpoint.save(self._averager, self._restorer, self.step, group, gather=gather)
+        return checkpoint.save(self._averager, self._restorer.layout, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
@@ -245,7 +243,7 @@ class DDPState(Handle):
         self._decisions.check_family("compress_ddp")
         group = transport.resolve(self.process_group)
         old = group.size() if world is None else world
-        return checkpoint.blank(self._averager, self._restorer, self.step, group, old)
+        return checkpoint.blank(self._averager, self._restorer.layout, self.step, group, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
@@ -254,7 +252,8 @@ class DDPState(Handle):
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = transport.resolve(self.process_group)
-        self.step = checkpoint.load(states, group, self._names, self._averager, self._restorer)
+        self.step, layout, loaded = checkpoint.load(states, group, self._names, self._averager)
+        self._restorer.restore(layout, loaded)
         self._ended = True
 
     def __getstate__(self) -> dict[str, Any]:

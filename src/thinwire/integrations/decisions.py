@@ -18,12 +18,11 @@ from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
 from thinwire.errors import CollectiveError, OptimizerError
 from thinwire.integrations import auto, policy
-from thinwire.integrations.moments import Moments
+from thinwire.integrations.moments import Agree, Moments
 from thinwire.integrations.names import Names, ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.optim import OneBitAdam
 
-Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
@@ -319,11 +318,7 @@ def _base_of(choice: Codec | policy.Budget) -> Codec:
 
 
 def _saw(
-    found: "weakref.ref[Decisions]",
-    names: ParameterNames,
-    optimizer: Optimizer,
-    args: object,
-    kwargs: object,
+    found: "weakref.ref[Decisions]", names: ParameterNames, optimizer: Optimizer, args: object, kwargs: object
 ) -> None:
     decisions = found()
     if decisions is None:

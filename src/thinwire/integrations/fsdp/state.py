@@ -314,12 +314,6 @@ def _no_less(inside: Codec, across: CodecLike) -> Codec:
     return found if isinstance(found, Identity) else inside
 
 
-def _compare(groups: Sequence[ParameterGroup], options: str) -> None:
-    """Raise on all ranks unless they were given the same options."""
-    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
-        Call(channel, f"compress_fsdp({options})", anew=True)
-
-
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """Gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -381,7 +375,9 @@ def compress_fsdp(
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(groups, asked, within, gathered)
-    _compare(groups, f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}")
+    agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
+    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
+        Call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
     state._install(Rules(asked.exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
         warnings.warn(
