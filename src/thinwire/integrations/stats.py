@@ -161,12 +161,7 @@ class ErrorWatch:
         self.looked = False  # whether anything was seen
 
     def lost(
-        self,
-        span: tuple[int, int],
-        message: Tensor,
-        decoded: Tensor,
-        codec: Codec,
-        given: Tensor | None = None,
+        self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, given: Tensor | None = None
     ) -> None:
         """`message`, which feedback made of `given` if there is any, was encoded as what says `decoded`."""
         begin, end = span
@@ -254,18 +249,18 @@ class Drift:
                     lost, given, _ = sums.get(known, (0.0, 0.0, bound))
                     sums[known] = lost + squares[0], given + squares[1], bound
         over: dict[str, float] = {}
-        times: dict[str, tuple[float, float]] = {}  # the residual, and its bound, in multiples of the gradient
+        times: dict[str, str] = {}  # the residual, and its bound, in multiples of the gradient
         for name, (lost, given, bound) in sums.items():
             if given > 0.0 and math.isfinite(lost) and lost > bound * bound * given:
                 over[name] = lost
-                times[name] = math.sqrt(lost / given), bound
+                times[name] = f"{name} ({math.sqrt(lost / given):.1f} times, at most {bound:.1f} expected)"
         lasting = [name for name, lost in over.items() if lost >= 0.5 * self._over.get(name, math.inf)]
         self._over = over
         news = [name for name in lasting if name not in self._told]
         self._told.update(news)
         if not news:
             return ""
-        shown = ", ".join(f"{n} ({times[n][0]:.1f} times, at most {times[n][1]:.1f} expected)" for n in news[:_SHOWN])
+        shown = ", ".join(times[name] for name in news[:_SHOWN])
         more = f" and {len(news) - _SHOWN} more" if len(news) > _SHOWN else ""
         return (
             f"error feedback remembers many times the present gradients of {shown}{more}. Old gradients drown the new "
