@@ -308,10 +308,9 @@ class Ledger:
         return self._lanes[key]
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
-        names = [piece.name for piece in pieces if piece.name is not None]
-        known = self.read(names)
+        known = self.read([piece.name for piece in pieces if piece.name is not None])
         memory = new_memory(sum(piece.numel for piece in pieces), self.dtype, device)
-        if any(name in known for name in names):
+        if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
             memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
         at = 0

@@ -321,17 +321,16 @@ def _saw(
     found: "weakref.ref[Decisions]", names: ParameterNames, optimizer: Optimizer, args: object, kwargs: object
 ) -> None:
     decisions = found()
-    if decisions is None:
+    stepped = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+    mine = [name for name in stepped if name is not None]
+    if decisions is None or not mine:
         return
-    if any(names.get(p) is not None for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
-            raise OptimizerError(
-                "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
-                "momentum: pass compress_ddp(..., optimizer=) the optimiser"
-            )
-        decisions.moments.saw(optimizer)
+    if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
+        raise OptimizerError(
+            "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
+            "momentum: pass compress_ddp(..., optimizer=) the optimiser"
+        )
+    decisions.moments.saw(optimizer)
     family = policy.family(optimizer)
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        name = names.get(p)
-        if name is not None:
-            decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])
+    for name in mine:
+        decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])

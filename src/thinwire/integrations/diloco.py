@@ -349,17 +349,13 @@ class DiLoCo(Handle):
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
         self._settle(list(self._under_way))
-        for index, learnt in enumerate(self._learnt()):
-            if learnt:  # an outer step without it would follow the momentum alone
+        own = [float(fragment.has_learnt()) for fragment in self._fragments]
+        learnt = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
+        for index, on_any_rank in enumerate(learnt):
+            if on_any_rank:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
                 self._settle(list(self._under_way))
         self._spread(self._buffers)
-
-    def _learnt(self) -> list[bool]:
-        """Whether any rank's parameters differ from the outer ones, by fragment."""
-        found = [float(fragment.has_learnt()) for fragment in self._fragments]
-        told = over_groups("DiLoCo.synchronize", (self._group,), self._device, found, dist.ReduceOp.MAX)
-        return [bool(one) for one in told]
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""

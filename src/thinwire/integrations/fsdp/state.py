@@ -355,7 +355,7 @@ def compress_fsdp(
         gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
     on_nonfinite: as for compress_ddp. "raise" and "skip" need one mesh for all parameters, and cost one small
         all_reduce per backward pass.
-    warmup_steps, optimizer, error_budget, replan_every, measure_every: as for compress_ddp.
+    warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.
     """
     check_known("compress_fsdp", SharedKeywords, options)
     groups = groups_of(model) if isinstance(model, nn.Module) else []
