@@ -40,6 +40,13 @@ class Arguments(griffe.Extension):
             head, first, rest = _partition(STARRED.sub(r"`\g<0>`", obj.docstring.value))
             obj.docstring.value = head + ARGUMENT.sub(r"- `\g<names>`: ", first + rest)
 
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Keywords that `unpack_typeddict` has spelled out get the defaults of the dataclass that has them."""
+        fields = func.package["integrations.options.DDPOptions"].members
+        for parameter in func.parameters:
+            if parameter.default == "..." and parameter.name in fields:
+                parameter.default = fields[parameter.name].value
+
 
 def _partition(text: str) -> tuple[str, str, str]:
     """What comes before the first argument, with an empty line, the argument's name, and the rest."""

@@ -325,7 +325,8 @@ def compiled(verb: Verb, backend: str = "aot_eager") -> Verb:
 def compare_compiled(group: Group, backend: str, names: list[str]) -> list[str]:
     wrong = []
     for name in names:
-        verb = verbs(group, codec=thinwire.Lloyd(4), backward_codec="int8")[name]
+        how = {"codec": thinwire.Lloyd(4), "backward_codec": "int8", "algorithm": "compressed", "step": 0}
+        verb = verbs(group, **how)[name]
         x = random_input(name, group)
         eager = gradient(lambda x, verb=verb: verb(x * 2) + 1, x, 3)
         traced = gradient(compiled(verb, backend), x, 3)

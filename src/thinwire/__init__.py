@@ -1,113 +1,70 @@
 """thinwire: everything a PyTorch training job puts on the wire, in 1 to 8 bits.
 
 The public surface and nothing else. A name is imported when it is first used, so that `thinwire --help` needs no torch.
-To add one: a line in `__all__`, the same in `_NAMES`, and the import that type checkers read.
+To add one: a word in `_NAMES`, and the import that type checkers read.
 """
 
 import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from thinwire import functional, hooks, optim, qat
-    from thinwire.codecs import BlockInt, ByName, BySize, Cast, Codec, Identity, Lloyd, TopK, Trellis, codec
+    from thinwire import functional as functional, hooks as hooks, optim as optim, qat as qat
+    from thinwire.codecs import (
+        BlockInt as BlockInt,
+        ByName as ByName,
+        BySize as BySize,
+        Cast as Cast,
+        Codec as Codec,
+        Identity as Identity,
+        Lloyd as Lloyd,
+        TopK as TopK,
+        Trellis as Trellis,
+        codec as codec,
+    )
     from thinwire.collectives import (
-        Work,
-        all_gather,
-        all_gather_into_tensor,
-        all_gather_single,
-        all_reduce,
-        all_reduce_coalesced,
-        all_to_all,
-        all_to_all_single,
-        broadcast,
-        explain,
-        measure,
-        reduce_scatter_single,
-        reduce_scatter_tensor,
-        use_checksums,
+        Work as Work,
+        all_gather as all_gather,
+        all_gather_into_tensor as all_gather_into_tensor,
+        all_gather_single as all_gather_single,
+        all_reduce as all_reduce,
+        all_reduce_coalesced as all_reduce_coalesced,
+        all_to_all as all_to_all,
+        all_to_all_single as all_to_all_single,
+        broadcast as broadcast,
+        explain as explain,
+        measure as measure,
+        reduce_scatter_single as reduce_scatter_single,
+        reduce_scatter_tensor as reduce_scatter_tensor,
+        use_checksums as use_checksums,
     )
     from thinwire.errors import (
-        BackendError,
-        CodecError,
-        CollectiveError,
-        DisagreementError,
-        MissingPackageError,
-        NonfiniteError,
-        OptimizerError,
-        PeerError,
-        QatError,
-        QatStateError,
-        QatTypeError,
-        ThinwireError,
-        WireError,
+        BackendError as BackendError,
+        CodecError as CodecError,
+        CollectiveError as CollectiveError,
+        DisagreementError as DisagreementError,
+        MissingPackageError as MissingPackageError,
+        NonfiniteError as NonfiniteError,
+        OptimizerError as OptimizerError,
+        PeerError as PeerError,
+        QatError as QatError,
+        QatStateError as QatStateError,
+        QatTypeError as QatTypeError,
+        ThinwireError as ThinwireError,
+        WireError as WireError,
     )
-    from thinwire.feedback import RowCopy, RowFeedback
+    from thinwire.feedback import RowCopy as RowCopy, RowFeedback as RowFeedback
     from thinwire.integrations import (
-        DDPHandle,
-        DDPState,
-        DiLoCo,
-        FSDPState,
-        Stats,
-        compress_ddp,
-        compress_fsdp,
-        ddp_hook,
+        DDPHandle as DDPHandle,
+        DDPState as DDPState,
+        DiLoCo as DiLoCo,
+        FSDPState as FSDPState,
+        Stats as Stats,
+        compress_ddp as compress_ddp,
+        compress_fsdp as compress_fsdp,
+        ddp_hook as ddp_hook,
     )
-    from thinwire.kernels import use_backend
+    from thinwire.kernels import use_backend as use_backend
 
-__all__ = [
-    "BackendError",
-    "BlockInt",
-    "ByName",
-    "BySize",
-    "Cast",
-    "Codec",
-    "CodecError",
-    "CollectiveError",
-    "DDPHandle",
-    "DDPState",
-    "DiLoCo",
-    "DisagreementError",
-    "FSDPState",
-    "Identity",
-    "Lloyd",
-    "MissingPackageError",
-    "NonfiniteError",
-    "OptimizerError",
-    "PeerError",
-    "QatError",
-    "QatStateError",
-    "QatTypeError",
-    "RowCopy",
-    "RowFeedback",
-    "Stats",
-    "ThinwireError",
-    "TopK",
-    "Trellis",
-    "WireError",
-    "Work",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "codec",
-    "compress_ddp",
-    "compress_fsdp",
-    "ddp_hook",
-    "explain",
-    "functional",
-    "hooks",
-    "measure",
-    "optim",
-    "qat",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "use_backend",
-    "use_checksums",
-]
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
@@ -122,6 +79,7 @@ _NAMES = {
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(["functional", "hooks", "optim", "qat", *_MODULE_OF])
 
 if not typing.TYPE_CHECKING:  # which would let a checker take any name
 

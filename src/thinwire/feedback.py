@@ -42,18 +42,22 @@ class Memory:
         """Bytes held."""
         return self._values.nbytes
 
+    def _of(self, span: Span) -> Tensor:
+        """The numbers of a span."""
+        return self._values[span[0] : span[1]]
+
     def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
         """out = x + factor * memory, in the precision of out."""
-        kept = self._values[span[0] : span[1]]
+        kept = self._of(span)
         torch.add(x, kept if out.dtype in (x.dtype, kept.dtype) else kept.to(out.dtype), alpha=factor, out=out)
 
     def times(self, span: Span, factor: float) -> Tensor:
         """factor * memory, in fp32."""
-        return self._values[span[0] : span[1]].to(torch.float32) * factor
+        return self._of(span).to(torch.float32) * factor
 
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory = values, if fine."""
-        kept = self._values[span[0] : span[1]]
+        kept = self._of(span)
         if isinstance(fine, Tensor):
             kept.copy_(torch.where(fine, values, kept))
         elif fine:
@@ -61,7 +65,7 @@ class Memory:
 
     def add(self, span: Span, values: Tensor, fine: Fine) -> None:
         """memory += values, if fine."""
-        kept = self._values[span[0] : span[1]]
+        kept = self._of(span)
         if isinstance(fine, Tensor):
             kept.copy_(torch.where(fine, kept + values, kept))
         elif fine:
@@ -96,12 +100,6 @@ class CodedMemory(Memory):
         loose = 0 if self._loose is None else self._loose.nbytes
         return loose + sum(wire.nbytes for wire in self._wires.values())
 
-    def add_to(self, span: Span, x: Tensor, factor: float, out: Tensor) -> None:
-        torch.add(x, self._of(span), alpha=factor, out=out)
-
-    def times(self, span: Span, factor: float) -> Tensor:
-        return self._of(span) * factor
-
     def put(self, span: Span, values: Tensor, fine: Fine) -> None:
         if isinstance(fine, Tensor):
             values = torch.where(fine, values, self._of(span))
@@ -109,7 +107,6 @@ class CodedMemory(Memory):
         if not fine or not values.numel():
             return
         self._settle(span)
-        span = (span[0], span[1])
         if span not in self._wires:
             nbytes = self._codec.wire_bytes(values.numel())
             self._wires[span] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -132,17 +129,16 @@ class CodedMemory(Memory):
     def _of(self, span: Span) -> Tensor:
         begin, end = span
         self._loosen(span)
-        wire = self._wires.get((begin, end))
-        if wire is None:
+        if span not in self._wires:
             return torch.zeros(end - begin, device=self._device) if self._loose is None else self._loose[begin:end]
         values = torch.empty(end - begin, device=self._device)
-        self._codec.decode(wire, values)
+        self._codec.decode(self._wires[span], values)
         return values
 
     def _loosen(self, span: Span) -> None:
         """Where spans are cut anew, all values become loose."""
         begin, end = span
-        if (begin, end) not in self._wires and any(low < end and begin < high for low, high in self._wires):
+        if span not in self._wires and any(low < end and begin < high for low, high in self._wires):
             self._loose = self.read()
             self._wires.clear()
 
@@ -152,7 +148,7 @@ class CodedMemory(Memory):
         if self._loose is None:
             return
         self._loose[span[0] : span[1]] = 0
-        if sum(end - begin for begin, end in {*self._wires, (span[0], span[1])}) >= self._numel:
+        if sum(end - begin for begin, end in {*self._wires, span}) >= self._numel:
             self._loose = None
 
 
@@ -312,10 +308,9 @@ class Ledger:
         return self._lanes[key]
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
-        names = [piece.name for piece in pieces if piece.name is not None]
-        known = self.read(names)
+        known = self.read([piece.name for piece in pieces if piece.name is not None])
         memory = new_memory(sum(piece.numel for piece in pieces), self.dtype, device)
-        if any(name in known for name in names):
+        if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
             memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
         at = 0
@@ -354,16 +349,11 @@ class Ledger:
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget these."""
-        touched: dict[int, tuple[Memory, Tensor]] = {}
         for name in names:
             self._loose.pop(name, None)
             if name in self._at:
                 memory, begin, end = self._at.pop(name)
-                if id(memory) not in touched:
-                    touched[id(memory)] = memory, memory.read().clone()
-                touched[id(memory)][1][begin:end] = 0
-        for memory, values in touched.values():
-            memory.fill(values)
+                memory.put((begin, end), memory.times((begin, end), 0.0), True)
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:

@@ -40,7 +40,7 @@ __all__ = ["all_gather", "all_reduce", "all_to_all_single", "reduce_scatter"]
 
 _Op = Callable[..., Tensor]
 _Splits = Sequence[int] | None
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
 def all_reduce(
@@ -134,7 +134,7 @@ _text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _op_name(op: object) -> str:
     if isinstance(op, str):
         return op
-    for name, known in _OPS.items():
+    for name, known in OPS.items():
         if known == op:
             return name
     return _text(op)
@@ -169,8 +169,8 @@ class _Way(NamedTuple):
 
 
 def _check(way: _Way, op: str = "sum") -> None:
-    if op not in _OPS:
-        raise CollectiveError(f"op must be one of {', '.join(_OPS)} (or ReduceOp.SUM, ReduceOp.AVG), got {op!r}")
+    if op not in OPS:
+        raise CollectiveError(f"op must be one of {', '.join(OPS)} (or ReduceOp.SUM, ReduceOp.AVG), got {op!r}")
     codec_named(way.codec)
     codec_named(way.backward_codec)
 
@@ -190,17 +190,13 @@ def _check_divides(length: int, dim: int, world: int) -> int:
     return length // world
 
 
-def _check_rows(name: str, splits: Sequence[int] | None, world: int) -> None:
-    if splits is not None and len(splits) != world:
-        raise CollectiveError(f"{name} must have one entry for each of {world} ranks, got {len(splits)}")
-
-
 def _rows(x: Tensor, out_rows: Sequence[int] | None, in_rows: Sequence[int] | None, world: int) -> int:
     """How many rows all_to_all_single gives. Numbers not known yet while tracing are judged when the op runs."""
     if x.dim() == 0:
         raise CollectiveError("all_to_all_single exchanges rows: expected one dimension or more, got a scalar")
-    _check_rows("output_split_sizes", out_rows, world)
-    _check_rows("input_split_sizes", in_rows, world)
+    for name, splits in (("output_split_sizes", out_rows), ("input_split_sizes", in_rows)):
+        if splits is not None and len(splits) != world:
+            raise CollectiveError(f"{name} must have one entry for each of {world} ranks, got {len(splits)}")
     if in_rows is None or out_rows is None:
         _check_divides(x.shape[0], 0, world)
     if in_rows is not None and _known(sum(in_rows) != x.shape[0]):
@@ -255,7 +251,7 @@ def _reduced_shape(x: Tensor, op: str, way: _Way) -> torch.Size:
 
 def _reduce(out: Tensor, x: Tensor, op: str, way: _Way) -> None:
     out.copy_(x)
-    collectives.all_reduce(out, _OPS[op], way.ranks, **way.settings)
+    collectives.all_reduce(out, OPS[op], way.ranks, **way.settings)
 
 
 _all_reduce: _Op = _op(
@@ -299,7 +295,7 @@ def _scattered_shape(x: Tensor, op: str, dim: int, way: _Way) -> list[int]:
 def _scatter(out: Tensor, x: Tensor, op: str, dim: int, way: _Way) -> None:
     in_rows = dim % x.dim() == 0 or x.numel() == 0
     parts = x.contiguous() if in_rows else torch.cat(x.split(out.shape[dim], dim))
-    collectives.reduce_scatter_tensor(out, parts, _OPS[op], way.ranks, **way.settings)
+    collectives.reduce_scatter_tensor(out, parts, OPS[op], way.ranks, **way.settings)
 
 
 def _scatter_backward(grad: Tensor, op: str, dim: int, way: _Way) -> Tensor:

@@ -39,7 +39,7 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
 _LONGEST = (1 << 32) - 8  # of all blocks
 _EIGHT_BITS = "int8:block={},mode=affine"
 
@@ -226,7 +226,7 @@ def _reduce(
         return buffer
 
     buffer: Tensor = bucket.buffer()
-    work = collectives.all_reduce(carried, _OPS[op], group, True, codec=codec, algorithm=algorithm)
+    work = collectives.all_reduce(carried, functional.OPS[op], group, True, codec=codec, algorithm=algorithm)
     assert work is not None
     return work.get_future().then(finish)
 

@@ -117,20 +117,16 @@ class OneBitAdam(Optimizer):
                 loss = closure()
         frozen = self.frozen
         for group in self.param_groups:
-            self._step_group(group, frozen)
+            for p in (p for p in group["params"] if p.grad is not None):
+                if p.grad.is_sparse or p.is_complex():
+                    raise OptimizerError("OneBitAdam takes real parameters and dense gradients")
+                update = self._update(p, group, frozen)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
         self.param_groups[0]["steps"] += 1
         if self.frozen and not frozen:
             self._freeze()
         self._arrived.clear()
         return loss
-
-    def _step_group(self, group: dict[str, Any], frozen: bool) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for p in parameters:
-            if p.grad.is_sparse or p.is_complex():
-                raise OptimizerError("OneBitAdam takes real parameters and dense gradients")
-            update = self._update(p, group, frozen)
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _update(self, p: Tensor, group: dict[str, Any], frozen: bool) -> Tensor:
         """The momentum, its bias removed, over the root of the variance."""

@@ -10,9 +10,10 @@ docs/reference/wire-format.md describes every byte, with a worked example.
 
 import ctypes
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,16 @@ KEPT_UNIT = 16  # numbers of a topk block; byte 5 of the header counts the kept 
 IDENTITY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def hash_once(self: Any) -> int:
+    """The `__hash__` of a frozen dataclass whose objects are looked up in caches at every call."""
+    try:
+        found: int = self._hash
+    except AttributeError:
+        found = hash(tuple(getattr(self, field.name) for field in fields(self)))
+        object.__setattr__(self, "_hash", found)
+    return found
+
+
 @dataclass(frozen=True)
 class Format:
     """Everything that fixes the meaning of a wire's bytes, apart from its length and rotation key."""
@@ -78,12 +89,7 @@ class Format:
     variant: int
     block: int  # elements under one scale; 0 where there are no scales
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.kind, self.bits, self.variant, self.block))
+    __hash__ = hash_once
 
     @cached_property
     def gaussian(self) -> bool:
@@ -107,12 +113,8 @@ class Layout:
     format: Format
     numel: int
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.format, self.numel))
+    scales_at = HEADER_BYTES  # byte offset of the scales
+    __hash__ = hash_once
 
     @cached_property
     def num_blocks(self) -> int:
@@ -163,11 +165,6 @@ class Layout:
         return self.kept + (self.format.block >> self.low_bits)
 
     @cached_property
-    def scales_at(self) -> int:
-        """Byte offset of the scales."""
-        return HEADER_BYTES
-
-    @cached_property
     def minima_at(self) -> int:
         """Byte offset of the minima; where there are none, the end of the scales."""
         return self.scales_at + _aligned(2 * self.num_blocks)
@@ -175,17 +172,15 @@ class Layout:
     @cached_property
     def planes(self) -> tuple[tuple[int, int], ...]:
         """(width, byte offset) of every code plane. Widths over 8 are plain little-endian numbers."""
-        paired = self.affine or self.format.kind == Kind.TOPK
-        at = self.minima_at + (_aligned(2 * self.num_blocks) if paired else 0)
+        is_topk = self.format.kind == Kind.TOPK
+        at = self.minima_at + (_aligned(2 * self.num_blocks) if self.affine or is_topk else 0)
+        widths = PLANES.get(self.format.bits, (self.format.bits,))
+        if is_topk:
+            widths = (self.format.bits, *PLANES[self.low_bits], 1)
         placed = []
-        if self.format.kind == Kind.TOPK:
-            for width in (self.format.bits, *PLANES[self.low_bits], 1):
-                placed.append((width, at))
-                at += self.num_blocks * self.kept * width // 8
-            return tuple(placed)
-        for width in PLANES.get(self.format.bits, (self.format.bits,)):
+        for width in widths:
             placed.append((width, at))
-            at += self.num_codes * width // 8
+            at += (self.num_blocks * self.kept if is_topk else self.num_codes) * width // 8
         return tuple(placed)
 
     @cached_property
@@ -200,11 +195,6 @@ class Layout:
     def plain_dtype(self) -> torch.dtype:
         """Of the numbers themselves, where there are no scales."""
         return torch.bfloat16 if self.format.kind == Kind.CAST else IDENTITY_DTYPES[self.format.variant]
-
-    @cached_property
-    def plain_header(self) -> bytes:
-        """The header of a wire that is not rotated."""
-        return self.header()
 
     def header(self, key: int = 0) -> bytes:
         """The 32 bytes a wire of this layout starts with."""
@@ -230,7 +220,7 @@ def read_key(layout: Layout, wires_WN: Tensor) -> int:
     """
     heads = _heads(wires_WN)
     key: int = _HEADER.unpack(heads[0])[8] if layout.format.rotated else 0
-    expected = layout.header(key) if key else layout.plain_header
+    expected = layout.header(key)
     for rank, head in enumerate(heads):
         if head != expected:
             raise WireError(_mismatch(layout, rank, head, key))
@@ -286,13 +276,8 @@ def all_finite(layout: Layout, wires_WN: Tensor) -> Tensor:
     """Whether the wires hold finite numbers only: a block that does not has a scale that is not."""
     if not layout.numel:
         return torch.ones((), dtype=torch.bool, device=wires_WN.device)
-    if layout.format.block:
-        at = layout.scales_at
-        dtype = torch.bfloat16
-        count = layout.num_blocks
-    else:
-        at = layout.planes[0][1]
-        dtype = layout.plain_dtype
-        count = layout.numel
+    at, count, dtype = layout.scales_at, layout.num_blocks, torch.bfloat16
+    if not layout.format.block:
+        at, count, dtype = layout.planes[0][1], layout.numel, layout.plain_dtype
     values = wires_WN[:, at : at + count * dtype.itemsize].clone(memory_format=torch.contiguous_format).view(dtype)
     return values.isfinite().all()

@@ -23,7 +23,7 @@ from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import BucketMeter, Drift, Stats, StepErrors, Tally
+from thinwire.integrations.stats import SECONDS, BucketMeter, Drift, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
 
@@ -254,6 +254,9 @@ class Averager:
     def stats(self, step: int) -> Stats:
         """What compression did in `step` steps on this rank."""
         tally = self.tally
+        coded = [bucket for bucket in list(self._buckets.values()) if bucket.message is not None]
+        numel = sum(bucket.numel for bucket in coded)
+        channels = {bucket.message.channel for bucket in coded}
         return Stats(
             steps=step,
             codec=str(self.decisions.schedule),
@@ -261,30 +264,14 @@ class Averager:
             chosen=self.decisions.why,
             bytes_sent=tally.bytes_sent,
             bytes_plain=tally.bytes_plain,
-            bits_per_element=self.bits_per_element,
+            bits_per_element=8 * sum(bucket.message.wire_bytes for bucket in coded) / numel if numel else None,
             relative_error=self.errors.relative,
             nonfinite=tally.all_nonfinite,
-            encode_s=tally.encode_s if tally.timed else None,
-            decode_s=tally.decode_s if tally.timed else None,
-            reduce_s=tally.reduce_s if tally.timed else None,
-            wire_s=tally.wire_s if tally.timed else None,
+            **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
-            scratch_bytes=self.scratch_bytes,
+            scratch_bytes=sum(c.scratch.nbytes + (c.rooms.nbytes if c.rooms else 0) for c in channels),
             skipped=tally.skipped,
         )
-
-    @property
-    def bits_per_element(self) -> float | None:
-        """Of the wires of all buckets; None before there are any."""
-        coded = [bucket for bucket in list(self._buckets.values()) if bucket.message is not None]
-        numel = sum(bucket.numel for bucket in coded)
-        return 8 * sum(bucket.message.wire_bytes for bucket in coded if bucket.message) / numel if numel else None
-
-    @property
-    def scratch_bytes(self) -> int:
-        messages = [bucket.message for bucket in list(self._buckets.values()) if bucket.message is not None]
-        channels = {message.channel for message in messages}
-        return sum(c.scratch.nbytes + (c.rooms.nbytes if c.rooms else 0) for c in channels)
 
     @property
     def feedback(self) -> str:

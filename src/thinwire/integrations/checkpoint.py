@@ -26,42 +26,36 @@ from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
 from thinwire.integrations.names import Names, ParameterNames
 
-_VERSION = 1
+VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
 State = dict[str, Any]
+Layout = Sequence[Names]  # the parameters of every bucket, in order
 _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph takes two
 Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 
 
-def save(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
+def save(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
     """This rank's state; with `gather` those of all ranks as one, on the first rank, and an empty one on the others."""
     rank = group.rank()
     memories = averager.memories
-    own = _state(averager, restorer, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
+    own = _state(averager, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
     if not gather:
         return own
-    errors = dict(own["errors"][str(rank)])
-    names = sorted(errors)
-    lost = {_ERRORS: torch.tensor([errors[name] for name in names], dtype=torch.float64)}
-    found = gather_parts({**own["ranks"][str(rank)], **lost}, group)
+    found, errors = gather_measured(own["ranks"][str(rank)], dict(own["errors"][str(rank)]), group)
     if not found:
         return {}
-    shared = [part.pop(_ERRORS).tolist() for part in found]
-    return {
-        **own,
-        "ranks": {str(k): part for k, part in enumerate(found)},
-        "errors": {str(k): list(zip(names, values, strict=True)) for k, values in enumerate(shared)},
-    }
+    ranks = {str(k): part for k, part in enumerate(found)}
+    return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
-def blank(averager: Averager, restorer: "Restorer", step: int, group: dist.ProcessGroup, world: int) -> State:
+def blank(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
     wanted: dict[int, ByName] = {k: {} for k in range(group.rank(), world, group.size())}
-    return _state(averager, restorer, step, world, wanted, {})
+    return _state(averager, layout, step, world, wanted, {})
 
 
 def _state(
-    averager: Averager, restorer: "Restorer", step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+    averager: Averager, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
 ) -> State:
     """A state of `world` ranks that holds what these of them remember."""
     memories = averager.memories
@@ -70,10 +64,10 @@ def _state(
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
     errors = sorted(averager.errors.by_name().items())
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "step": step,
         "world": world,
-        "layout": [list(names) for names in restorer.layout],
+        "layout": [list(names) for names in layout],
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
         "decisions": averager.decisions.state_dict(),
         "errors": {str(k): list(errors) for k in ranks},
@@ -106,6 +100,15 @@ def gather_parts(own: ByName, group: dist.ProcessGroup | None) -> list[dict[str,
         for rank, part in enumerate(parts):
             found[rank][name] = part.cpu()
     return found
+
+
+def gather_measured(
+    own: ByName, errors: Mapping[str, float], group: dist.ProcessGroup | None
+) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
+    """`gather_parts`, and with them every rank's errors by parameter."""
+    lost = torch.tensor([errors[name] for name in sorted(errors)], dtype=torch.float64)
+    found = gather_parts({**own, _ERRORS: lost}, group)
+    return found, [dict(zip(sorted(errors), part.pop(_ERRORS).tolist(), strict=True)) for part in found]
 
 
 def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, device: torch.device) -> State:
@@ -171,15 +174,14 @@ def load(
     group: dist.ProcessGroup,
     names: ParameterNames,
     averager: Averager,
-    restorer: "Restorer",
-) -> int:
+) -> tuple[int, Layout | None, Collection[str] | None]:
     """Let this rank go on from these states: what rank k remembered goes to rank k % world.
 
-    Gives the step to go on with; raises before anything has changed.
+    Gives the step to go on with, and what `Restorer.restore` takes; raises before anything has changed.
     """
     rank = group.rank()
     world = group.size()
-    head = _head(states)
+    head = head_of(states, "step")
     parts = {int(k): part for state in states for k, part in state["ranks"].items()}
     check_numbers(head["step"], head["world"], head["mean"], *parts.values())
     files = "load_state_dict([torch.load(f) for f in files]) with the files of all ranks"
@@ -204,21 +206,20 @@ def load(
     loaded = {*own, *(name for part in parts.values() for name in part)}
     names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may still bring them
     filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}
-    restorer.restore(layout, filled if names.from_model else None)
-    return int(head["step"])
+    return int(head["step"]), layout, filled if names.from_model else None
 
 
-def _head(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first state, if all are of one step and world."""
+def head_of(states: Sequence[Mapping[str, Any]], step: str) -> Mapping[str, Any]:
+    """The first state, if all are of one step, which stands under that key, and of one world."""
     if not states:
         raise CollectiveError("load_state_dict: expected a state or a list of all ranks' states, got an empty list")
     for state in states:
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
-        if (state["step"], state["world"]) != (states[0]["step"], states[0]["world"]):
+        if (state[step], state["world"]) != (states[0][step], states[0]["world"]):
             raise CollectiveError(
                 "load_state_dict: the states are of different steps or worlds: "
-                f"{[(state['step'], state['world']) for state in states]}"
+                f"{[(state[step], state['world']) for state in states]}"
             )
     return states[0]
 
@@ -237,7 +238,7 @@ class Restorer:
         """For a checkpoint: the buckets of the last step, or those that the next one has to restore."""
         return self._last if self._wanted is None else self._wanted
 
-    def restore(self, layout: Sequence[Names] | None, loaded: Collection[str] | None = None) -> None:
+    def restore(self, layout: Layout | None, loaded: Collection[str] | None = None) -> None:
         """Begin anew, with these buckets or, if there are none, with DDP's own.
 
         loaded: the parameters that a checkpoint knows by name; None if it has their numbers only.

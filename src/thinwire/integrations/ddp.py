@@ -4,7 +4,6 @@ handle = thinwire.compress_ddp(ddp_model)                       # one line; the 
 ddp_model.register_comm_hook(thinwire.DDPState(None, "int8"), thinwire.ddp_hook)   # the same by hand
 """
 
-import gc
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from thinwire.integrations import checkpoint
 from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import Names, ParameterNames, find_ddp, plain_name
+from thinwire.integrations.names import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.stats import Handle, Stats
@@ -51,7 +50,7 @@ class DDPState(Handle):
         model: nn.Module | None = None,
         **options: Unpack[DDPKeywords],
     ) -> None:
-        check_known(options)
+        check_known("compress_ddp", DDPKeywords, options)
         self._begin(process_group, DDPOptions(codec, **options), ParameterNames())
         if model is not None:
             self.name_parameters(model)
@@ -72,7 +71,7 @@ class DDPState(Handle):
         self._guard = None
         if options.on_nonfinite != "propagate":
             self._guard = Guard(options.on_nonfinite, self._averager.tally)
-        self._ddp: Callable[[], DistributedDataParallel | None] | None = None  # has this hook; once looked for
+        self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None  # with this hook; once looked for
         self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
 
@@ -182,19 +181,29 @@ class DDPState(Handle):
         if group.size() == 1 or self.closed:
             return
         if self.process_group is None and self._averager.group is None:
-            _check_group(self)
+            self._check_world()
         if self._decisions.weighs and self.step > 0:
-            self._decisions.moments.uneven = self._joins()
+            # In a Join, or after one, ranks may have taken different numbers of steps.
+            self._decisions.moments.uneven = any(model._join_config.enable for model in self._hooked())
         self._averager.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
 
-    def _joins(self) -> bool:
-        """Whether the model trains, or has trained, in a Join: its ranks may have taken different numbers of steps."""
-        if self._ddp is None:
-            found = _models_of(self)
-            self._ddp = weakref.ref(found[0]) if found else lambda: None
-        model = self._ddp()
-        return model is not None and bool(model._join_config.enable)
+    def _hooked(self) -> list[DistributedDataParallel]:
+        """The models that this state was registered on: by compress_ddp, which says so, or by hand."""
+        if self._models is None:
+            every = living(DistributedDataParallel)
+            self._models = [weakref.ref(one) for one in every if any(held is self for _, held in one._comm_hooks)]
+        return [model for found in self._models if (model := found()) is not None]
+
+    def _check_world(self) -> None:
+        """Raise if a state for the world was registered on a model whose group is smaller: others would never come."""
+        for model in self._hooked():
+            ranks = dist.get_process_group_ranks(model.process_group)
+            if len(ranks) < dist.get_world_size():
+                raise CollectiveError(
+                    f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
+                    "world: pass DDPState(process_group, ...) the group that the model has"
+                )
 
     @property
     def world(self) -> int:
@@ -224,7 +233,7 @@ class DDPState(Handle):
             All load that one state.
         """
         group = transport.resolve(self.process_group)
-        return checkpoint.save(self._averager, self._restorer, self.step, group, gather=gather)
+        return checkpoint.save(self._averager, self._restorer.layout, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
@@ -234,7 +243,7 @@ class DDPState(Handle):
         self._decisions.check_family("compress_ddp")
         group = transport.resolve(self.process_group)
         old = group.size() if world is None else world
-        return checkpoint.blank(self._averager, self._restorer, self.step, group, old)
+        return checkpoint.blank(self._averager, self._restorer.layout, self.step, group, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
@@ -243,7 +252,8 @@ class DDPState(Handle):
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = transport.resolve(self.process_group)
-        self.step = checkpoint.load(states, group, self._names, self._averager, self._restorer)
+        self.step, layout, loaded = checkpoint.load(states, group, self._names, self._averager)
+        self._restorer.restore(layout, loaded)
         self._ended = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -350,7 +360,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
     elif switch.state is not None and not switch.state.closed:
         raise CollectiveError("this model is compressed already: close() the handle that compress_ddp gave first")
     switch.state = state
-    state._ddp = weakref.ref(ddp_model)
+    state._models = [weakref.ref(ddp_model)]
     if state.rank == 0 and (hint := _mesh_hint(state)):
         announce_once(hint)
     return state
@@ -383,23 +393,6 @@ def _check_hooks(ddp_model: DistributedDataParallel) -> None:
             f"this model has the communication hook {name} already, and DDP takes one: leave out its "
             "register_comm_hook (or the framework's option that calls it), or wrap the model anew"
         )
-
-
-def _check_group(state: DDPState) -> None:
-    """Raise if a state for the world was registered on a model whose group is smaller: other ranks would never come."""
-    for found in _models_of(state):
-        ranks = dist.get_process_group_ranks(found.process_group)
-        if len(ranks) < dist.get_world_size():
-            raise CollectiveError(
-                f"DDP's group has the ranks {ranks} of {dist.get_world_size()}, and this state stands for the "
-                "world: pass DDPState(process_group, ...) the group that the model has"
-            )
-
-
-def _models_of(state: DDPState) -> list[DistributedDataParallel]:
-    """Those that a state was registered on by hand."""
-    models = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return [model for model in models if any(held is state for _, held in model._comm_hooks)]
 
 
 def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

@@ -18,12 +18,11 @@ from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
 from thinwire.errors import CollectiveError, OptimizerError
 from thinwire.integrations import auto, policy
-from thinwire.integrations.moments import Moments
+from thinwire.integrations.moments import Agree, Moments
 from thinwire.integrations.names import Names, ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
 from thinwire.optim import OneBitAdam
 
-Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
@@ -319,24 +318,19 @@ def _base_of(choice: Codec | policy.Budget) -> Codec:
 
 
 def _saw(
-    found: "weakref.ref[Decisions]",
-    names: ParameterNames,
-    optimizer: Optimizer,
-    args: object,
-    kwargs: object,
+    found: "weakref.ref[Decisions]", names: ParameterNames, optimizer: Optimizer, args: object, kwargs: object
 ) -> None:
     decisions = found()
-    if decisions is None:
+    stepped = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+    mine = [name for name in stepped if name is not None]
+    if decisions is None or not mine:
         return
-    if any(names.get(p) is not None for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
-            raise OptimizerError(
-                "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
-                "momentum: pass compress_ddp(..., optimizer=) the optimiser"
-            )
-        decisions.moments.saw(optimizer)
+    if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
+        raise OptimizerError(
+            "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
+            "momentum: pass compress_ddp(..., optimizer=) the optimiser"
+        )
+    decisions.moments.saw(optimizer)
     family = policy.family(optimizer)
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        name = names.get(p)
-        if name is not None:
-            decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])
+    for name in mine:
+        decisions._seen[name] = policy.leading([family, decisions._seen.get(name, family)])

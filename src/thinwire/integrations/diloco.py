@@ -28,7 +28,6 @@ from thinwire.collectives.channel import channel_of
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint, policy as policies, rejoin
 from thinwire.integrations.averager import Averager, GradientSet, over_groups
-from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fragments import Deadline, Fragment, Round, bare, cut, is_finite, trained
 from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
@@ -131,7 +130,7 @@ class DiLoCo(Handle):
         options.rules.check_names([name for name, _ in everything])
         self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._averager = Averager(options, Decisions(options, self._names, outer=True))
-        self._restorer = Restorer(self._averager.average)  # a checkpoint's part; rounds are never held
+
         self._under_way: list[Round] = []
         numbers = f"{options.agreed}, beta={float(beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
         waits = f"deadline={deadline and float(deadline)}, snapshot={snapshot is not None}, connections={connections}"
@@ -350,17 +349,13 @@ class DiLoCo(Handle):
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
         self._settle(list(self._under_way))
-        for index, learnt in enumerate(self._learnt()):
-            if learnt:  # an outer step without it would follow the momentum alone
+        own = [float(fragment.has_learnt()) for fragment in self._fragments]
+        learnt = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
+        for index, on_any_rank in enumerate(learnt):
+            if on_any_rank:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
                 self._settle(list(self._under_way))
         self._spread(self._buffers)
-
-    def _learnt(self) -> list[bool]:
-        """Whether any rank's parameters differ from the outer ones, by fragment."""
-        found = [float(fragment.has_learnt()) for fragment in self._fragments]
-        told = over_groups("DiLoCo.synchronize", (self._group,), self._device, found, dist.ReduceOp.MAX)
-        return [bool(one) for one in told]
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""
@@ -413,7 +408,7 @@ class DiLoCo(Handle):
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
-        compression = checkpoint.save(self._averager, self._restorer, self.rounds, self._group, gather=gather)
+        compression = checkpoint.save(self._averager, [], self.rounds, self._group, gather=gather)
         if not compression:
             return {}
         return {
@@ -459,7 +454,7 @@ class DiLoCo(Handle):
             for one in self._under_way:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds = checkpoint.load([compression], self._group, self._names, self._averager, self._restorer)
+            self.rounds, *_ = checkpoint.load([compression], self._group, self._names, self._averager)
         self.steps = int(state["steps"])
         self.skipped = skipped
         self._under_way = under_way

@@ -7,7 +7,6 @@ are of one size. Every rank has the same moments, since every rank takes the sam
 nothing is remembered.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+
+from thinwire.integrations.names import living
 
 KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")  # optimisers, and those made of them, that keep such moments
 _KEYS = ("exp_avg_sq", "square_avg")  # in an optimiser's state
@@ -48,10 +49,8 @@ class Moments:
     def _search(self, parameters: Mapping[str, Tensor]) -> None:
         """Find the optimisers of a resumed run before they step: they have their moments already."""
         mine = {id(parameter) for parameter in parameters.values()}
-        for found in gc.get_objects():
-            if issubclass(type(found), Optimizer) and any(
-                id(parameter) in mine for group in found.param_groups for parameter in group["params"]
-            ):
+        for found in living(Optimizer):
+            if any(id(parameter) in mine for group in found.param_groups for parameter in group["params"]):
                 self.saw(found)
 
     @property

@@ -3,9 +3,10 @@
 What parameters are called, in rules and checkpoints, and how large their gradients are.
 """
 
+import gc
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thinwire.errors import CollectiveError
 
 Names = tuple[str, ...]
+Kind = TypeVar("Kind")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
 _INSIDE = ("optim", "_optimizer", "optimizer")  # where ZeroRedundancyOptimizer, Lightning and Accelerate keep theirs
 PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
@@ -150,6 +152,11 @@ def describe(given: object) -> str:
 
 def _modules(given: object, kind: Any) -> list[Any]:
     return [module for module in given.modules() if isinstance(module, kind)] if isinstance(given, nn.Module) else []
+
+
+def living(kind: type[Kind]) -> list[Kind]:
+    """All objects of a class in this process: what is not passed on, but exists."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run properties
 
 
 def bare_optimizer(given: Any, *, whole: bool = False) -> Any:

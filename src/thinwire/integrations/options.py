@@ -80,11 +80,16 @@ class DDPOptions:
     replay: bool = False
 
     def __post_init__(self) -> None:
-        policies.check_feedback(self.feedback, self.residual_dtype)
+        for name, known in (("feedback", Feedback), ("weigh", Weigh), ("on_nonfinite", OnNonfinite)):
+            if (given := getattr(self, name)) not in get_args(known):
+                raise CodecError(f"{name} must be one of {', '.join(get_args(known))}, got {given!r}")
         Ledger(self.residual_dtype)  # says what is wrong with the dtype
+        if self.feedback == "ef21" and self.residual_dtype != torch.float32:
+            raise CodecError(
+                "feedback='ef21' adds up what was sent, exactly: residual_dtype must be float32, got "
+                f"{self.residual_dtype}"
+            )
         check_algorithm(self.algorithm, ALGORITHMS)
-        if self.weigh not in policies.WEIGHTS:
-            raise CodecError(f"weigh must be one of {', '.join(policies.WEIGHTS)}, got {self.weigh!r}")
         if self.weigh == "moments" and self.feedback in KINDS and self.onebit is None:
             raise CodecError(
                 f"weigh='moments' goes without feedback, which would be remembered in units that change, got "
@@ -95,10 +100,6 @@ class DDPOptions:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
         if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
-        if self.on_nonfinite not in get_args(OnNonfinite):
-            raise CodecError(
-                f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {self.on_nonfinite!r}"
-            )
         check_replay(self.replay)
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
@@ -208,22 +209,27 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
             registry.codec(options[name])
     by_model = ("inside", "weights", "replica", "mesh")
     rest = {name: value for name, value in options.items() if name not in by_model}
-    check_known(rest)
+    check_known("compress_ddp", DDPKeywords, rest)
     DDPOptions(codec, **rest)
 
 
-def check_known(given: Iterable[str]) -> None:
-    """Raise for keywords that are no options."""
-    known = [field.name for field in fields(DDPOptions) if field.name != "codec"]
+def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
+    """Raise for keywords that are none of a function's options."""
+    known = [name for name in _parameters(DDPOptions) if name in keywords.__optional_keys__]
     for name in given:
         if name not in known:
-            raise TypeError(f"compress_ddp() has no option {name!r}; besides the codec it takes {', '.join(known)}")
+            raise TypeError(f"{function}() has no option {name!r}; besides the codec it takes {', '.join(known)}")
 
 
 def spelled_out(function: Function) -> Function:
     """`function` with its `**options` written out for help() and inspect, defaults included."""
+    *first, rest = _parameters(function).values()
+    (keywords,) = get_args(rest.annotation)
+    options = [p for name, p in _parameters(DDPOptions).items() if name in keywords.__optional_keys__]
     own = inspect.signature(function)
-    first = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [p for p in inspect.signature(DDPOptions).parameters.values() if p.kind is p.KEYWORD_ONLY]
     function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return function
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters

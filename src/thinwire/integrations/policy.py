@@ -175,9 +175,6 @@ def bits_of(chosen: Codec) -> int:
     return 8 if isinstance(chosen, Cast) and chosen.format in ("e4m3", "e5m2") else 16
 
 
-WEIGHTS = ("auto", "none", "moments")
-
-
 def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, outer: bool = False) -> str | None:
     """The feedback of a lane ("" is none), or None while it depends on an optimiser that is not known yet.
 
@@ -195,13 +192,6 @@ def feedback_of(asked: str, chosen: Codec, optimizer: str | None, *, outer: bool
     if optimizer != "adaptive":
         return "classic"
     return "ef21" if isinstance(chosen, TopK) else ""
-
-
-def check_feedback(feedback: str, dtype: torch.dtype) -> None:
-    if feedback not in FEEDBACKS:
-        raise CodecError(f"feedback must be one of {', '.join(FEEDBACKS)}, got {feedback!r}")
-    if feedback == "ef21" and dtype != torch.float32:
-        raise CodecError(f"feedback='ef21' adds up what was sent, exactly: residual_dtype must be float32, got {dtype}")
 
 
 def first_phase(chosen: Codec, feedback: str) -> Codec:

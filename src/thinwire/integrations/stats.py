@@ -30,6 +30,7 @@ from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
 
 Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
+SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they are shown
 _NUMBERS = 1 << 14  # by which a codec is judged
 _SHOWN = 3  # parameters that a warning names
 
@@ -72,7 +73,7 @@ class Stats:
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
-        seconds = {"encode": self.encode_s, "wire": self.wire_s, "reduce": self.reduce_s, "decode": self.decode_s}
+        seconds = {name.removesuffix("_s"): getattr(self, name) for name in SECONDS}
         bad = f", {self.nonfinite} chunks not finite" if self.nonfinite else ""
         bad += f", {self.skipped} steps skipped" if self.skipped else ""
         replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
@@ -99,10 +100,7 @@ class Tally:
 
     bytes_sent: int = 0
     bytes_plain: int = 0
-    encode_s: float = 0.0
-    reduce_s: float = 0.0
-    decode_s: float = 0.0
-    wire_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
     skipped: int = 0  # steps that were left out, see nonfinite.py
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
@@ -136,8 +134,7 @@ class BucketMeter:
 
     def stage(self, index: int, began: float, ended: float) -> None:
         """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
-        name = {0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")
-        setattr(self._tally, name, getattr(self._tally, name) + ended - began)
+        self._tally.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
         self._stages.append((index, began, ended))
 
     def close(self) -> None:
@@ -147,7 +144,7 @@ class BucketMeter:
         sent = self._stages[0][2]
         last = max(began for _, began, _ in self._stages)
         work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
-        self._tally.wire_s += max(0.0, last - sent - work)
+        self._tally.seconds["wire_s"] += max(0.0, last - sent - work)
 
 
 class ErrorWatch:
@@ -164,12 +161,7 @@ class ErrorWatch:
         self.looked = False  # whether anything was seen
 
     def lost(
-        self,
-        span: tuple[int, int],
-        message: Tensor,
-        decoded: Tensor,
-        codec: Codec,
-        given: Tensor | None = None,
+        self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, given: Tensor | None = None
     ) -> None:
         """`message`, which feedback made of `given` if there is any, was encoded as what says `decoded`."""
         begin, end = span
@@ -257,18 +249,18 @@ class Drift:
                     lost, given, _ = sums.get(known, (0.0, 0.0, bound))
                     sums[known] = lost + squares[0], given + squares[1], bound
         over: dict[str, float] = {}
-        times: dict[str, tuple[float, float]] = {}  # the residual, and its bound, in multiples of the gradient
+        times: dict[str, str] = {}  # the residual, and its bound, in multiples of the gradient
         for name, (lost, given, bound) in sums.items():
             if given > 0.0 and math.isfinite(lost) and lost > bound * bound * given:
                 over[name] = lost
-                times[name] = math.sqrt(lost / given), bound
+                times[name] = f"{name} ({math.sqrt(lost / given):.1f} times, at most {bound:.1f} expected)"
         lasting = [name for name, lost in over.items() if lost >= 0.5 * self._over.get(name, math.inf)]
         self._over = over
         news = [name for name in lasting if name not in self._told]
         self._told.update(news)
         if not news:
             return ""
-        shown = ", ".join(f"{n} ({times[n][0]:.1f} times, at most {times[n][1]:.1f} expected)" for n in news[:_SHOWN])
+        shown = ", ".join(times[name] for name in news[:_SHOWN])
         more = f" and {len(news) - _SHOWN} more" if len(news) > _SHOWN else ""
         return (
             f"error feedback remembers many times the present gradients of {shown}{more}. Old gradients drown the new "

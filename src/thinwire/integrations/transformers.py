@@ -3,7 +3,6 @@
 trainer = Trainer(model, args, train_dataset=..., callbacks=[Compress("int8")])    # the rest of the script stays
 """
 
-import gc
 import uuid
 import warnings
 import weakref
@@ -16,6 +15,7 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import rejoin
+from thinwire.integrations.names import living
 from thinwire.integrations.options import CodecChoice, check_options
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
@@ -127,8 +127,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _trainer_of(state: TrainerState) -> Trainer:
     """The Trainer whose state this is. It tells callbacks neither of itself nor of the wrapped model."""
-    for found in gc.get_objects():
-        if issubclass(type(found), Trainer) and vars(found).get("state") is state:
-            trainer: Trainer = found
+    for trainer in living(Trainer):
+        if vars(trainer).get("state") is state:
             return trainer
     raise CollectiveError("Compress: expected to be called by a transformers.Trainer, and none has this state")

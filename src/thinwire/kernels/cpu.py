@@ -3,14 +3,15 @@
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels import reference
-from thinwire.kernels.schema import LLOYD, TRELLIS, Encoding, Grid, decoding
-from thinwire.wire import HEADER_BYTES, Format, Kind, Layout, read_key
+from thinwire.kernels.schema import Encoding, Grid, LloydTable, TrellisTable, decoding, table_of
+from thinwire.wire import HEADER_BYTES, Format, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
 _ABI = 4  # of native/thinwire.h
@@ -21,39 +22,24 @@ _WIDE_ROW = 1024  # elements of a row that a part should hold at least; fewer =>
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Job(ctypes.Structure):
     """Mirror of tw_job in native/thinwire.h."""
 
     _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-        ("variant", ctypes.c_int32),
-        ("stochastic", ctypes.c_int32),
-        ("unbiased", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("num_planes", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "kind bits variant stochastic unbiased dtype threads num_planes"),
         ("plane_width", ctypes.c_int32 * 3),
         ("scale", ctypes.c_float),
         ("scale64", ctypes.c_double),
         ("plane_at", ctypes.c_int64 * 3),
-        ("numel", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int64),
-        ("tail", ctypes.c_int64),
-        ("scales_at", ctypes.c_int64),
-        ("minima_at", ctypes.c_int64),
-        ("nbytes", ctypes.c_int64),
-        ("world", ctypes.c_int64),
-        ("wire_stride", ctypes.c_int64),
-        ("rotation", ctypes.c_uint64),
-        ("dither", ctypes.c_uint64),
+        *_fields(ctypes.c_int64, "numel block num_blocks tail scales_at minima_at nbytes world wire_stride"),
+        *_fields(ctypes.c_uint64, "rotation dither"),
         ("header", ctypes.c_uint8 * HEADER_BYTES),
-        ("grid", ctypes.c_int32),
-        ("num_levels", ctypes.c_int32),
-        ("shift", ctypes.c_int32),
-        ("edges", ctypes.c_uint8 * 8),
-        ("levels", ctypes.c_uint8 * 8),
+        *_fields(ctypes.c_int32, "grid num_levels shift"),
+        *_fields(ctypes.c_uint8 * 8, "edges levels"),
     )
 
 
@@ -61,8 +47,8 @@ class _Fake(ctypes.Structure):
     """Mirror of tw_fake in native/thinwire.h."""
 
     _fields_ = (
-        *[(name, ctypes.c_int32) for name in ("dtype", "threads", "quant_min", "quant_max", "offset", "paper")],
-        *[(name, ctypes.c_int64) for name in ("outer", "channels", "inner", "cuts_o", "cuts_c", "cuts_i")],
+        *_fields(ctypes.c_int32, "dtype threads quant_min quant_max offset paper"),
+        *_fields(ctypes.c_int64, "outer channels inner cuts_o cuts_c cuts_i"),
     )
 
 
@@ -198,18 +184,15 @@ def _template(how: Encoding, layout: Layout) -> bytes:
         job.plane_width[i] = width
         job.plane_at[i] = at
     job.header[:] = layout.header()
-    if format.kind == Kind.LLOYD:
-        table = LLOYD[format.bits]
+    if format.gaussian:
+        table = table_of(format)
         job.grid = table.grid
         job.num_levels = len(table.levels)
-        job.edges[: len(table.edges)] = table.edges
         job.levels[: len(table.levels)] = table.levels
-    if format.kind == Kind.TRELLIS:
-        trellis = TRELLIS[format.bits]
-        job.grid = trellis.grid
-        job.shift = trellis.shift
-        job.num_levels = len(trellis.levels)
-        job.levels[: len(trellis.levels)] = trellis.levels
+        if isinstance(table, LloydTable):
+            job.edges[: len(table.edges)] = table.edges
+        elif isinstance(table, TrellisTable):
+            job.shift = table.shift
     return bytes(job)
 
 

@@ -21,6 +21,12 @@ def put(wire: Tensor, at: int, values: Tensor) -> None:
     wire[at : at + values.numel()] = values
 
 
+def read(wires: Tensor, at: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The numbers of a section that begins at byte `at`, of one wire or of every row."""
+    section = wires[..., at : at + count * dtype.itemsize]
+    return section.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def pack(codes_KB: Tensor, shift: int, width: int) -> Tensor:
     """Byte j of a block's plane holds codes j, j+L, j+2L, ..., the first in the low bits; L = codes * width / 8."""
     if width >= 8:
@@ -30,6 +36,11 @@ def pack(codes_KB: Tensor, shift: int, width: int) -> Tensor:
     for k in range(1, 8 // width):
         packed = packed | lanes[:, k] << k * width
     return packed
+
+
+def unpack(plane_KB: Tensor, width: int) -> Tensor:
+    """The bits of every code that `pack` put into a plane, shifted down."""
+    return torch.cat([plane_KB >> k * width & (1 << width) - 1 for k in range(8 // width)], 1)
 
 
 def tree_sum(x_KB: Tensor) -> Tensor:

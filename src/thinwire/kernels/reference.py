@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import topk, trellis
-from thinwire.kernels.fake_quantize import (
-    fake_quantize as fake_quantize,
-    fake_quantize_grad as fake_quantize_grad,
-)
-from thinwire.kernels.packing import BF16_MAX, pack, put, tree_sum, write_header
+from thinwire.kernels.fake_quantize import fake_quantize as fake_quantize, fake_quantize_grad as fake_quantize_grad
+from thinwire.kernels.packing import BF16_MAX, pack, put, read, tree_sum, unpack, write_header
 from thinwire.kernels.schema import (
     HUGE_PEAK,
     LIFT,
@@ -25,8 +22,8 @@ from thinwire.kernels.schema import (
     LOWER,
     OTHER_REACH,
     TINY_PEAK,
-    TRELLIS,
     Encoding,
+    table_of,
 )
 from thinwire.wire import CastVariant, Format, IntVariant, Kind, Layout, LloydVariant, read_key
 
@@ -174,15 +171,12 @@ def _write_plain(layout: Layout, x: Tensor, wire: Tensor, *, computed: bool) -> 
     if computed or layout.format.kind == Kind.CAST:
         values = torch.where(values.isnan(), torch.nan, values)  # one NaN, whatever the hardware makes of its payload
     write_header(layout, wire, 0)
-    at = layout.planes[0][1]
-    wire[at : at + values.nbytes] = values.view(torch.uint8) if layout.numel else values.new_empty(0, dtype=torch.uint8)
+    put(wire, layout.planes[0][1], values)
 
 
 def _read_plain(layout: Layout, wire: Tensor) -> Tensor:
-    dtype = layout.plain_dtype
-    at = layout.planes[0][1]
-    values = wire[at : at + layout.numel * dtype.itemsize].clone().view(dtype)
-    return values if dtype == torch.float64 else values.float()
+    values = read(wire, layout.planes[0][1], layout.numel, layout.plain_dtype)
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _write(layout: Layout, parts: list[tuple[Tensor, Tensor, Tensor]], wire: Tensor, rotation: int) -> None:
@@ -207,14 +201,12 @@ def _unpack(layout: Layout, wire: Tensor, span: _Span) -> Tensor:
     lo, _, num_blocks, codes = span
     if layout.format.bits == 16:
         at = layout.planes[0][1] + 2 * lo
-        return wire[at : at + 2 * num_blocks * codes].clone().view(torch.int16).view(num_blocks, codes)
+        return read(wire, at, num_blocks * codes, torch.int16).view(num_blocks, codes)
     codes_KB = torch.zeros(num_blocks, codes, dtype=torch.uint8, device=wire.device)
     shift = 0
     for width, at in layout.planes:
         at += lo * width // 8
-        plane = wire[at : at + num_blocks * codes * width // 8].view(num_blocks, 1, -1)
-        lanes = [plane >> k * width & (1 << width) - 1 for k in range(8 // width)]
-        codes_KB |= torch.cat(lanes, 1).view(num_blocks, codes) << shift
+        codes_KB |= unpack(wire[at : at + num_blocks * codes * width // 8].view(num_blocks, -1), width) << shift
         shift += width
     return codes_KB
 
@@ -249,8 +241,7 @@ def _store(scale_K1: Tensor, post_K1: Tensor) -> Tensor:
 def _read_scales(layout: Layout, wires_WN: Tensor, span: _Span, at: int) -> Tensor:
     """(W, K, 1) bfloat16 values of the section at byte `at`, as fp32."""
     at += 2 * (span.lo // layout.format.block)
-    raw = wires_WN[:, at : at + 2 * span.num_blocks].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-    return raw.float()[:, :, None]
+    return read(wires_WN, at, span.num_blocks, torch.bfloat16).float()[:, :, None]
 
 
 def _sum_blocks(layout: Layout, wires_WN: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
@@ -287,12 +278,9 @@ def _values(layout: Layout, codes_KB: Tensor) -> Tensor:
     format = layout.format
     if format.kind == Kind.CAST:
         return codes_KB.view(_CASTS[CastVariant(format.variant)][0]).float()
-    if format.kind == Kind.LLOYD:
-        levels = _constant(LLOYD[format.bits].signed_levels, torch.float32, codes_KB.device)
-        return levels[codes_KB.long()]
-    if format.kind == Kind.TRELLIS:
-        levels = _constant(TRELLIS[format.bits].signed_levels, torch.float32, codes_KB.device)
-        return levels[trellis.indices(codes_KB).long()]
+    if format.gaussian:
+        levels = _constant(table_of(format).signed_levels, torch.float32, codes_KB.device)
+        return levels[(trellis.indices(codes_KB) if format.kind == Kind.TRELLIS else codes_KB).long()]
     if layout.affine:
         return codes_KB.float()
     return codes_KB.float() - (1 << format.bits - 1)
@@ -384,7 +372,7 @@ def _encode_lloyd(
     how: Encoding, z_KB: Tensor, power_K1: Tensor, unscale_K1: Tensor, post_K1: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of the block by its mean square; the scale then fits the codes to the block, in integers."""
-    grid = (TRELLIS if how.format.kind == Kind.TRELLIS else LLOYD)[how.format.bits].grid
+    grid = table_of(how.format).grid
     codes = z_KB.shape[1]
     bad_K1 = ~z_KB.isfinite().all(1, keepdim=True)
     z_KB = torch.where(bad_K1, torch.zeros_like(z_KB), z_KB)

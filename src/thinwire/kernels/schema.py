@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.wire import Format, Layout
+from thinwire.wire import Format, Kind, Layout, hash_once
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,7 @@ class Encoding:
     stochastic: bool = False  # True => unbiased rounding, twice the squared error
     unbiased: bool = False  # True => Lloyd scale <y,y>/<y,q> instead of the least-squares <y,q>/<q,q>
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.format, self.stochastic, self.unbiased))
+    __hash__ = hash_once
 
     @cached_property
     def keyed(self) -> bool:
@@ -162,42 +157,10 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class LloydTable:
-    """A Lloyd-Max quantiser of the unit Gaussian on integers.
-
-    A value y in standard deviations falls into cell round(grid * y); the cells of |y| are grouped at `edges`, and a
-    group decodes to a multiple of its level. Distortion is within 0.13 % of the real-valued optimum, and sums of
-    products of cells and levels are exact in 32-bit integers, in any order. Edges are at least 8 apart.
-    """
+class LevelTable:
+    """What codes stand for, on integers: a value y in standard deviations falls into cell round(grid * y)."""
 
     grid: int
-    edges: tuple[int, ...]
-    levels: tuple[int, ...]
-
-    @property
-    def signed_levels(self) -> tuple[int, ...]:
-        """The decoded integer of every code, from the most negative up."""
-        return tuple(-q for q in reversed(self.levels)) + self.levels
-
-
-LLOYD = {
-    1: LloydTable(32, (), (1,)),
-    2: LloydTable(27, (27,), (6, 20)),
-    3: LloydTable(49, (25, 52, 86), (10, 31, 55, 88)),
-    4: LloydTable(47, (13, 25, 38, 52, 68, 87, 113), (5, 15, 25, 36, 48, 62, 79, 104)),
-}
-
-
-@dataclass(frozen=True)
-class TrellisTable:
-    """Levels of trellis codes, on integers: kernels/trellis.py says how codes choose between them.
-
-    A value y in standard deviations falls into cell round(grid * y). Levels are in quarters of a cell, and squared
-    distances to them in units of 2 ** shift.
-    """
-
-    grid: int
-    shift: int
     levels: tuple[int, ...]  # the positive ones
 
     @property
@@ -206,13 +169,46 @@ class TrellisTable:
         return tuple(-q for q in reversed(self.levels)) + self.levels
 
 
+@dataclass(frozen=True)
+class LloydTable(LevelTable):
+    """A Lloyd-Max quantiser of the unit Gaussian.
+
+    The cells of |y| are grouped at `edges`, and a group decodes to a multiple of its level. Distortion is within 0.13 %
+    of the real-valued optimum, and sums of products of cells and levels are exact in 32-bit integers, in any order.
+    Edges are at least 8 apart.
+    """
+
+    edges: tuple[int, ...]
+
+
+LLOYD = {
+    1: LloydTable(32, (1,), ()),
+    2: LloydTable(27, (6, 20), (27,)),
+    3: LloydTable(49, (10, 31, 55, 88), (25, 52, 86)),
+    4: LloydTable(47, (5, 15, 25, 36, 48, 62, 79, 104), (13, 25, 38, 52, 68, 87, 113)),
+}
+
+
+@dataclass(frozen=True)
+class TrellisTable(LevelTable):
+    """Levels of trellis codes, in quarters of a cell: kernels/trellis.py says how codes choose between them."""
+
+    shift: int  # squared distances to levels are in units of 2 ** shift
+
+
 STRAND = 64  # codes that are chosen together
 CELLS = 64  # that have a cost of their own, around 0; beyond them the outermost ones count
 TRELLIS = {
-    1: TrellisTable(12, 8, (19, 57)),
-    2: TrellisTable(14, 6, (11, 37, 62, 106)),
-    3: TrellisTable(12, 4, (6, 17, 29, 41, 55, 71, 91, 123)),
+    1: TrellisTable(12, (19, 57), 8),
+    2: TrellisTable(14, (11, 37, 62, 106), 6),
+    3: TrellisTable(12, (6, 17, 29, 41, 55, 71, 91, 123), 4),
 }
+
+
+def table_of(format: Format) -> LevelTable:
+    """The levels of a Lloyd or trellis code."""
+    return TRELLIS[format.bits] if format.kind == Kind.TRELLIS else LLOYD[format.bits]
+
 
 # How far past the largest number of its output the codes' error can take a value, as a factor. Inside it the value is
 # that largest number; beyond it is an overflow, and becomes Inf.

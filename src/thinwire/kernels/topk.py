@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.errors import WireError
-from thinwire.kernels.packing import BF16_MAX, pack, put, tree_sum, write_header
+from thinwire.kernels.packing import BF16_MAX, pack, put, read, tree_sum, unpack, write_header
 from thinwire.wire import Layout
 
 
@@ -86,7 +86,8 @@ def _mean(x_KS: Tensor, part_KS: Tensor) -> Tensor:
 def _read(layout: Layout, wire: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Places and values of the kept numbers, and which blocks are finite."""
     num_blocks = layout.num_blocks
-    levels_K2 = torch.stack([_levels_at(layout, wire, at) for at in (layout.scales_at, layout.minima_at)], 1)
+    sections = (layout.scales_at, layout.minima_at)
+    levels_K2 = torch.stack([read(wire, at, num_blocks, torch.bfloat16).float() for at in sections], 1)
     (width, at), *low_planes, (_, marks_at) = layout.planes
     codes_KS = _plane(layout, wire, at, width, layout.kept)
     low_KS = torch.zeros_like(codes_KS)
@@ -104,12 +105,6 @@ def _read(layout: Layout, wire: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return place_KS, torch.where(codes_KS > 1, -size_KS, size_KS), levels_K2.isfinite().all(1, keepdim=True)
 
 
-def _levels_at(layout: Layout, wire: Tensor, at: int) -> Tensor:
-    return wire[at : at + 2 * layout.num_blocks].clone().view(torch.bfloat16).float()
-
-
 def _plane(layout: Layout, wire: Tensor, at: int, width: int, count: int) -> Tensor:
     """The numbers of a plane, `count` of every block."""
-    plane = wire[at : at + layout.num_blocks * count * width // 8].view(layout.num_blocks, 1, -1)
-    lanes = [plane >> k * width & (1 << width) - 1 for k in range(8 // width)]
-    return torch.cat(lanes, 1).view(layout.num_blocks, count)
+    return unpack(wire[at : at + layout.num_blocks * count * width // 8].view(layout.num_blocks, -1), width)

@@ -95,8 +95,7 @@ def unpack(packed_RB: Tensor, bits: int, numel: int) -> Tensor:
     shift = 0
     for width in PLANES[bits]:
         plane = packed_RB[:, shift * eighth : (shift + width) * eighth]
-        lanes = [(plane >> k * width) & ((1 << width) - 1) for k in range(8 // width)]
-        codes_RN |= torch.cat(lanes, 1) << shift
+        codes_RN |= packing.unpack(plane, width) << shift
         shift += width
     return codes_RN[:, :numel]
 

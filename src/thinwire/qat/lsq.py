@@ -107,9 +107,7 @@ class LSQ(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x on the grid. With `rows`, x holds those rows, one each, of the table whose scales these are."""
-        if not self._ready and not self._started(x):
-            return self._untouched(x)
-        if self.on_grid:
+        if not (self._ready or self._started(x)) or self.on_grid:
             return self._untouched(x)
         scale = self.floored()
         offset: Tensor | None = self.offset

@@ -236,20 +236,18 @@ def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _backward(
-    gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    gradients: Callable[..., tuple[Tensor, Tensor]], rest: int, ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of an entrance that takes `rest` arguments besides its three tensors."""
     x, scale, shift = ctx.saved_tensors
     wants = ctx.needs_input_grad
     dx, sums_2C = gradients(x, grad, wants[0], scale, shift, *ctx.settings)
     dscale = sums_2C[0].view_as(scale).to(scale.dtype) if wants[1] else None
     dshift = sums_2C[1].view_as(shift).to(shift.dtype) if wants[2] else None
-    return dx if wants[0] else None, dscale, dshift
+    return dx if wants[0] else None, dscale, dshift, *[None] * rest
 
 
-def _eager_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(_gradients, ctx, grad), None
-
-
+_eager_backward = partial(_backward, _gradients, 1)
 _once = once_differentiable(_eager_backward)  # with create_graph: to differentiate the result raises, as it must
 
 
@@ -272,10 +270,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, scale, shift)
 
 
-def _backward_by(gradients: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(gradients, ctx, grad), *[None] * len(ctx.settings)
-
-
 _REST = (  # of what both ops take: scale, shift and the fields of _Settings
     "Tensor scale, Tensor? shift, int? axis, int group, int quant_min, int quant_max, bool offset, bool paper, "
     "bool scale_gradient"
@@ -287,7 +281,7 @@ _gradients_op = custom_op(
     mutates_args=(),
     schema=f"(Tensor x, Tensor grad, bool want_dx, {_REST}) -> (Tensor, Tensor)",
 )
-_op.register_autograd(partial(_backward_by, _gradients_op), setup_context=_keep)
+_op.register_autograd(partial(_backward, _gradients_op, len(_Settings._fields)), setup_context=_keep)
 
 
 @_op.register_fake
@@ -310,7 +304,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward_by(_TransformedGradients.apply, ctx, grad)
+        return _backward(_TransformedGradients.apply, len(ctx.settings), ctx, grad)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:

@@ -1,8 +1,8 @@
 """What became of a model's layers, as a table: bits, scales, and what quantisation does to the weights."""
 
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -98,10 +98,8 @@ def summary(model: nn.Module, *, quiet: bool = False) -> Summary:
 def _rows(name: str, module: nn.Module, prepared: bool) -> list[Row]:
     if isinstance(module, LSQ):
         return []
-    if isinstance(module, QuantizedLayer):
-        return [_trained(_with_act(name, module), module)]
-    if isinstance(module, IntegerLayer):
-        return [_converted(_with_act(name, module), module)]
+    if isinstance(module, QuantizedLayer | IntegerLayer):
+        return [_quantized(name, module)]
     if any(nn.parameter.is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)):
         return [Row(name, type(module).__name__, note=_why_not(module, prepared))]
     return []
@@ -117,60 +115,55 @@ def _why_not(module: nn.Module, prepared: bool) -> str:
     return f"a subclass of {base}: left as it is" if base else "no quantised form"
 
 
-def _with_act(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
-    """What is known of a layer without its weight."""
-    row = Row(name, type(layer).__name__.removeprefix("Quantized").removeprefix("Integer"), note=layer.note)
+def _quantized(name: str, layer: QuantizedLayer | IntegerLayer) -> Row:
+    notes = [layer.note]
+    found = _converted(layer, notes) if isinstance(layer, IntegerLayer) else _trained(layer, notes)
     act = layer.act_quantizer
-    if act is None:
-        return row
-    row = replace(row, act_bits=act.bits)
-    if not act.initialized:
-        return row
-    return replace(row, act_scale=float(whole(act.scale)), act_range=(act.quant_min, act.quant_max))
+    if act is not None:
+        found["act_bits"] = act.bits
+        if act.initialized:
+            found |= {"act_scale": float(whole(act.scale)), "act_range": (act.quant_min, act.quant_max)}
+    kind = type(layer).__name__.removeprefix("Quantized").removeprefix("Integer")
+    return Row(name, kind, note="; ".join(filter(None, notes)), **found)
 
 
-def _converted(row: Row, layer: IntegerLayer) -> Row:
+def _converted(layer: IntegerLayer, notes: list[str]) -> dict[str, Any]:
     weight = layer.integer_weight
+    notes.append(f"integers, {weight_bytes(layer)} bytes")
     scale = None if weight.scale.is_meta else (float(weight.scale.min()), float(weight.scale.max()))
-    row = replace(row, weight_bits=weight.coding.bits, scale=scale)
-    return _noted(row, f"integers, {weight_bytes(layer)} bytes")
+    return {"weight_bits": weight.coding.bits, "scale": scale}
 
 
-def _trained(row: Row, layer: QuantizedLayer) -> Row:
-    """The row with the scales of the weight, and what quantisation does to it."""
+def _trained(layer: QuantizedLayer, notes: list[str]) -> dict[str, Any]:
+    """The scales of the weight, and what quantisation does to it."""
     quantizer = layer.weight_quantizer
-    row = replace(row, weight_bits=quantizer.bits)
-    for name, one in (("weight", quantizer), ("activation", layer.act_quantizer)):
-        if one is not None and not one.initialized:
-            row = _noted(row, f"{name}: no batch yet")
+    found = {"weight_bits": quantizer.bits}
+    both = (("weight", quantizer), ("activation", layer.act_quantizer))
+    notes += [f"{name}: no batch yet" for name, one in both if one is not None and not one.initialized]
     if not quantizer.initialized or layer.weight.is_meta:
-        return row
+        return found
     floor = float(quantizer.scale_floor)
     scale_C = whole(quantizer.scale).clamp(min=floor)
     if not scale_C.isfinite().all():
-        return _noted(row, "a scale is NaN or Inf")
+        notes.append("a scale is NaN or Inf")
+        return found
     if fallen := int((scale_C <= floor).sum()):
-        row = _noted(row, f"scales at their floor: {fallen}")
-    row = replace(row, scale=(float(scale_C.min()), float(scale_C.max())))
-    return _compared(row, quantizer, quantizer.by_channel(whole(layer.weight_rows())), scale_C)
+        notes.append(f"scales at their floor: {fallen}")
+    return found | _compared(quantizer, quantizer.by_channel(whole(layer.weight_rows())), scale_C)
 
 
-def _compared(row: Row, quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> Row:
+def _compared(quantizer: LSQ, w_CN: Tensor, scale_C: Tensor) -> dict[str, Any]:
     low = quantizer.quant_min
     high = quantizer.quant_max
     offset_C = torch.zeros_like(scale_C) if quantizer.offset is None else whole(quantizer.offset)
     v_CN = (w_CN - offset_C.unsqueeze(1)) / scale_C.unsqueeze(1)
     y_CN = fake_quantize(w_CN, scale_C, quant_min=low, quant_max=high, offset=offset_C, axis=0)
     signal, noise = (x_CN.square().sum(dtype=widest(w_CN)) for x_CN in (w_CN, y_CN - w_CN))
-    return replace(
-        row,
-        saturation=float(((v_CN <= low) | (v_CN >= high)).double().mean()),
-        sqnr_db=float(10 * (signal / noise).log10()) if signal else None,
-    )
-
-
-def _noted(row: Row, note: str) -> Row:
-    return replace(row, note="; ".join(filter(None, [row.note, note])))
+    return {
+        "scale": (float(scale_C.min()), float(scale_C.max())),
+        "saturation": float(((v_CN <= low) | (v_CN >= high)).double().mean()),
+        "sqnr_db": float(10 * (signal / noise).log10()) if signal else None,
+    }
 
 
 def _cells(row: Row) -> list[str]:

@@ -25,8 +25,6 @@ from thinwire.integrations.averager import Averager
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
 from thinwire.integrations.fsdp.rows import Gatherer, row_name
 
-_VERSION = 1
-_ERRORS = "\0errors"  # stands for them among parameters
 Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
@@ -121,7 +119,7 @@ def export(
         ranks[layout.key(layout.rank)] |= layout.read(memories.residuals.read())
         errors = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
     return {
-        "version": _VERSION,
+        "version": checkpoint.VERSION,
         "steps": dict(steps),
         "world": layout.world if world is None else world,
         "replicated": layout.replicated,
@@ -147,27 +145,24 @@ def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
     if layout.replicated:
         sharded["ranks"] = own["ranks"][key]
     whole = {kind: _whole(layout, parts, shards) for kind, parts in sharded.items()}
-    lost = dict(own["errors"][key])
-    noted = {_ERRORS: torch.tensor([lost.get(name, 0.0) for name in layout.parameters], dtype=torch.float64)}
+    measured = bool(own["errors"][key])
+    lost = {**dict.fromkeys(layout.parameters, 0.0), **dict(own["errors"][key])}  # the same names on all ranks
     if layout.replicated:
-        summed = checkpoint.gather_parts(noted, shards)
-        if not summed:
+        _, rows = checkpoint.gather_measured({}, lost, shards)
+        if not rows:
             return {}
-        noted = {_ERRORS: torch.stack([row[_ERRORS] for row in summed]).sum(0)}
+        lost = {name: sum(row[name] for row in rows) for name in lost}
     residuals = whole["ranks"] if layout.replicated else own["ranks"][key]
-    found = checkpoint.gather_parts({**residuals, **noted}, replicas or shards)
+    found, errors = checkpoint.gather_measured(residuals, lost, replicas or shards)
     if not found:
         return {}
-    measured = [part.pop(_ERRORS).tolist() for part in found]
     return {
         **own,
         "gathered": True,
         "mean": whole["mean"],
         "replica": whole["replica"],
         "ranks": {layout.key(k): part for k, part in enumerate(found)},
-        "errors": {layout.key(k): list(zip(layout.parameters, row, strict=True)) for k, row in enumerate(measured)}
-        if lost
-        else {},
+        "errors": {layout.key(k): list(row.items()) for k, row in enumerate(errors if measured else [])},
     }
 
 
@@ -187,9 +182,7 @@ def load(
 ) -> dict[str, int]:
     """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
     states = list(state) if isinstance(state, Sequence) else [state]
-    if not states or any(not isinstance(s, Mapping) or s.get("version") != _VERSION for s in states):
-        raise CollectiveError("load_state_dict: expected what state_dict() of this version of thinwire gave")
-    head = states[0]
+    head = checkpoint.head_of(states, "steps")
     if head["replicated"] != layout.replicated:
         raise CollectiveError(
             "load_state_dict: a state with replicas of shards and one without remember different things: load it into "

@@ -150,12 +150,7 @@ class Scatterer(Averager):
         return found
 
     def _new_rows(
-        self,
-        names: Names,
-        parameters: Sequence[ShardedParameter],
-        like: Tensor,
-        group: dist.ProcessGroup,
-        scale: float,
+        self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
     ) -> _Rows:
         world = group.size()
         sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]

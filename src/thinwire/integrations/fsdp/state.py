@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,8 @@ from thinwire.integrations.fsdp.private import (
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize, describe
 from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
-from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, OnNonfinite, Optimizers
-from thinwire.integrations.policy import CodecLike, Exempt, Rules
+from thinwire.integrations.options import CodecChoice, DDPOptions, SharedKeywords, check_known, spelled_out
+from thinwire.integrations.policy import CodecLike, Rules
 from thinwire.integrations.stats import Handle, Stats, Tally
 from thinwire.log import announce
 
@@ -314,12 +314,6 @@ def _no_less(inside: Codec, across: CodecLike) -> Codec:
     return found if isinstance(found, Identity) else inside
 
 
-def _compare(groups: Sequence[ParameterGroup], options: str) -> None:
-    """Raise on all ranks unless they were given the same options."""
-    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
-        Call(channel, f"compress_fsdp({options})", anew=True)
-
-
 def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
     """Gradients of this rank's parts, each followed by its padding."""
     found = []
@@ -330,23 +324,14 @@ def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> 
     return GradientSet(names, shapes, gradients, numels=numels)
 
 
+@spelled_out
 def compress_fsdp(
     model: nn.Module,
     gradients: CodecChoice = "int8",
     weights: CodecLike = "none",
     *,
-    feedback: Feedback = "auto",
-    exempt: Exempt = "auto",
-    policy: Mapping[str, CodecLike] | None = None,
-    inside: CodecLike = "bf16",
     replica: bool | None = None,
-    warmup_steps: int = 0,
-    optimizer: Optimizers = None,
-    residual_dtype: torch.dtype = torch.float32,
-    error_budget: float = 0.15,
-    replan_every: int = 100,
-    measure_every: int = 100,
-    on_nonfinite: OnNonfinite = "propagate",
+    **options: Unpack[SharedKeywords],
 ) -> FSDPState:
     """Let the gradients of an FSDP2 model travel compressed, and its weights if you ask for it.
 
@@ -370,39 +355,30 @@ def compress_fsdp(
         gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
     on_nonfinite: as for compress_ddp. "raise" and "skip" need one mesh for all parameters, and cost one small
         all_reduce per backward pass.
-    warmup_steps, optimizer, error_budget, replan_every, measure_every: as for compress_ddp.
+    warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.
     """
+    check_known("compress_fsdp", SharedKeywords, options)
     groups = groups_of(model) if isinstance(model, nn.Module) else []
     if not groups:
         raise CollectiveError(f"expected a model that fully_shard was called on, got {describe(model)}")
     replicated = any(group.is_replicated for group in groups)
-    if feedback == "auto" and not replicated:
-        feedback = "none"
-    options = DDPOptions(
-        gradients,
-        feedback=feedback,
-        exempt=exempt,
-        policy=policy,
-        warmup_steps=warmup_steps,
-        optimizer=optimizer,
-        residual_dtype=residual_dtype,
-        error_budget=error_budget,
-        replan_every=replan_every,
-        measure_every=measure_every,
-        on_nonfinite=on_nonfinite,
-    )
-    if options.onebit is not None:
+    within = registry.codec(options.pop("inside", "bf16"))
+    asked = DDPOptions(gradients, **options)
+    if asked.feedback == "auto" and not replicated:
+        asked = replace(asked, feedback="none")
+    if asked.onebit is not None:
         raise CodecError("OneBitAdam sends its momentum through DDP: use compress_ddp, or another optimiser")
-    within = registry.codec(inside)
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
     checks.check_recodes(policies.leaves(gathered), "weights=")
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
-    state = FSDPState(groups, options, within, gathered)
-    _compare(groups, f"{options.agreed}, inside={within}, weights={gathered}, replica={replica}")
-    state._install(Rules(exempt, None), replica)
+    state = FSDPState(groups, asked, within, gathered)
+    agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
+    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
+        Call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
+    state._install(Rules(asked.exempt, None), replica)
     if policies.bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
         warnings.warn(
             f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
