@@ -827,17 +827,19 @@ def test_weights_of_few_bits_without_a_copy_warn(ranks: RankPool) -> None:
             assert all("weights='int4" in text and "replica=True" in text for text in said)
 
 
-def announced(group: Group) -> tuple[str, str, list[bool]]:
+def announced(group: Group, replicas: bool = False) -> tuple[str, str, list[bool]]:
     """What is said where numbers travel as they are, and whether results are those of plain FSDP2."""
     said = []
     same = []
+    mesh = grid(group, "replicas", "shards") if replicas else line(group)
     for kind in ("weights", "gradients"):
-        plain, mixed = (shard(_typed(kind), line(group)) for _ in range(2))
-        compress_fsdp(mixed, "int8", "int8")
+        plain, mixed = (shard(_typed(kind), mesh) for _ in range(2))
+        handle = compress_fsdp(mixed, "int8", "int8" if replicas or kind == "weights" else "none")
         out = io.StringIO()
         with contextlib.redirect_stderr(out):
             found = train(mixed, group, range(3))
         said.append(out.getvalue())
+        assert kind == "weights" or handle.stats().bytes_sent == handle.stats().bytes_plain > 0
         wanted = train(plain, group, range(3))
         same.append(digest(*found) == digest(*wanted) if kind == "gradients" else digest(*found) != digest(*wanted))
     return said[0], said[1], same
@@ -852,9 +854,10 @@ def _typed(kind: str) -> Net:
     return net
 
 
-def test_what_travels_as_it_is_is_announced_once(ranks: RankPool) -> None:
-    for rank, (weights, gradients, same) in enumerate(ranks(2).run(announced)):
-        line_of = "weights of several dtypes, or of integers, are gathered as the bytes they are"
+@pytest.mark.parametrize("replicas", [False, True])
+def test_what_travels_as_it_is_is_announced_once(ranks: RankPool, replicas: bool) -> None:
+    for rank, (weights, gradients, same) in enumerate(ranks(4 if replicas else 2).run(announced, replicas)):
+        line_of = "weights of fp64, of several dtypes or of integers are gathered as the bytes they are"
         assert weights == (f"thinwire: compress_fsdp: {line_of}\n" if rank == 0 else "")
         assert gradients.count("compress_fsdp: gradients of torch.float64 travel as they are\n") == (rank == 0)
         assert same == [True, True]

@@ -175,6 +175,8 @@ class FSDPState(Handle):
         given = {id(source) for source in call.sources}
         self._legs["shards"].expect(given)
         self._expected = group.parameters(call.sources)
+        if call.dtype not in DTYPES:
+            self._tell(f"gradients of {call.dtype} travel as they are")
         if self._guard is not None:
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
@@ -183,7 +185,7 @@ class FSDPState(Handle):
             # What these do at this step holds inside a node too, and is decided before the first sum there.
             self._legs["replicas"].expect(given, now=call.sums_replicas)
             self._legs["replicas"].begin(group.replicas, call.gradients[0].device)
-            if call.sums_replicas and self._decisions.compresses:
+            if call.sums_replicas and self._decisions.compresses and call.dtype in DTYPES:
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))
             elif call.sums_replicas:
                 numel = sum(parameter.numel for parameter in self._expected)
@@ -219,12 +221,9 @@ class FSDPState(Handle):
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """The sum over shards; False if torch is to do it."""
-        if input.dtype not in DTYPES:
-            self._tell(f"gradients of {input.dtype} travel as they are")
-            return False
         scale = checks.reduction(op).scale(group.size())
         self._legs["shards"].begin(group, input.device)
-        if "replicas" in self._legs and not self._decisions.compresses:
+        if input.dtype not in DTYPES or ("replicas" in self._legs and not self._decisions.compresses):
             plain_bytes = (group.size() - 1) * output.nbytes
             self._scatterer.tally.sent(plain_bytes, plain_bytes)
             return False
@@ -237,7 +236,7 @@ class FSDPState(Handle):
 
     def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         if input.dtype not in DTYPES:
-            self._tell("weights of several dtypes, or of integers, are gathered as the bytes they are")
+            self._tell("weights of fp64, of several dtypes or of integers are gathered as the bytes they are")
         return gatherer.gather(output, input, group)
 
     def _tell(self, text: str) -> None:
