@@ -517,6 +517,9 @@ def with_the_rest(group: Group) -> tuple[bool, bool, bool]:
     model = network(norm=True)
     model.register_buffer("phase", torch.full((2, 3), 1j * group.rank()).T)
     model.register_buffer("mask", torch.tensor([group.rank() == 0, False]))
+    model.register_buffer("expanded", torch.full((1, 3), float(group.rank())).expand(2, 3))
+    model.register_buffer("seen", torch.zeros(()))
+    model.register_forward_hook(lambda module, given, _: setattr(module, "seen", module.seen + given[0].mean()))
     frozen = next(model.parameters())
     frozen.requires_grad = False
     frozen.add_(group.rank())
@@ -662,6 +665,10 @@ def refused(group: Group) -> dict[str, str]:
     found["part"] = message_of(lambda: DiLoCo(model, None, part, every=2))
     found["part made"] = message_of(lambda: DiLoCo(model, None, lambda outer: torch.optim.SGD(outer[1:]), every=2))
     found["several"] = message_of(lambda: DiLoCo(model, [inner(model)], every=2))  # type: ignore[arg-type]
+    own = inner(model)
+    found["inner"] = message_of(lambda: DiLoCo(model, own, own, every=2))
+    found["name"] = message_of(lambda: DiLoCo(model, None, "sgd", every=2))  # type: ignore[arg-type]
+    found["made none"] = message_of(lambda: DiLoCo(model, None, lambda outer: None, every=2))  # type: ignore[arg-type, return-value]
     found["no model"] = message_of(lambda: DiLoCo(3, None, every=2))  # type: ignore[arg-type]
     sparse = network()
     sparse.register_buffer("edges", torch.eye(3).to_sparse())
@@ -683,6 +690,9 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     told |= {"part": "without 2.weight", "part made": "without 0.weight"}
     told |= {
         "foreign": "with others",
+        "inner": "got the inner optimizer",
+        "name": "makes one from a list of tensors, got 'sgd'",
+        "made none": "got one that makes None",
         "no model": "pass the nn.Module",
         "twice": "close() it first",
         "sparse": "got edges as torch.sparse_coo",

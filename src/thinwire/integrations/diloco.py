@@ -7,6 +7,7 @@ between them and its own parameters, the outer gradient, is averaged over the ra
 on every rank alike, and the rank goes on from the result. The average takes the road of DDP's gradients (averager).
 """
 
+import functools
 import math
 import weakref
 import zlib
@@ -109,7 +110,8 @@ class DiLoCo(Handle):
         self._group = transport.resolve(group)
         _check_connections(connections, self._group, named[0][1].device)
         _check_sharded(self._inner, self._group)
-        self._buffers = _dense_buffers(model)
+        self._model = model
+        _buffers_of(model)  # raises before anything is sent
         self._fragments = [Fragment(part) for part in cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
@@ -142,7 +144,7 @@ class DiLoCo(Handle):
         try:
             self._deadline = None if deadline is None else Deadline(self._group, key, deadline)
             self._share()
-            self._spread([*self._buffers, *(p for p in model.parameters() if not p.requires_grad)])
+            self._spread([*_buffers_of(model), *(p for p in model.parameters() if not p.requires_grad)])
             if self._snapshot is not None:
                 self._rejoin(self._snapshot)
         except BaseException:
@@ -161,7 +163,12 @@ class DiLoCo(Handle):
             return torch.optim.SGD(copies, lr=_LR, momentum=_MOMENTUM, nesterov=True)
         if isinstance(given, Optimizer):
             self._move(given, known)
-        found = given if isinstance(given, Optimizer) else given(copies)
+        found: object = given(copies) if callable(given) else given
+        if not isinstance(found, Optimizer):
+            raise CollectiveError(
+                "outer_optimizer: expected an optimizer, or a function that makes one from a list of tensors, got "
+                + (f"one that makes {found!r}" if callable(given) else repr(given))
+            )
         stepped = {id(copy) for settings in found.param_groups for copy in settings["params"]}
         left = [name for name, copy in zip(names, copies, strict=True) if id(copy) not in stepped]
         if left:
@@ -173,6 +180,11 @@ class DiLoCo(Handle):
 
     def _move(self, given: Optimizer, known: set[int]) -> None:
         """Let an optimizer over the model's parameters step their outer copies."""
+        if given is self._inner:
+            raise CollectiveError(
+                "outer_optimizer: expected one of its own, got the inner optimizer, which would train the outer "
+                "copies and no longer the model"
+            )
         outer = {id(p): copy for part in self._fragments for p, copy in zip(part.parameters, part.outer, strict=True)}
         for settings in given.param_groups:
             unknown = [p for p in settings["params"] if id(p) not in known]
@@ -226,7 +238,7 @@ class DiLoCo(Handle):
         self.load_state_dict(shared)
         for fragment in self._fragments:
             self._put(fragment, fragment.flat(fragment.outer))
-        for buffer, saved in zip(self._buffers, shared["buffers"], strict=True):
+        for buffer, saved in zip(_buffers_of(self._model), shared["buffers"], strict=True):
             buffer.copy_(saved)
         if state is not None and state["inner"] is not None and self._inner is not None:
             bare_optimizer(self._inner).load_state_dict(state["inner"])
@@ -239,7 +251,7 @@ class DiLoCo(Handle):
         """Write the snapshot, if there is to be one."""
         if self._snapshot is not None:
             inner = None if self._inner is None else bare_optimizer(self._inner).state_dict()
-            buffers = [buffer.detach().cpu().clone() for buffer in self._buffers]
+            buffers = [buffer.detach().cpu().clone() for buffer in _buffers_of(self._model)]
             rejoin.write(self._snapshot, {**self.state_dict(), "under_way": [], "inner": inner, "buffers": buffers})
 
     def _spread(self, tensors: Sequence[Tensor]) -> None:
@@ -355,7 +367,7 @@ class DiLoCo(Handle):
             if on_any_rank:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
                 self._settle(list(self._under_way))
-        self._spread(self._buffers)
+        self._spread(_buffers_of(self._model))
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""
@@ -486,14 +498,18 @@ def _check_alone(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CollectiveError("this model is averaged by another DiLoCo already: close() it first")
 
 
-def _dense_buffers(model: nn.Module) -> list[Tensor]:
+def _buffers_of(model: nn.Module) -> list[Tensor]:
+    """Those it has now, since a forward pass may put others in their place; of expanded ones what memory holds."""
+    found = []
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise CollectiveError(
                 f"DiLoCo gives all ranks the first one's buffers, dense ones, got {name} as {buffer.layout}: keep it "
                 "in a plain attribute, or make it dense"
             )
-    return list(model.buffers())
+        repeated = [dim for dim, stride in enumerate(buffer.stride()) if stride == 0 and buffer.numel()]
+        found.append(functools.reduce(lambda kept, dim: kept.select(dim, 0), reversed(repeated), buffer))
+    return found
 
 
 def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
