@@ -35,6 +35,7 @@ from cases import (
     worlds,
 )
 from ranks import RankPool
+from replicas import message_of
 from thinwire.collectives import Work, traffic
 from thinwire.collectives.checks import check_tensors
 from thinwire.errors import CodecError, CollectiveError, ThinwireError
@@ -260,6 +261,19 @@ def alone(group: Group, device: Device) -> None:
 @each_device
 def test_one_rank_alone_is_exact(ranks: RankPool, device: Device) -> None:
     ranks(1).run(alone, device)
+
+
+def misspelt(group: Group) -> list[str]:
+    x = given(8, 0)
+    algorithms = ("auto", "plain")
+    found = [message_of(lambda a=a: thinwire.all_reduce(x, codec="int9", algorithm=a)) for a in algorithms]
+    found += [message_of(lambda a=a: thinwire.broadcast(x, 0, codec="int9", algorithm=a)) for a in algorithms]
+    return [*found, message_of(lambda: thinwire.all_to_all_single(x.clone(), x, codec="int9"))]
+
+
+def test_a_codec_that_there_is_not_is_named_where_nothing_travels_too(ranks: RankPool) -> None:
+    (told,) = ranks(1).run(misspelt)
+    assert all("unknown codec 'int9'" in text for text in told)
 
 
 def strided(group: Group, algorithm: str, codec: str, device: Device) -> list[tuple[Tensor, Tensor]]:

@@ -80,10 +80,12 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if len(key.codecs) == 2 and not on_mesh:
         pair = tuple(map(str, key.codecs))
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
+    codecs = _named(key, flat.numel)
     if all(link.world == 1 for link in links):
         return CallPlan(str(key))  # exact, whatever the codec
-    codecs = _usable(key, flat.numel)
     algorithm = key.algorithm
+    if algorithm != "plain":
+        _check_dtype(key, codecs, flat.numel)
     if on_mesh or algorithm == "two_phase":
         check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else algorithm!r}")
     if algorithm == "auto" and _is_exact(codecs, flat.numel):
@@ -218,21 +220,23 @@ def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
 def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | None:
     """The codec that a verb uses, or None for an exact call."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
+    codecs = _named(key, numel)
     if key.algorithm == "plain" or world == 1:
         return None
-    codecs = _usable(key, numel)
+    _check_dtype(key, codecs, numel)
     if key.algorithm == "auto" and (_is_exact(codecs, numel) or choose(codecs, ("plain", "compressed")) == "plain"):
         return None
     return codecs[0]
 
 
-def _usable(key: PlanKey, numel: int) -> tuple[Codec, ...]:
-    """The codecs of a call; raises where a string names none, or one does not take this dtype."""
-    codecs = tuple(codec_for(codec, (numel,)) for codec in key.codecs)
-    if key.algorithm != "plain":
-        for codec in codecs:
-            codec.wire_bytes(numel, key.dtype)
-    return codecs
+def _named(key: PlanKey, numel: int) -> tuple[Codec, ...]:
+    """The codecs of a call, those too that it has no use for; raises where a string names none."""
+    return tuple(codec_for(codec, (numel,)) for codec in key.codecs)
+
+
+def _check_dtype(key: PlanKey, codecs: Sequence[Codec], numel: int) -> None:
+    for codec in codecs:
+        codec.wire_bytes(numel, key.dtype)
 
 
 def _is_exact(codecs: tuple[Codec, ...], numel: int) -> bool:
