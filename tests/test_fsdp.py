@@ -743,6 +743,7 @@ def refusals(group: Group) -> dict[str, str]:
         "an own gather": message_of(lambda: compress_fsdp(gathers, weights="int8")),
         "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
         "no weights": message_of(lambda: compress_fsdp(model, replica=True)),
+        "a word": message_of(lambda: compress_fsdp(model, weights="int4", replica="no")),  # type: ignore[arg-type]
         "one bit": message_of(
             lambda: compress_fsdp(model, optimizer=OneBitAdam(nn.Linear(2, 2).parameters(), warmup_steps=1))
         ),
@@ -780,6 +781,7 @@ REFUSED = {
     "an own gather": "the root has a communication of its own, _OwnGather",
     "inside": "inside='int8' goes with replicas of shards",
     "no weights": "replica=True keeps copies to send weights as differences",
+    "a word": "replica must be True, False or None, got 'no'",
     "one bit": "OneBitAdam sends its momentum through DDP",
     "no codec": "int99",
     "no codec of weights": "int99",

@@ -371,6 +371,8 @@ def compress_fsdp(
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)
     checks.check_recodes(policies.leaves(gathered), "weights=")
+    if not isinstance(replica, bool | None):
+        raise CollectiveError(f"replica must be True, False or None, got {replica!r}")
     if replica and isinstance(gathered, Identity):
         raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
     state = FSDPState(groups, asked, within, gathered)
