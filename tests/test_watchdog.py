@@ -1,16 +1,24 @@
 """Messages that go to NCCL without torch, without a GPU: who sends them when, and what watches them."""
 
 import ctypes
+import io
 import os
+import sys
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ranks import RankPool
 from thinwire.collectives import nccl, watchdog
+from thinwire.collectives.transport import StreamTransport, Tags
 from thinwire.collectives.watchdog import Watchdog
+from thinwire.errors import CollectiveError
 
 STILL = 10.0  # seconds, the timeout of the group
 CARD = torch.device("cuda", 1)
@@ -36,9 +44,10 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "still", False)
+    monkeypatch.setattr(watchdog, "_live", weakref.WeakSet())
     monkeypatch.setattr(watchdog, "_watch", watchdog._live.add)
     monkeypatch.setattr(watchdog, "current_stream", lambda index: f"stream of {index}")
-    return Watchdog("dp", 3, STILL, CARD)
+    return Watchdog("dp", 3, lambda: STILL, CARD)
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
@@ -63,6 +72,33 @@ def test_a_message_that_does_not_come_to_its_end_ends_the_process(
     assert "rank 3 waited in messages of group 'dp' for the group's timeout of 10 s" in said
 
 
+def test_the_process_ends_though_nobody_can_be_told(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(os, "abort", lambda: ended.append(True))
+    monkeypatch.setattr(Event, "still", True)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.stderr.close()
+    dog.note()
+    dog.look(0)
+    with pytest.raises(ValueError, match="closed file"):
+        dog.look(STILL + 1)
+    assert ended == [True]
+
+
+def waited(group: dist.ProcessGroup) -> list[float]:
+    """How long messages may take, by the watchdog of a group whose timeout is changed later."""
+    member = dist.new_group(timeout=timedelta(seconds=7))
+    with patch.object(torch.cuda, "Event", Event):
+        link = StreamTransport(member, Tags(), torch.device("cpu"))
+    found = [link._watchdog._timeout_s()]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=9), member)
+    return [*found, link._watchdog._timeout_s()]
+
+
+def test_the_timeout_of_a_group_may_be_changed(ranks: RankPool) -> None:
+    assert ranks(2).run(waited) == [[7, 9]] * 2
+
+
 def test_a_host_that_is_always_ahead_is_not_late(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look finds a message under way, but never the same one for long."""
     monkeypatch.setattr(os, "abort", lambda: pytest.fail("ended"))
@@ -85,7 +121,7 @@ def test_captured_messages_are_not_noted(dog: Watchdog, monkeypatch: pytest.Monk
 
 
 def test_nobody_holds_what_was_looked_at(dog: Watchdog) -> None:
-    held = [Watchdog("other", 0, STILL, CARD)]
+    held = [Watchdog("other", 0, lambda: STILL, CARD)]
     held[0].note()
     gone = weakref.ref(held[0])
     watchdog.look_at_all()
@@ -133,6 +169,8 @@ def group_with(**backend: Any) -> Any:
 
 def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    current = [CARD.index]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     library = Library()
     communicators = [5, 5, 0, 5]
     group = group_with(_comm_ptr=lambda: communicators.pop(0))
@@ -149,6 +187,9 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
     library.code = 3
     with pytest.raises(torch.distributed.DistBackendError, match="error 3"):
         direct.all_gather(whole, whole[4:8])
+    current[0] = 0
+    communicators.append(6)  # of the current device
+    assert not direct.all_gather(whole, whole[4:8])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +198,10 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
         ("THINWIRE_NCCL", "torch"),
         ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1"),
+        ("NCCL_BLOCKING_WAIT", "1"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),  # the process goes on
+        ("NCCL_ASYNC_ERROR_HANDLING", "2"),
     ],
 )
 def test_torch_sends_where_it_is_told_something_unusual(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +213,12 @@ def test_torch_sends_where_it_is_told_something_unusual(name: str, value: str, m
     assert nccl.direct(group_with(), CARD) is None  # of another kind than NCCL's own
     monkeypatch.setenv(name, value)
     assert nccl.direct(usual, CARD) is None
+
+
+def test_a_sender_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_NCCL", "Torch")
+    with pytest.raises(CollectiveError, match="THINWIRE_NCCL must be direct or torch, got 'Torch'"):
+        nccl.direct(group_with(_comm_ptr=lambda: 5), CARD)
 
 
 def test_torch_sends_where_its_library_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import CollectiveError
+
 _BYTES = 1  # NCCL's number for bytes without a sign
 _VERB = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-# What torch is told as a rule; with anything else it sends the messages.
+_ENDS = ("", "1", "3")  # torch ends the process after an error
+# What torch is told as a rule, also by names of old; with anything else it sends the messages.
 _USUAL = {
-    "THINWIRE_NCCL": ("", "direct"),
     "TORCH_NCCL_USE_COMM_NONBLOCKING": ("", "0"),
     "TORCH_NCCL_BLOCKING_WAIT": ("", "0"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("", "1", "2", "3"),
+    "NCCL_BLOCKING_WAIT": ("", "0"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _ENDS,
+    "NCCL_ASYNC_ERROR_HANDLING": _ENDS,
 }
 
 
@@ -46,7 +50,8 @@ class Direct:
         return self._start(self._to_all, sent, came, sent.numel() // world)
 
     def _start(self, verb: Callable[..., int], source: Tensor, target: Tensor, nbytes: int) -> bool:
-        communicator = self._communicator()  # 0 where another device is the current one, or the group was closed
+        # torch gives the communicator of the current device, which may be another than that of the tensors.
+        communicator = torch._C._cuda_getDevice() == self._index and self._communicator()
         if not communicator:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -58,9 +63,14 @@ class Direct:
 
 def direct(group: dist.ProcessGroup, device: torch.device) -> Direct | None:
     """None where torch has to send the messages of this group."""
+    sender = os.environ.get("THINWIRE_NCCL") or "direct"
+    if sender not in ("direct", "torch"):
+        raise CollectiveError(f"THINWIRE_NCCL must be direct or torch, got {sender!r}")
     config = getattr(getattr(group._get_backend(device), "options", None), "config", None)
     usual = all(os.environ.get(name, "") in values for name, values in _USUAL.items())
-    if not usual or getattr(config, "blocking", None) == 0 or not hasattr(group._get_backend(device), "_comm_ptr"):
+    if sender == "torch" or not usual or getattr(config, "blocking", None) == 0:
+        return None
+    if not hasattr(group._get_backend(device), "_comm_ptr"):
         return None
     verbs = _verbs()
     return None if verbs is None else Direct(group, device, verbs)

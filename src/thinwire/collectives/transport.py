@@ -9,6 +9,7 @@ nccl.py); what has no launches of its own goes in grouped messages, issued inlin
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -390,7 +391,8 @@ class StreamTransport(Transport):
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
         self._closed = False
         self._direct = nccl.direct(group, device)
-        self._watchdog = Watchdog(group.group_name, self.rank, timeout_s(group), device)
+        limit = functools.partial(_shortest, _options(group))  # holds no group
+        self._watchdog = Watchdog(group.group_name, self.rank, limit, device)
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
@@ -532,11 +534,17 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 def timeout_s(group: dist.ProcessGroup) -> float:
     """How long the ranks of a group wait for each other: what init_process_group or new_group was given."""
-    limits = [
-        options._timeout.total_seconds()
-        for device in group._device_types
-        if (options := getattr(group._get_backend(device), "options", None)) is not None
-    ]
+    return _shortest(_options(group))
+
+
+def _options(group: dist.ProcessGroup) -> list[Any]:
+    """Those of its backends, in which torch changes the timeout of a group."""
+    found = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return [options for options in found if options is not None]
+
+
+def _shortest(options: Sequence[Any]) -> float:
+    limits = [one._timeout.total_seconds() for one in options]
     return min(limits, default=dist.default_pg_timeout.total_seconds())
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -26,11 +27,11 @@ _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 class Watchdog:
     """The messages of one group."""
 
-    def __init__(self, name: str, rank: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, name: str, rank: int, timeout_s: Callable[[], float], device: torch.device) -> None:
         self._name = name
         self._rank = rank
         self._device = device
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # asked anew, for it may be changed
         self._last = torch.cuda.Event()  # recorded anew with every message, until the thread takes it
         self._taken: tuple[torch.cuda.Event, float] | None = None  # by the thread, and since when it looks at it
         self._known = False  # to the thread
@@ -51,14 +52,16 @@ class Watchdog:
             if not self._last.query():
                 self._taken = self._last, now
                 self._last = torch.cuda.Event()
-        elif now - self._taken[1] > self._timeout_s:
-            print(
-                f"thinwire: rank {self._rank} waited in messages of group {self._name!r} for the group's timeout of "
-                f"{self._timeout_s:g} s: see whether the other ranks still run. This process ends",
-                file=sys.stderr,
-                flush=True,
-            )
-            os.abort()  # as torch's watchdog does
+        elif now - self._taken[1] > (limit := self._timeout_s()):
+            try:
+                print(
+                    f"thinwire: rank {self._rank} waited in messages of group {self._name!r} for the group's timeout "
+                    f"of {limit:g} s: see whether the other ranks still run. This process ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            finally:  # where nobody reads it any more
+                os.abort()  # as torch's watchdog does
 
 
 # --- all groups of the process ----------------------------------------------------------------------------------------
