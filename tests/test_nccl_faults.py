@@ -145,7 +145,7 @@ def stop_in_steps(group: Group, replay: bool) -> None:
 @in_time
 def test_a_rank_that_stops_ends_the_others(ranks: RankPool, world: int, replay: bool) -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"rank 0 waited in messages of group .* timeout of {LATE_S:g} s"):
+    with pytest.raises(RuntimeError, match=f"rank 0, in messages of group .* timeout of {LATE_S:g} s"):
         ranks.fresh(world).run(stop_in_steps, replay, lost=1)
     assert time.monotonic() - start > LATE_S
 

@@ -1,5 +1,6 @@
 """Messages that go to NCCL without torch, without a GPU: who sends them when, and what watches them."""
 
+import contextlib
 import ctypes
 import io
 import os
@@ -47,7 +48,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
     monkeypatch.setattr(watchdog, "_live", weakref.WeakSet())
     monkeypatch.setattr(watchdog, "_watch", watchdog._live.add)
     monkeypatch.setattr(watchdog, "current_stream", lambda index: f"stream of {index}")
-    return Watchdog("dp", 3, lambda: STILL, CARD)
+    return Watchdog("dp", 3, lambda: STILL, CARD, int)
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False])
@@ -69,7 +70,33 @@ def test_a_message_that_does_not_come_to_its_end_ends_the_process(
         dog.look(now)
     assert ended[0] == 41
     said = capsys.readouterr().err
-    assert "rank 3 waited in messages of group 'dp' for the group's timeout of 10 s" in said
+    assert "rank 3, in messages of group 'dp', waited for the group's timeout of 10 s" in said
+
+
+def test_a_connection_that_nccl_has_lost_ends_the_process_soon(
+    dog: Watchdog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not at once: the lookouts may know better, and end the message."""
+    ended: list[int] = []
+    codes = {3: 6, 4: 6, 5: 0} | dict.fromkeys(range(10, 60), 6)
+    now = 0
+    patient = Watchdog("dp", 3, lambda: 1000.0, CARD, lambda: codes.get(now, 0))
+    monkeypatch.setattr(os, "abort", lambda: ended.append(now))
+    monkeypatch.setattr(Event, "still", True)
+    patient.note()
+    for now in range(30):
+        patient.look(now)
+    assert ended[0] == 26  # the first that is more than 15 s after the tenth
+    assert "rank 3, in messages of group 'dp', lost a rank: NCCL reports error 6" in capsys.readouterr().err
+    assert patient._taken is not None
+    assert isinstance(patient._taken[0], Event)
+    patient._taken[0].stuck = False
+    monkeypatch.setattr(Event, "still", False)
+    patient.note()
+    ended.clear()
+    for now in range(30, 60):
+        patient.look(now)
+    assert ended == []  # no message is under way
 
 
 def test_the_process_ends_though_nobody_can_be_told(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +148,7 @@ def test_captured_messages_are_not_noted(dog: Watchdog, monkeypatch: pytest.Monk
 
 
 def test_nobody_holds_what_was_looked_at(dog: Watchdog) -> None:
-    held = [Watchdog("other", 0, lambda: STILL, CARD)]
+    held = [Watchdog("other", 0, lambda: STILL, CARD, int)]
     held[0].note()
     gone = weakref.ref(held[0])
     watchdog.look_at_all()
@@ -156,7 +183,7 @@ class Library:
         self.code = 0
 
     def verbs(self) -> dict[str, Any]:
-        return {name: lambda *args, name=name: self.take(name, *args) for name in ("ncclAllGather", "ncclAlltoAll")}
+        return {name: lambda *args, name=name: self.take(name, *args) for name in nccl._SIGNATURES}
 
     def take(self, *args: Any) -> int:
         self.given.append(args)
@@ -190,6 +217,30 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
     current[0] = 0
     communicators.append(6)  # of the current device
     assert not direct.all_gather(whole, whole[4:8])
+
+
+def test_nccl_is_asked_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    answers = [(5, 6), (5, 7), (5, 0), (0, 6), (None, 6)]
+
+    def communicator() -> int:
+        if answers[0][0] is None:
+            raise RuntimeError("aborted")
+        return answers[0][0]
+
+    def ask(communicator: int, found: Any) -> int:
+        found._obj.value = answers[0][1]
+        return 0
+
+    verbs = {**Library().verbs(), "ncclCommGetAsyncError": ask}
+    direct = nccl.Direct(group_with(_comm_ptr=communicator), CARD, verbs)
+    with direct.aborting:
+        assert direct.error() == 0
+    found = []
+    while answers:
+        found.append(direct.error())
+        answers.pop(0)
+    assert found == [6, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

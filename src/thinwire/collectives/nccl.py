@@ -7,9 +7,11 @@ would do for them is done by watchdog.py. Where torch is told to treat errors or
 usually does, and where its library cannot be reached, torch sends them.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,13 @@ from torch import Tensor
 from thinwire.errors import CollectiveError
 
 _BYTES = 1  # NCCL's number for bytes without a sign
+_IN_PROGRESS = 7  # and for what is no error
 _VERB = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_SIGNATURES: dict[str, Any] = {
+    "ncclAllGather": _VERB,
+    "ncclAlltoAll": _VERB,
+    "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
+}
 _ENDS = ("", "1", "3")  # torch ends the process after an error
 # What torch is told as a rule, also by names of old; with anything else it sends the messages.
 _USUAL = {
@@ -40,6 +48,8 @@ class Direct:
         self._index = device.index
         self._gather = verbs["ncclAllGather"]
         self._to_all = verbs["ncclAlltoAll"]
+        self._ask_error = verbs["ncclCommGetAsyncError"]
+        self.aborting = threading.Lock()  # held while the communicator is aborted, which frees it
 
     def all_gather(self, whole: Tensor, own: Tensor) -> bool:
         """See RowTransport."""
@@ -48,6 +58,22 @@ class Direct:
     def all_to_all(self, came: Tensor, sent: Tensor, world: int) -> bool:
         """See RowTransport."""
         return self._start(self._to_all, sent, came, sent.numel() // world)
+
+    def error(self) -> int:
+        """NCCL's number for what went wrong since, as when the connection to a rank that died was closed; 0: nothing.
+
+        In any thread, as torch's watchdog asks for it.
+        """
+        found = ctypes.c_int()
+        if self.aborting.acquire(blocking=False):
+            try:
+                with torch.cuda.device(self._index), contextlib.suppress(RuntimeError):  # of a group that has ended
+                    communicator = self._communicator()
+                    if communicator:
+                        self._ask_error(communicator, ctypes.byref(found))
+            finally:
+                self.aborting.release()
+        return 0 if found.value == _IN_PROGRESS else found.value
 
     def _start(self, verb: Callable[..., int], source: Tensor, target: Tensor, nbytes: int) -> bool:
         # torch gives the communicator of the current device, which may be another than that of the tensors.
@@ -81,10 +107,10 @@ def _verbs() -> dict[str, Any] | None:
     """Those of the NCCL that torch itself uses, from 2.28 on; None where they cannot be reached."""
     try:
         library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        found = {name: getattr(library, name) for name in ("ncclAllGather", "ncclAlltoAll")}
+        found = {name: getattr(library, name) for name in _SIGNATURES}
     except (OSError, AttributeError):
         return None
-    for verb in found.values():
-        verb.argtypes = _VERB
+    for name, verb in found.items():
+        verb.argtypes = _SIGNATURES[name]
         verb.restype = ctypes.c_int
     return found

@@ -392,7 +392,8 @@ class StreamTransport(Transport):
         self._closed = False
         self._direct = nccl.direct(group, device)
         limit = functools.partial(_shortest, _options(group))  # holds no group
-        self._watchdog = Watchdog(group.group_name, self.rank, limit, device)
+        error = self._direct.error if self._direct is not None else int  # nothing, 0
+        self._watchdog = Watchdog(group.group_name, self.rank, limit, device, error)
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
@@ -504,7 +505,8 @@ class StreamTransport(Transport):
         with contextlib.suppress(RuntimeError, CollectiveError):
             for drop in before_abort:
                 drop(self.group)
-            self.group._get_backend(self.device).abort()
+            with self._direct.aborting if self._direct is not None else contextlib.nullcontext():
+                self.group._get_backend(self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""

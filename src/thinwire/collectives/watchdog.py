@@ -2,8 +2,8 @@
 
 [Note: Watchdog] torch's watchdog sees what torch sends, but not what NCCL is given directly or finds in a CUDA graph.
 So an event follows every such message, and a thread of thinwire's ends the process, as the watchdog would, if one
-does not come up within the timeout of the group. The lookout cannot do that: it asks the store, which may be on the
-host that has stopped.
+does not come up within the timeout of the group, or soon after NCCL has lost a connection. The lookout cannot do that:
+it asks the store, which may be on the host that has stopped. Where it can, it is given time to say what happened.
 """
 
 import atexit
@@ -21,17 +21,27 @@ import torch
 from thinwire.collectives.rooms import current_stream
 
 _LOOK_S = 1.0
+_GRACE_S = 15.0  # after NCCL reports an error; the lookouts of all ranks look more often
 _RELAXED = 2  # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Watchdog:
     """The messages of one group."""
 
-    def __init__(self, name: str, rank: int, timeout_s: Callable[[], float], device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        timeout_s: Callable[[], float],
+        device: torch.device,
+        error: Callable[[], int],
+    ) -> None:
         self._name = name
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s  # asked anew, for it may be changed
+        self._error = error  # what NCCL says while a message is under way
+        self._broken: float | None = None  # since when it says something
         self._last = torch.cuda.Event()  # recorded anew with every message, until the thread takes it
         self._taken: tuple[torch.cuda.Event, float] | None = None  # by the thread, and since when it looks at it
         self._known = False  # to the thread
@@ -48,20 +58,29 @@ class Watchdog:
     def look(self, now: float) -> None:
         """End the process if a message is late. In the thread."""
         if self._taken is None or self._taken[0].query():
-            self._taken = None
+            self._taken = self._broken = None
             if not self._last.query():
                 self._taken = self._last, now
                 self._last = torch.cuda.Event()
-        elif now - self._taken[1] > (limit := self._timeout_s()):
-            try:
-                print(
-                    f"thinwire: rank {self._rank} waited in messages of group {self._name!r} for the group's timeout "
-                    f"of {limit:g} s: see whether the other ranks still run. This process ends",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            finally:  # where nobody reads it any more
-                os.abort()  # as torch's watchdog does
+            return
+        began = self._taken[1]
+        code = self._error()
+        self._broken = (now if self._broken is None else self._broken) if code else None
+        if self._broken is not None and now - self._broken > _GRACE_S:
+            self._end(f"lost a rank: NCCL reports error {code}")
+        elif now - began > (limit := self._timeout_s()):
+            self._end(f"waited for the group's timeout of {limit:g} s")
+
+    def _end(self, what: str) -> None:
+        try:
+            print(
+                f"thinwire: rank {self._rank}, in messages of group {self._name!r}, {what}: see whether the other "
+                "ranks still run. This process ends",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:  # where nobody reads it any more
+            os.abort()  # as torch's watchdog does
 
 
 # --- all groups of the process ----------------------------------------------------------------------------------------
