@@ -211,6 +211,12 @@ def test_messages_are_given_to_nccl_as_torch_gives_them(monkeypatch: pytest.Monk
         ("ncclAlltoAll", start, end, 4, 1, 5, 71),
     ]
     assert not direct.all_gather(whole, whole[4:8])  # torch has no communicator there
+    states = [7, 0]
+    direct._ask_error = lambda communicator, found: setattr(found._obj, "value", states.pop(0)) or 0
+    communicators.append(5)
+    library.code = 7  # in progress
+    assert direct.all_gather(whole, whole[4:8])
+    assert states == []
     library.code = 3
     with pytest.raises(torch.distributed.DistBackendError, match="error 3"):
         direct.all_gather(whole, whole[4:8])

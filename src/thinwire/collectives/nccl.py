@@ -64,16 +64,20 @@ class Direct:
 
         In any thread, as torch's watchdog asks for it.
         """
-        found = ctypes.c_int()
+        code = 0
         if self.aborting.acquire(blocking=False):
             try:
                 with torch.cuda.device(self._index), contextlib.suppress(RuntimeError):  # of a group that has ended
                     communicator = self._communicator()
-                    if communicator:
-                        self._ask_error(communicator, ctypes.byref(found))
+                    code = self._state(communicator) if communicator else 0
             finally:
                 self.aborting.release()
-        return 0 if found.value == _IN_PROGRESS else found.value
+        return 0 if code == _IN_PROGRESS else code
+
+    def _state(self, communicator: int) -> int:
+        found = ctypes.c_int()
+        self._ask_error(communicator, ctypes.byref(found))
+        return found.value
 
     def _start(self, verb: Callable[..., int], source: Tensor, target: Tensor, nbytes: int) -> bool:
         # torch gives the communicator of the current device, which may be another than that of the tensors.
@@ -82,6 +86,8 @@ class Direct:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         code = verb(source.data_ptr(), target.data_ptr(), nbytes, _BYTES, communicator, stream)
+        while code == _IN_PROGRESS:  # a communicator that does not block: the message is not on the stream yet
+            code = self._state(communicator)
         if code:
             raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")
         return True
