@@ -353,7 +353,7 @@ class Ledger:
             self._loose.pop(name, None)
             if name in self._at:
                 memory, begin, end = self._at.pop(name)
-                memory.put((begin, end), memory.times((begin, end), 0.0), True)
+                memory.put((begin, end), memory.times((begin, end), 1.0).zero_(), True)
         self._drop_empty()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
