@@ -26,6 +26,7 @@ from ranks import RankPool
 from test_faults import SOON_S, failure, threads, until
 from test_nccl import Group, each_world, on_nccl, on_worlds
 from thinwire.collectives.channel import channel_of
+from thinwire.tools.bench import launch
 
 LATE_S = 4.0  # the timeout of groups in which a rank is lost
 HOW: Any = {"codec": "int8", "algorithm": "two_phase"}
@@ -138,6 +139,30 @@ def stop_in_steps(group: Group, replay: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     model(x).sum().backward()
     torch.cuda.synchronize()
+
+
+def die_over_tcp(group: Group) -> None:
+    """Rank 1 dies on what NCCL takes for another host; the other waits for the GPU, which waits for rank 1."""
+    os.environ.update(launch.OVER_TCP, NCCL_HOSTID=f"host{group.rank()}")
+    place = on_nccl(group)  # its timeout is long
+    x = torch.ones(5000, device=place.device)
+    for _ in range(3):
+        thinwire.all_reduce(x, group=place.group, **HOW)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    thinwire.all_reduce(x, group=place.group, **HOW)
+    torch.cuda.synchronize()
+
+
+@on_worlds(2)
+@in_time
+def test_a_connection_that_nccl_has_lost_ends_the_process(ranks: RankPool, world: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 0, in messages of group .* lost a rank: NCCL reports error"):
+        ranks.fresh(world).run(die_over_tcp, lost=1)
+    assert time.monotonic() - start < 120
 
 
 @on_worlds(2)
