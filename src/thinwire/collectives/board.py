@@ -112,7 +112,8 @@ class Board:
         self.over: str | None = None
         self.line: Line | None = None
         self._links = links
-        self._store = _store(links)
+        store: Any = links[0].group.get_group_store()
+        self._store = store if len(links) == 1 else _bottom(store)  # of a mesh the one that all of its ranks have
         self._seen = b""  # what stood there at the last look
         self.own_key = secrets.randbits(62)
         self.refused = False  # the last call of this rank raised before it sent anything, and the others were told
@@ -134,7 +135,6 @@ class Board:
         where = f"(operation {number} of group {self.names!r})"
         what = f"rank {self.rank} could not make its call {where}: {type(error).__name__}: {error}"
         told = "" if error is None else f"{number}\n{_FAILED}: {what}. Make a new group to go on"
-
         lookout.ask(lambda: self._store.set(f"{self._prefix or _FIRST}/refused", told))
 
     def key(self, number: int) -> str:
@@ -171,17 +171,18 @@ class Board:
 
     def ended(self, error: BaseException, place: Place) -> BaseException:
         """A call failed half-way: tell the other ranks, and give what this one raises."""
+        lost = error if isinstance(error, LostRankError) else None
         with self._lock:
             if self.over is None:
-                others = lookout.ask(lambda: self._missing(place.number)) if _is_late(error) else None
+                late = lost is not None and lost.late and lost.rank is None  # for nobody knows whom
+                others = lookout.ask(lambda: self._missing(place.number)) if late else None
                 told = f"{_FAILED}: {self._sentence(error, place, others or 'another rank')}"
-                number = place.number if isinstance(error, LostRankError) else 0  # of what a rank may have refused
+                number = 0 if lost is None else place.number  # of what a rank may have refused
                 posted = lookout.ask(lambda: self._post(self._refusal(number) or told))
                 if posted is None:  # others find out who is lost, before this rank seems to be
                     time.sleep(_PAUSE_S)
-                self.over = posted or told
-                self._close()
-        return self.raised() if isinstance(error, LostRankError) else error
+                self._end(posted or told)
+        return error if lost is None else self.raised()
 
     def raised(self) -> CollectiveError:
         """The error of a group that has ended."""
@@ -210,8 +211,7 @@ class Board:
         """
         refusal = self._refusal(place.number)
         if refusal:
-            self.over = self._post(refusal)
-            self._close()
+            self._end(self._post(refusal))
         if refusal or not self._prefix:
             return
         mine = _packed(self.rank, place)
@@ -223,8 +223,10 @@ class Board:
         rank, theirs = _unpacked(found)
         if theirs.number == place.number and theirs.differs(place):
             self._clash(place.number, _called({self.rank: place, rank: theirs}))
-        elif place.known and place.details and (named := unfit(self._lengths(place))):
-            self._clash(place.number, named)
+        elif place.known and place.details:
+            here = place.number, place.text
+            if named := unfit({r: at.details for r, at in self._places().items() if (at.number, at.text) == here}):
+                self._clash(place.number, named)
 
     def follow(self, trail: Trail, number: int, now: float) -> None:
         """Show the calls up to `number` to a neighbour, and look at another's. [Note: Trail]"""
@@ -236,8 +238,7 @@ class Board:
         theirs = f"{self._prefix}/trail/{neighbour}"
         try:
             if self._store.check([told]):
-                self.over = str(self._store.get(told), "utf-8")
-                self._close()
+                self._end(str(self._store.get(told), "utf-8"))
                 return
             self._store.set(f"{self._prefix}/trail/{self.rank}", json.dumps(trail.last(number)))
             shown = json.loads(self._store.get(theirs)) if self._store.check([theirs]) else []
@@ -251,23 +252,17 @@ class Board:
                     self._clash(at, _called({self.rank: own, neighbour: text}))
                 return
 
-    def _lengths(self, place: Place) -> dict[int, str]:
-        """What the ranks that wait in this exchange send and expect."""
+    def _places(self) -> dict[int, Place]:
+        """Where each rank of a group waited last, as far as the store knows."""
         keys = [f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world)]
-        told = dict(_unpacked(self._store.get(key)) for key in keys if self._store.check([key]))
-        return {
-            rank: one.details for rank, one in told.items() if one.number == place.number and one.text == place.text
-        }
+        return dict(_unpacked(self._store.get(key)) for key in keys if self._store.check([key]))
 
     def _clash(self, number: int, named: str) -> None:
-        told = self._post(
-            f"{_DISAGREED}: the ranks disagree about operation {number} of this group: {named}. "
-            "Messages are under way: make a new group"
-        )
-        self.over = told
-        self._close()
+        told = f"{_DISAGREED}: the ranks disagree about operation {number} of this group: {named}. "
+        self._end(self._post(f"{told}Messages are under way: make a new group"))
 
-    def _close(self) -> None:
+    def _end(self, told: str | None) -> None:
+        self.over = told
         for link in self._links:
             link.close()
 
@@ -288,13 +283,8 @@ class Board:
         """The ranks that do not wait in this call, as far as the store knows; for what does not tell, such as NCCL."""
         if len(self._links) > 1 or not self._prefix:
             return None
-        store = self._store
-        told = {rank: f"{self._prefix}/at/{rank}" for rank in range(self._links[0].world) if rank != self.rank}
-        found = [
-            str(rank)
-            for rank, key in told.items()
-            if not store.check([key]) or _unpacked(store.get(key))[1].number < number
-        ]
+        here = [rank for rank, place in self._places().items() if place.number >= number]
+        found = [str(rank) for rank in range(self._links[0].world) if rank not in (self.rank, *here)]
         return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else None
 
     def _sentence(self, error: BaseException, place: Place, others: str) -> str:
@@ -313,12 +303,6 @@ class Board:
         return f"{what}. Make a new group to go on"
 
 
-def _store(links: Sequence[Transport]) -> Any:
-    """The store of a group; for the groups of a mesh the one below theirs, which all of its ranks have."""
-    store: Any = links[0].group.get_group_store()
-    return _bottom(store) if len(links) > 1 else store
-
-
 def _bottom(store: Any) -> Any:
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
@@ -328,11 +312,6 @@ def _bottom(store: Any) -> Any:
 def _called(calls: Mapping[int, object]) -> str:
     """Who called what, by rank."""
     return "; ".join(f"rank {rank} called {call}" for rank, call in sorted(calls.items()))
-
-
-def _is_late(error: BaseException) -> bool:
-    """A wait that ran out of time, for nobody knows whom."""
-    return isinstance(error, LostRankError) and error.late and error.rank is None
 
 
 def _packed(rank: int, place: Place) -> bytes:
