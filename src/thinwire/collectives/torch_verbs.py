@@ -36,7 +36,7 @@ def all_reduce(
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
-    set_apart(call.channel, call.place.text, alike("all_reduce", row))
+    _set_apart(call, "all_reduce", row)
     for link in links[:-1]:
         wait(_reduce(row, op, link.group), call.channel, call.place)
     work = _reduce(row, op, links[-1].group) if links else None
@@ -48,7 +48,7 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
     call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
-    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
+    _set_apart(call, "all_reduce", tensor)
     work = _reduce(tensor, dist.ReduceOp.SUM, group)
     if not call.channel.transport.on_stream:
         work = TorchWork(work, [tensor], None, call.channel.board, call.place)
@@ -67,14 +67,14 @@ def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup,
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """The same of a tensor, in place."""
     call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
-    set_apart(call.channel, call.place.text, alike("all_reduce", tensor))
+    _set_apart(call, "all_reduce", tensor)
     wait(_reduce(tensor, op, group), call.channel, call.place)
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
     call = Call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
-    set_apart(call.channel, call.place.text, alike("gather", tensor))
+    _set_apart(call, "gather", tensor)
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
     wait(work, call.channel, call.place)
 
@@ -88,7 +88,7 @@ def reduce_scatter(
     sent = _row([input])
     by_torch = link.has_all_ops and link.world > 1
     op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
-    set_apart(call.channel, call.place.text, alike("reduce_scatter", sent))
+    _set_apart(call, "reduce_scatter", sent)
     work = _start(call, transport.reduce_scatter_single, whole, sent, op)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
@@ -98,7 +98,7 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor],
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    set_apart(call.channel, call.place.text, alike("all_gather", sent))
+    _set_apart(call, "all_gather", sent)
     work = _start(call, transport.all_gather_single, whole, sent)
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
@@ -116,7 +116,7 @@ def all_gather_list(
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
-    set_apart(call.channel, call.place.text, alike("all_gather", sent))
+    _set_apart(call, "all_gather", sent)
     work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
     return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
 
@@ -134,7 +134,7 @@ def all_to_all(
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     sent = apart(whole, sent)
-    set_apart(call.channel, call.place.text, alike("all_to_all", sent), kind)
+    _set_apart(call, "all_to_all", sent, kind)
     work = _start(call, dist.all_to_all_single, whole, sent, *splits)
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
@@ -143,7 +143,7 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
-    set_apart(call.channel, call.place.text, alike("broadcast", row))
+    _set_apart(call, "broadcast", row)
     work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
@@ -167,12 +167,13 @@ def alike(verb: str, sent: Tensor) -> transport.Alike:
     return "sum" if verb in ("all_reduce", "reduce_scatter") else verb, sent.nbytes
 
 
-def set_apart(channel: Channel, text: str, like: transport.Alike, kind: str = "") -> None:
+def _set_apart(call: Call, verb: str, sent: Tensor, kind: str = "") -> None:
     """Let gloo count a call out of turn as another; see [Note: Set apart]."""
-    called = text if len(channel.transports) == 1 else f"{text} on a mesh"
+    channel = call.channel
+    text = call.place.text if len(channel.transports) == 1 else f"{call.place.text} on a mesh"
     for link in channel.transports:
         if link.world > 1 and not link.on_stream:
-            skip(link, link.to_skip(called, like, kind))
+            skip(link, link.to_skip(text, alike(verb, sent), kind))
 
 
 def skip(link: transport.Transport, numbers: int) -> None:
