@@ -465,7 +465,7 @@ def shakes(group: Group) -> tuple[int, int, int]:
     counts = [0]
     check = Handshake.check
 
-    def counting(self: Handshake, *args: Any, **kwargs: Any) -> list[str]:
+    def counting(self: Handshake, *args: Any, **kwargs: Any) -> int:
         counts[0] += 1
         return check(self, *args, **kwargs)
 

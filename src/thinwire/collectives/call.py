@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.collectives.board import FIRST_TIME, Place
-from thinwire.collectives.channel import Channel
+from thinwire.collectives.channel import Channel, bounded
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import Setting, VerbOperation
@@ -30,10 +30,9 @@ class Call:
             known = text in channel.kinds and not anew
             number = channel.next_call(text if known else text + FIRST_TIME)
             self.place = Place(number, text, known, details=details)
-        self.answers: list[str] = []  # the ranks' details, where they were compared
         self.free_next_time = not channel.handshake.every_call
         if not (self.place.known and self.free_next_time):
-            self.answers = channel.compare(self.place, details)
+            channel.compare(self.place)
 
     def setting(self, plan: CallPlan, step: int | None, scratch: tuple[int, int] | None = None) -> Setting:
         """What an operation of this call needs to know; `scratch` where the plan does not say it."""
@@ -66,19 +65,6 @@ class Call:
         text = self.place.text
         return self.channel.start(run, rows, outputs, number, text=text, async_op=async_op, first=first)
 
-    def decided(self, decide: Callable[[], CallPlan]) -> CallPlan:
-        """A new plan, for which ranks may measure together: one that fails tells the others."""
-        try:
-            return decide()
-        except ThinwireError:  # of all ranks alike, or told already
-            raise
-        except BaseException as error:
-            lost = lost_in(error)
-            if lost is None:
-                self.channel.board.ended(error, self.place)
-                raise
-        raise self.channel.board.ended(lost, self.place)
-
     def run(
         self,
         operation: VerbOperation,
@@ -101,14 +87,26 @@ def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan]) -> tuple[Call, CallPlan]:
-    """A call and its plan: compared and decided the first time, looked up afterwards."""
+def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan], details: str = "") -> tuple[Call, CallPlan]:
+    """A call and its plan: compared and decided the first time, looked up afterwards.
+
+    Ranks may measure together to decide: one that fails tells the others.
+    """
     plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text)
-    if plan is None:
-        plan = call.decided(decide)
-        channel.remember(key, plan)
-    return call, plan
+    call = Call(channel, str(key) if plan is None else plan.text, details=details)
+    if plan is not None:
+        return call, plan
+    try:
+        plan = bounded(channel.plans)[key] = decide()
+        return call, plan
+    except ThinwireError:  # of all ranks alike, or told already
+        raise
+    except BaseException as error:
+        lost = lost_in(error)
+        if lost is None:
+            channel.board.ended(error, call.place)
+            raise
+    raise channel.board.ended(lost, call.place)
 
 
 def planned_verb(

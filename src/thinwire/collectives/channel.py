@@ -89,21 +89,16 @@ class Channel:
             self._steps += 1
             return self._steps - 1
 
-    def compare(self, place: Place, details: str) -> list[str]:
+    def compare(self, place: Place) -> None:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
 
         All ranks forget at the same call: they count kinds as they compare them, however each spells its calls.
         """
-        found = self.handshake.check(place, details)
+        found = self.handshake.check(place)
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
             self.quick.clear()
-        self.kinds[place.text] = 0
-        return found
-
-    def remember(self, key: PlanKey, plan: CallPlan) -> None:
-        """Keep the plan of calls of one kind."""
-        bounded(self.plans)[key] = plan
+        self.kinds[place.text] = found
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
         """What `make` gives for a key, made once."""
@@ -167,7 +162,9 @@ class Channel:
                     raise
         if lost is not None:
             raise self.ended(lost, text)
-        mark_written(outputs)
+        for tensor in outputs:
+            if not tensor.is_inference():  # autograd cannot see what a kernel writes through a pointer
+                torch.autograd.graph.increment_version(tensor)
         if room is not None:
             return work
         return Work(list(outputs)).finished() if async_op else None
@@ -238,13 +235,6 @@ def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
     if len(kept) >= MOST_KINDS:
         kept.clear()
     return kept
-
-
-def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd, which cannot see what a kernel writes through a pointer."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 def _record(operation: Operation, stream: torch.cuda.Stream) -> None:

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
-from thinwire.collectives.board import lengths_in, unfit
-from thinwire.collectives.call import Call
+from thinwire.collectives.call import Call, planned
 from thinwire.collectives.channel import Channel, Refusable, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
 from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.work import Work
-from thinwire.errors import CollectiveError, DisagreementError
+from thinwire.errors import CollectiveError
 
 
 def all_to_all_single(
@@ -37,7 +36,7 @@ def all_to_all_single(
     """
     even = output_split_sizes is None and input_split_sizes is None
     if even:
-        done: Work | None = quick("all_to_all", (output, input), group, codec, algorithm, step=step, async_op=async_op)
+        done = quick("all_to_all", (output, input), group, codec, algorithm, step=step, async_op=async_op)
         if done is not UNKNOWN:
             return done
     with Refusable(group, (output, input)):
@@ -132,36 +131,23 @@ def _planned(
 ) -> tuple[Call, CallPlan]:
     """The call and its plan. Lengths are compared when ranks shake hands; they change from call to call."""
     received, sent = _lengths(outputs, inputs)
-    plan = channel.plans.get(key)
-    text = str(key) if plan is None else plan.text
-    rank = channel.transport.rank
-    if text in channel.kinds and sent[rank] != received[rank] and not channel.handshake.every_call:
-        with Refusable(channel.transport.group, inputs):  # what can be known without asking
-            raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
-    call = Call(channel, text, details=f"{sent}/{received}")
-    if call.answers:
-        channel.kinds[text] = _compare(channel, call)
-    if plan is None:
-        trial = functools.partial(all_to_all_single, group=channel.transport.group)
-        shares = (channel.world, channel.world)
-        numel = channel.kinds[text]
-        choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, shares)
-        plan = plan_exchange(key, numel, channel.transport, choose)
-        channel.remember(key, plan)
-    return call, plan
+    link = channel.transport
+    own = sent[link.rank], received[link.rank]
+    if own[0] != own[1] and str(key) in channel.kinds and not channel.handshake.every_call:
+        with Refusable(link.group, inputs):  # what can be known without asking
+            raise CollectiveError(f"rank {link.rank} would send itself {own[0]} elements and expects {own[1]}")
+
+    def decide() -> CallPlan:
+        trial = functools.partial(all_to_all_single, group=link.group)
+        numel = channel.kinds[str(key)]  # the most that a rank sends
+        choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, (channel.world, channel.world))
+        return plan_exchange(key, numel, link, choose)
+
+    return planned(channel, key, decide, f"{sent}/{received}")
 
 
 def _lengths(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return [part.numel() for part in outputs], [part.numel() for part in inputs]
-
-
-def _compare(channel: Channel, call: Call) -> int:
-    """Check that every rank expects what the others send; the most elements that one rank sends."""
-    found = unfit(dict(enumerate(call.answers)))
-    if found is not None:
-        del channel.kinds[call.place.text]  # the next one is compared again
-        raise DisagreementError(f"the ranks disagree about operation {call.place.number} of this group: {found}")
-    return max(sum(lengths_in(answer)[0]) for answer in call.answers)
 
 
 def _run(

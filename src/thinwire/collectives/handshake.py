@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire import wire
-from thinwire.collectives.board import Board, Place
+from thinwire.collectives.board import Board, Place, lengths_in, unfit
 from thinwire.collectives.transport import Transport
 from thinwire.errors import DisagreementError
 
@@ -29,20 +29,24 @@ class Handshake:
         self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
         self._board = board
 
-    def check(self, place: Place, details: str = "") -> list[str]:
-        """Raise DisagreementError on every rank unless all make the same call; the ranks' details if they do."""
+    def check(self, place: Place) -> int:
+        """Raise DisagreementError on every rank unless all make the same call.
+
+        Of an exchange every rank must also expect what the others send: gives the most elements that one rank sends.
+        """
         version = sys.modules["thinwire"].__version__  # of the package, which is above this room
         debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
         settings = f"thinwire {version}, wire format {wire.VERSION}, {debug}{self._mesh}"
-        own = _PART.join((place.text, settings, details))
+        own = _PART.join((place.text, settings, place.details))
         mark = int.from_bytes(hashlib.blake2b(f"{place.text}\n{settings}".encode(), digest_size=7).digest())
-        alike, told = self._board.attend(place, lambda: self._compared(own, mark, bool(details)))
-        if alike and not details:
-            return []
-        calls, versions, found = zip(*(rank.split(_PART) for rank in told), strict=True)
-        if not alike:
-            raise DisagreementError(_sentence(place.number, calls, versions))
-        return list(found)
+        alike, told = self._board.attend(place, lambda: self._compared(own, mark, bool(place.details)))
+        if alike and not place.details:
+            return 0
+        calls, versions, details = zip(*(rank.split(_PART) for rank in told), strict=True)
+        named = unfit(dict(enumerate(details))) if alike else _named(calls, versions)
+        if named is not None:
+            raise DisagreementError(f"the ranks disagree about operation {place.number} of this group: {named}")
+        return max(sum(lengths_in(each)[0]) for each in details)
 
     def _compared(self, own: str, mark: int, details: bool) -> tuple[bool, list[str]]:
         """Whether all ranks have the same mark; if they have not, or have details, what every rank tells."""
@@ -61,12 +65,12 @@ class Handshake:
         return [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]
 
 
-def _sentence(number: int, calls: Sequence[str], versions: Sequence[str]) -> str:
+def _named(calls: Sequence[str], versions: Sequence[str]) -> str:
+    """Which ranks called what, or run what."""
     verb = "called" if len(set(calls)) > 1 else "runs"
     sides: dict[str, list[str]] = {}
     for rank, side in enumerate(calls if verb == "called" else versions):
         sides.setdefault(side, []).append(str(rank))
-    named = "; ".join(
+    return "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {verb} {side}" for side, ranks in sides.items()
     )
-    return f"the ranks disagree about operation {number} of this group: {named}"
