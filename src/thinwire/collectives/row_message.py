@@ -22,6 +22,8 @@ from thinwire.collectives.programs import Program, StreamLane
 from thinwire.collectives.transport import Group, RowTransport
 from thinwire.kernels.rows import Bad
 
+Make = Callable[[RowTransport, Sequence[StreamLane]], Program]  # a program of lanes of rows
+
 
 @dataclass(frozen=True)
 class LaneWatch:
@@ -47,7 +49,7 @@ class _RowMessage:
     verb = ""
     wires_held = 1  # matrices of wires in a chunk's scratch
 
-    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, how: str = "") -> None:
+    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, make: Make, how: str = "") -> None:
         self.specs = tuple(specs)
         self.channel = channel_of(group, like.device)
         self._dtype = like.dtype
@@ -55,7 +57,7 @@ class _RowMessage:
         self._text = f"{self.verb}({named}; {str(like.dtype).removeprefix('torch.')}{how})"
         self._cuts = [self._cut(spec) for spec in self.specs]
         self._plan = CallPlan(self._text, self.specs[0].codec, self._cuts[0], *self._scratch())
-        self._program: Any = self._made_program() if self._fits() else None
+        self._program = self._made(make)
 
     @property
     def on_stream(self) -> bool:
@@ -70,10 +72,12 @@ class _RowMessage:
     @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
-        spans = [cut.span(i).numel for cut in self._cuts for i in range(cut.num_chunks)]
-        specs = [spec for spec, cut in zip(self.specs, self._cuts, strict=True) for _ in range(cut.num_chunks)]
-        sizes = [spec.codec.wire_bytes(n, self._encoded(spec)) for spec, n in zip(specs, spans, strict=True)]
-        return (self.channel.world - 1) * sum(sizes)
+        row = sum(
+            spec.codec.wire_bytes(cut.span(index).numel, self._encoded(spec))
+            for spec, cut in zip(self.specs, self._cuts, strict=True)
+            for index in range(cut.num_chunks)
+        )
+        return (self.channel.world - 1) * row
 
     def _encoded(self, spec: LaneSpec) -> torch.dtype:
         return encoded_dtype(spec.codec, self._dtype, fed_back=bool(spec.feedback))
@@ -100,20 +104,15 @@ class _RowMessage:
         most = max(cut.num_chunks for cut in self._cuts)
         return chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
 
-    def _fits(self) -> bool:
-        """Whether a program on a stream of a GPU can run it."""
-        return (
-            isinstance(self.channel.transport, RowTransport)
-            and all(cut.num_chunks == 1 for cut in self._cuts)
-            and all(spec.numel and not spec.feedback for spec in self.specs)
-            and all(programs.fits(spec.codec, self._dtype) for spec in self.specs)
-        )
-
-    def _stream_lanes(self) -> list[StreamLane]:
-        return [StreamLane(spec.numel, self._dtype, spec.codec, spec.first) for spec in self.specs]
-
-    def _made_program(self) -> Program:
-        raise NotImplementedError
+    def _made(self, make: Make) -> Any:
+        """The program that runs it on a stream of a GPU; None where an operation has to."""
+        link = self.channel.transport
+        if not isinstance(link, RowTransport) or any(cut.num_chunks > 1 for cut in self._cuts):
+            return None
+        for spec in self.specs:
+            if not spec.numel or spec.feedback or not programs.fits(spec.codec, self._dtype):
+                return None
+        return make(link, [StreamLane(spec.numel, self._dtype, spec.codec, spec.first) for spec in self.specs])
 
 
 class ScatterMessage(_RowMessage):
@@ -124,12 +123,8 @@ class ScatterMessage(_RowMessage):
 
     def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, scale: float) -> None:
         self.scale = scale
-        super().__init__(specs, like, group, f", scale={scale:g}")
-
-    def _made_program(self) -> programs.ReduceScatter:
-        link = self.channel.transport
-        assert isinstance(link, RowTransport)
-        return programs.ReduceScatter(link, self._stream_lanes(), self.scale)
+        make = functools.partial(programs.ReduceScatter, scale=scale)
+        super().__init__(specs, like, group, make, f", scale={scale:g}")
 
     def run(
         self,
@@ -164,10 +159,8 @@ class GatherMessage(_RowMessage):
 
     verb = "gather"
 
-    def _made_program(self) -> Program:
-        link = self.channel.transport
-        assert isinstance(link, RowTransport)
-        return programs.Gather(link, self._stream_lanes())
+    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group) -> None:
+        super().__init__(specs, like, group, programs.Gather)
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
         """By lane: the rows of all ranks, and the own one, which may be a part of them."""
