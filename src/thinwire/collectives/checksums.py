@@ -6,6 +6,7 @@ THINWIRE_CHECKSUM=1 or THINWIRE_DEBUG=1 asks for it.
 
 import os
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,23 +33,23 @@ def room_for(message: Tensor) -> Tensor:
     return torch.empty(max(1, -(-message.numel() * message.itemsize // _PIECE)), dtype=torch.int64)
 
 
+@dataclass(frozen=True)
 class Checked:
     """A message that is compared with its checksums when both have come."""
 
-    def __init__(self, work: Any, sums_work: Any, message: Tensor, sums: Tensor, sender: int) -> None:
-        self._works = work, sums_work
-        self._message = message
-        self._sums = sums
-        self._sender = sender
+    works: tuple[Any, Any]  # of the message and of its checksums
+    message: Tensor
+    sums: Tensor
+    sender: int
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
-        wrong = (sums_of(self._message) != self._sums).nonzero().flatten().tolist()
+        wrong = (sums_of(self.message) != self.sums).nonzero().flatten().tolist()
         if wrong:
-            total = self._message.numel() * self._message.itemsize
+            total = self.message.numel() * self.message.itemsize
             begin = wrong[0] * _PIECE
             raise WireError(
-                f"a message of {total} bytes from rank {self._sender} was damaged on the way: bytes {begin} to "
+                f"a message of {total} bytes from rank {self.sender} was damaged on the way: bytes {begin} to "
                 f"{min(begin + _PIECE, total)} do not have their checksum; see to that rank's memory and network"
             )

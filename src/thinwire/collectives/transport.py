@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -257,7 +258,7 @@ class PairTransport(Transport):
         moving = self._exchange([*sends, *sums_out], [*receives, *sums_in], tag, twice)
         count = len(receives)
         pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
-        works = [checksums.Checked(work, after, part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
+        works = [checksums.Checked((work, after), part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
         return Moving([*works, *moving[2 * count :]], moving.peers[count:])
 
     def agree(self, values: Sequence[int]) -> list[int]:
@@ -301,14 +302,14 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
     return sent, received
 
 
+@dataclass(frozen=True)
 class _Pieces:
     """One message under way in pieces."""
 
-    def __init__(self, works: Sequence[Waitable]) -> None:
-        self._works = works
+    works: Sequence[Waitable]
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
@@ -333,17 +334,17 @@ class StagedTransport(PairTransport):
         return works
 
 
+@dataclass(frozen=True)
 class _Arrival:
     """A message that goes on to the device once it has come."""
 
-    def __init__(self, work: Waitable, host: Tensor, target: Tensor) -> None:
-        self._work = work
-        self._host = host
-        self._target = target
+    work: Waitable
+    host: Tensor
+    target: Tensor
 
     def wait(self) -> None:
-        self._work.wait()
-        self._target.copy_(self._host)
+        self.work.wait()
+        self.target.copy_(self.host)
 
 
 def hops(world: int) -> list[int]:
