@@ -171,7 +171,12 @@ class ReduceScatter(VerbOperation):
                 if sizes[at]:
                     rows[at].append(self._encoded(Key(self._step, index, at), lane, rank, span, wires[at], desk))
         if self._note:
-            self._tell(sent_WN, came_WN, sizes, rows)
+            parts = [part for parts in rows for part in parts]
+            found = [part.lane.codec.all_finite(part.wires[0][None], part.x.numel(), part.x.dtype) for part in parts]
+            # Every message, and the own row, notes whether all that this rank sends is finite.
+            fine_here = torch.stack(found).all().to(torch.uint8)
+            sent_WN[:, -NOTE_BYTES] = fine_here
+            came_WN[link.rank, -NOTE_BYTES] = fine_here
         peers = [rank for rank in range(link.world) if rank != link.rank]
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
         fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
@@ -187,26 +192,10 @@ class ReduceScatter(VerbOperation):
         begin = rank * lane.cut.numel + span.begin
         source = lane.flat.read(Span(begin, begin + span.numel), desk)
         x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
-        part = LaneChunk(lane, source, x, key, begin)
+        part = LaneChunk(lane, source, x, key, begin, wires=[wire])
         part.load()
         part.encode(part.whole, lane.codec, wire, key.of(rank))
         return part
-
-    def _tell(
-        self, sent_WN: Tensor, came_WN: Tensor, sizes: Sequence[int], rows: Sequence[Sequence[LaneChunk]]
-    ) -> None:
-        """Note in every message, and in the own row, whether all that this rank sends is finite."""
-        own = self._link.rank
-        others = [rank for rank in range(self._link.world) if rank != own]
-        found = []
-        for chunks, sent, came in zip(rows, columns(sent_WN, sizes), columns(came_WN, sizes), strict=True):
-            if chunks:
-                x = chunks[0].x
-                wires = [came[own], *(sent[rank] for rank in others)]
-                found += [chunks[0].lane.codec.all_finite(wire[None], x.numel(), x.dtype) for wire in wires]
-        fine = torch.stack(found).all().to(torch.uint8)
-        sent_WN[:, -NOTE_BYTES] = fine
-        came_WN[own, -NOTE_BYTES] = fine
 
     def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
         """Tell whoever wants to know whether what came, of all lanes, is finite."""
