@@ -51,7 +51,7 @@ def all_gather_into_tensor(
         _gather_differences(output_tensor, input_tensor, group, async_op, codec, algorithm, step, feedback)
         return None
     given = (output_tensor, input_tensor)
-    done: Work | None = quick("all_gather", given, group, codec, algorithm, step=step, async_op=async_op)
+    done = quick("all_gather", given, group, codec, algorithm, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
     with Refusable(group, given):
@@ -157,9 +157,7 @@ def broadcast(
 
     `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
     """
-    done: Work | None = quick(
-        "broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op
-    )
+    done = quick("broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
     with Refusable(group, (tensor,)):

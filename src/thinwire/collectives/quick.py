@@ -6,7 +6,7 @@ verb on a group (blocking calls), or a program of a GPU's stream.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import bounded, known_channel
 from thinwire.collectives.checks import check_step
 from thinwire.collectives.programs import Program
+from thinwire.collectives.work import Work
 
-UNKNOWN: Any = object()  # in place of a result: nothing of this kind was remembered
+UNKNOWN = cast(Work, object())  # in place of a result: nothing of this kind was remembered
 _PLAIN = (Tensor, nn.Parameter)
 _NOW: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda g, x, op: g.allreduce([x], _OPTIONS[op]),  # without the checks of torch's Python side
@@ -66,7 +67,7 @@ def quick(
     *how: object,
     step: int | None = None,
     async_op: bool = False,
-) -> Any:
+) -> Work | None:
     """Run a call whose like was remembered; UNKNOWN where it was not. `how`: the op of a sum, or a broadcast's source.
 
     The first of the tensors is written.

@@ -41,7 +41,7 @@ def all_reduce(
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     """
-    done: Work | None = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
+    done = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
     return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
@@ -127,9 +127,7 @@ def reduce_scatter_tensor(
     if feedback is not None:
         _scatter_fed_back(output, input, op, group, async_op, codec, algorithm, step, feedback)
         return None
-    done: Work | None = quick(
-        "reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op
-    )
+    done = quick("reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
     with Refusable(group, (output, input)):
