@@ -50,7 +50,6 @@ class Message:
     ) -> None:
         self.specs = tuple(specs)
         self.dtype = like.dtype
-        self._nodes = nodes
         self._reducer: Reducer
         self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
         codecs = [spec.codec for spec in self.specs]
@@ -64,24 +63,25 @@ class Message:
             check_order(nodes.mesh)
             self.algorithm = "hierarchical"
             self._reducer = Hierarchical(*self.channel.transports)
-        self._codecs = [self._first_codec(spec) for spec in self.specs]
-        pairs = zip(self.specs, self._codecs, strict=True)
+        self._lanes = [self._described(spec, nodes) for spec in self.specs]
         links = self.channel.transports
         self._cuts = [
-            sum_cut(codec, spec.numel, self._encoded(spec, codec), links, self.algorithm) for spec, codec in pairs
+            sum_cut(lane.codec, lane.numel, self._encoded(lane), links, self.algorithm) for lane in self._lanes
         ]
         self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
         named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
         where = "" if nodes is None else f" in {nodes.inside}"
         self.text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
 
-    def _first_codec(self, spec: LaneSpec) -> Codec:
-        """What a lane is encoded in first: its own codec, or inside a node, where bits are cheaper, one of no fewer."""
-        if self._nodes is None:
-            return spec.codec
+    def _described(self, spec: LaneSpec, nodes: Nodes | None) -> StreamLane:
+        """A lane as it is encoded first: in its codec; inside a node, where bits are cheaper, in one of no fewer."""
+        lane = StreamLane(spec.numel, self.dtype, spec.codec, spec.first, spec.feedback)
+        if nodes is None:
+            return lane._replace(exact_own=not isinstance(spec.codec, Identity))
         assert not spec.feedback  # a hierarchy has none
-        inside = codec_for(self._nodes.inside, (spec.numel,))
-        return max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
+        inside = codec_for(nodes.inside, (spec.numel,))
+        codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
+        return lane._replace(codec=codec, first=codec, across=(spec.codec, spec.first))
 
     def lane(
         self,
@@ -92,26 +92,16 @@ class Message:
         checked: Callable[[Fine], None] | None = None,
     ) -> Lane:
         """Lane `index` of this message with the tensors of one step; `checked` is told whether a chunk is finite."""
-        spec = self.specs[index]
-        codec = self._codecs[index]
+        lane = self._lanes[index]
         flat = chunks.Flat(tensors)
         cut = self._cuts[index]
-        if self._nodes is not None:
-            return Lane(flat, cut, codec, codec, carry, watch, checked, across=(spec.codec, spec.first))
-        exact_own = not isinstance(codec, Identity)
-        return Lane(flat, cut, codec, spec.first, carry, watch, checked, exact_own)
+        return Lane(flat, cut, lane.codec, lane.first, carry, watch, checked, lane.exact_own, lane.across)
 
     @functools.cached_property
     def program(self) -> Sum | None:
         """On a stream of a GPU: what averages lanes whose feedback, if any, is a tensor; None where `run` has to."""
-        found = []
-        for spec, codec in zip(self.specs, self._codecs, strict=True):
-            lane = StreamLane(spec.numel, self.dtype, codec, spec.first, spec.feedback)
-            if self._nodes is None:
-                found.append(lane._replace(exact_own=not isinstance(codec, Identity)))
-            else:
-                found.append(lane._replace(first=codec, across=(spec.codec, spec.first)))
-        return sum_program(self.channel.transports, self.algorithm, found, self._cuts, 1.0 / self.channel.world)
+        scale = 1.0 / self.channel.world
+        return sum_program(self.channel.transports, self.algorithm, self._lanes, self._cuts, scale)
 
     def meet(self) -> None:
         """Compare the message with the other ranks' before its program runs for the first time."""
@@ -146,8 +136,8 @@ class Message:
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
         return sum(
-            self._reducer.sent_bytes(codec, cut.span(index).numel, self._encoded(spec, codec), spec.codec)
-            for spec, codec, cut in zip(self.specs, self._codecs, self._cuts, strict=True)
+            self._reducer.sent_bytes(lane.codec, cut.span(index).numel, self._encoded(lane), spec.codec)
+            for spec, lane, cut in zip(self.specs, self._lanes, self._cuts, strict=True)
             for index in range(cut.num_chunks)
         )
 
@@ -155,9 +145,9 @@ class Message:
     def wire_bytes(self) -> int:
         """Bytes of the wires of all lanes, uncut; of several nodes those that cross between them."""
         alone = self.channel.transports[0].world == 1
-        codecs = self._codecs if alone else [spec.codec for spec in self.specs]
-        pairs = zip(self.specs, codecs, strict=True)
-        return sum(codec.wire_bytes(spec.numel, self._encoded(spec, codec)) for spec, codec in pairs)
+        pairs = zip(self._lanes, self.specs, strict=True)
+        lanes = self._lanes if alone else [lane._replace(codec=spec.codec) for lane, spec in pairs]
+        return sum(lane.codec.wire_bytes(lane.numel, self._encoded(lane)) for lane in lanes)
 
-    def _encoded(self, spec: LaneSpec, codec: Codec) -> torch.dtype:
-        return encoded_dtype(codec, self.dtype, fed_back=bool(spec.feedback))
+    def _encoded(self, lane: StreamLane) -> torch.dtype:
+        return encoded_dtype(lane.codec, self.dtype, fed_back=bool(lane.feedback))
