@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives.chunks import Cut, Flat, Span, aligned, shards
+from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
 from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
@@ -117,6 +117,12 @@ class Lane:
         """Scratch of `numel` numbers that cannot be worked on where they are."""
         copied = aligned(numel * self.flat.dtype.itemsize) if self.flat.scattered else 0
         return copied + (aligned(numel * self.dtype.itemsize) if self.dtype != self.flat.dtype else 0)
+
+    def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
+        """A span of the lane's numbers."""
+        source = self.flat.read(span, desk)
+        x = source if self.dtype == source.dtype else desk.numbers(span.numel, self.dtype)
+        return LaneChunk(self, source, x, key, span.begin)
 
 
 @dataclass

@@ -99,8 +99,12 @@ class AllReduce(VerbOperation):
 
     def _sum(self, index: int, desk: Desk) -> Stages:
         """The reducer's stages on one span of every lane."""
-        found = [self._lane_chunk(at, lane, index, desk) for at, lane in enumerate(self._lanes)]
-        chunks = [chunk for chunk in found if chunk is not None]
+        spans = [lane.cut.span(index) for lane in self._lanes]
+        chunks = [
+            lane.chunk(span, Key(self._step, index, at), desk)
+            for at, (lane, span) in enumerate(zip(self._lanes, spans, strict=True))
+            if span.numel or index == 0
+        ]
         stages = self._reducer.stages(chunks, self._scale, self._tags, desk)
         if self._meter is None:
             yield from stages
@@ -113,14 +117,6 @@ class AllReduce(VerbOperation):
             self._meter(-1, began, time.perf_counter())
         for chunk in chunks:
             chunk.lane.flat.write(chunk.span(chunk.whole), chunk.source)
-
-    def _lane_chunk(self, at: int, lane: Lane, index: int, desk: Desk) -> LaneChunk | None:
-        span = lane.cut.span(index)
-        if not span.numel and index:
-            return None
-        source = lane.flat.read(span, desk)
-        x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
-        return LaneChunk(lane, source, x, Key(self._step, index, at), span.begin)
 
     def _in_step(self, desk: Desk) -> Stages:
         """All chunks. See [Note: In step]."""
@@ -181,18 +177,15 @@ class ReduceScatter(VerbOperation):
         yield link.exchange([(p, sent_WN[p]) for p in peers], [(p, came_WN[p]) for p in peers], self._tags[0])
         fine = all_true(came_WN[:, -NOTE_BYTES] == 1) if self._note else True
         self._count(sizes, came_WN, spans)
-        for at, (lane, wires_WN) in enumerate(zip(self._lanes, columns(came_WN, sizes), strict=True)):
+        for at, wires_WN in enumerate(columns(came_WN, sizes)):
             if sizes[at]:
-                self._add(
-                    Key(self._step, index, at), lane, self._outputs[at], spans[at], wires_WN, rows[at], fine, desk
-                )
+                self._add(at, spans[at], wires_WN, rows[at], fine, desk)
 
     def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
         """A span of the row for a rank, of which the wire was written."""
         begin = rank * lane.cut.numel + span.begin
-        source = lane.flat.read(Span(begin, begin + span.numel), desk)
-        x = source if lane.dtype == source.dtype else desk.numbers(span.numel, lane.dtype)
-        part = LaneChunk(lane, source, x, key, begin, wires=[wire])
+        part = lane.chunk(Span(begin, begin + span.numel), key, desk)
+        part.wires = [wire]
         part.load()
         part.encode(part.whole, lane.codec, wire, key.of(rank))
         return part
@@ -205,21 +198,14 @@ class ReduceScatter(VerbOperation):
             found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
             told[0](all_true(torch.stack(found)))
 
-    def _add(
-        self,
-        key: Key,
-        lane: Lane,
-        output: Flat,
-        span: Span,
-        wires_WN: Tensor,
-        rows: Sequence[LaneChunk],
-        fine: Fine,
-        desk: Desk,
-    ) -> None:
-        """A span of a lane's output, and of what its feedback remembers."""
+    def _add(self, at: int, span: Span, wires_WN: Tensor, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
+        """A span of the output of lane `at`, and of what its feedback remembers."""
+        lane = self._lanes[at]
+        output = self._outputs[at]
+        step = rows[0].key.of(self._link.rank)
         out = output.read(span, desk)
         total = out if out.dtype == lane.dtype else desk.numbers(span.numel, lane.dtype)
-        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=known_step(key.of(self._link.rank), out.device))
+        lane.codec.decode_sum(wires_WN, total, scale=self._scale, step=known_step(step, out.device))
         if lane.carry is not None:
             for part in rows:
                 lane.carry.keep(part.span(part.whole), part.x, self._scale, fine)
