@@ -39,21 +39,19 @@ class Hierarchical:
     across: Transport
     inside: Transport
 
-    def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+    def scratch_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec) -> int:
         """Both phases inside, the sums of the own shards in fp32, and what travels across."""
-        outer = across or codec
-        outer_dtype = total_dtype(outer, dtype)
+        outer_dtype = total_dtype(across, dtype)
         shard = shards(Span(0, numel), self.inside.world, codec.unit)[0].numel
         sums = aligned(shard * outer_dtype.itemsize)
         inner = TwoPhase(self.inside).scratch_bytes(codec, numel, dtype)
-        return inner + sums + self._outer.scratch_bytes(outer, shard, outer_dtype)
+        return inner + sums + self._outer.scratch_bytes(across, shard, outer_dtype)
 
-    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec | None = None) -> int:
+    def sent_bytes(self, codec: Codec, numel: int, dtype: torch.dtype, across: Codec) -> int:
         """Both phases inside, and the own shard's sum across."""
-        outer = across or codec
         own = shards(Span(0, numel), self.inside.world, codec.unit)[self.inside.rank].numel
         inner = TwoPhase(self.inside).sent_bytes(codec, numel, dtype)
-        return inner + self._outer.sent_bytes(outer, own, total_dtype(outer, dtype))
+        return inner + self._outer.sent_bytes(across, own, total_dtype(across, dtype))
 
     @property
     def _outer(self) -> OneShot | TwoPhase:

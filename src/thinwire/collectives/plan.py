@@ -83,15 +83,10 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     codecs = _named(key, flat.numel)
     if all(link.world == 1 for link in links):
         return CallPlan(str(key))  # exact, whatever the codec
-    algorithm = key.algorithm
-    if algorithm != "plain":
-        _check_dtype(key, codecs, flat.numel)
-    if on_mesh or algorithm == "two_phase":
-        check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else algorithm!r}")
-    if algorithm == "auto" and _is_exact(codecs, flat.numel):
-        algorithm = "plain"
-    elif algorithm == "auto":
-        algorithm = choose(codecs, ("plain", "hierarchical") if on_mesh else to_choose_from(codecs))
+    if on_mesh or key.algorithm == "two_phase":
+        check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else key.algorithm!r}")
+    names = ("plain", "hierarchical") if on_mesh else to_choose_from(codecs)
+    algorithm = _algorithm(key, codecs, flat.numel, names, choose)
     if algorithm == "plain":
         return CallPlan(str(key))
     codec = codecs[0]
@@ -209,8 +204,7 @@ def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
     chunk_wire = 0
     for lane in lanes:
         numel = min(lane.cut.chunk, lane.cut.numel)
-        across = None if lane.across is None else lane.across[0]
-        chunk_bytes += reducer.scratch_bytes(lane.codec, numel, lane.dtype, across) + lane.room_bytes(numel)
+        chunk_bytes += reducer.scratch_bytes(lane.codec, numel, lane.dtype, lane.outer[0]) + lane.room_bytes(numel)
         chunk_wire += lane.codec.wire_bytes(numel, lane.dtype)
     wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
     most = max(lane.cut.num_chunks for lane in lanes)
@@ -221,23 +215,23 @@ def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | Non
     """The codec that a verb uses, or None for an exact call."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
     codecs = _named(key, numel)
-    if key.algorithm == "plain" or world == 1:
-        return None
-    _check_dtype(key, codecs, numel)
-    if key.algorithm == "auto" and (_is_exact(codecs, numel) or choose(codecs, ("plain", "compressed")) == "plain"):
+    if world == 1 or _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
         return None
     return codecs[0]
+
+
+def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Sequence[str], choose: Choose) -> str:
+    """The algorithm of a call; "auto" is the fastest of `names`, or plain where there is nothing to choose."""
+    if key.algorithm == "plain":
+        return "plain"
+    for codec in codecs:
+        codec.wire_bytes(numel, key.dtype)  # raises where the codec does not take the dtype
+    if key.algorithm != "auto":
+        return key.algorithm
+    is_exact = numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))
+    return "plain" if is_exact else choose(codecs, names)
 
 
 def _named(key: PlanKey, numel: int) -> tuple[Codec, ...]:
     """The codecs of a call, those too that it has no use for; raises where a string names none."""
     return tuple(codec_for(codec, (numel,)) for codec in key.codecs)
-
-
-def _check_dtype(key: PlanKey, codecs: Sequence[Codec], numel: int) -> None:
-    for codec in codecs:
-        codec.wire_bytes(numel, key.dtype)
-
-
-def _is_exact(codecs: tuple[Codec, ...], numel: int) -> bool:
-    return numel == 0 or (len(codecs) == 1 and isinstance(codecs[0], Identity))
