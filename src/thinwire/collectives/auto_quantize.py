@@ -245,8 +245,7 @@ def _divide(outputs: Sequence[Tensor], by: float) -> None:
 
 def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
     """A Work that is done once the outputs of `work` were divided: when they arrive, whoever waits for them."""
-    divided = Work(list(outputs))
-    divided.line = work.line
+    divided = Work(list(outputs), work.line)
 
     def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
         # On a GPU the collective is under way on a stream still: divide on one that follows it, not on the caller's.

@@ -33,7 +33,7 @@ from thinwire.kernels import is_ahead
 from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
-Message = tuple[int, Tensor]  # the other rank, and the bytes for it or from it
+Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it or from it
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
 Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
@@ -174,9 +174,7 @@ class Transport:
         group = self._group()
         return group is not None and group in dist.distributed_c10d._world.pg_map
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
-    ) -> list[Waitable]:
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """Start sending and receiving. Buffers belong to the transport until what is returned was waited for.
 
         `lengths`: what ranks have to agree on pair by pair, of the sends and of the receives, where calls that differ
@@ -211,7 +209,7 @@ class Transport:
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
 
-    def _count(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def _count(self, sends: Messages, receives: Messages) -> None:
         self.sent += sum(part.numel() for _, part in sends)
         self.received += sum(part.numel() for _, part in receives)
 
@@ -224,17 +222,13 @@ class PairTransport(Transport):
         self.checked = checked or checksums.wanted()
         self._beside = _beside.get(group, ())  # groups whose connections carry a part of every long message
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
-    ) -> Moving:
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
         self._count(sends, receives)
         move = self._exchange_checked if self.checked else self._exchange
         return move(sends, receives, tag, lengths)
 
-    def _exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
-    ) -> Moving:
+    def _exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         tags_out, tags_in = _tags(tag, lengths)
         works = [self._start("recv", *message, own) for message, own in zip(receives, tags_in, strict=False)]
         works += [self._start("send", *message, own) for message, own in zip(sends, tags_out, strict=False)]
@@ -248,9 +242,7 @@ class PairTransport(Transport):
         pieces = zip((group, *self._beside), part.chunk(1 + len(self._beside)), strict=False)
         return _Pieces([_start(getattr(one, verb), rank, piece, tag) for one, piece in pieces])
 
-    def _exchange_checked(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths
-    ) -> Moving:
+    def _exchange_checked(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths) -> Moving:
         """Every message is followed by its checksums."""
         sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
         sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
@@ -324,9 +316,7 @@ def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> 
 class StagedTransport(PairTransport):
     """gloo between GPUs: wires are copied through the host."""
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
-    ) -> Moving:
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         landing = [(rank, torch.empty(part.shape, dtype=part.dtype)) for rank, part in receives]
         works = super().exchange([(rank, part.cpu()) for rank, part in sends], landing, tag, lengths)
         for at, ((_, host), (_, part)) in enumerate(zip(landing, receives, strict=True)):
@@ -440,9 +430,7 @@ class StreamTransport(Transport):
         self.sent += nbytes
         self.received += nbytes
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int, lengths: Lengths = ()
-    ) -> list[Waitable]:
+    def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
         self._count(sends, receives)
         group = self.group
@@ -458,8 +446,7 @@ class StreamTransport(Transport):
             row.numel() != nbytes or row.data_ptr() != start + i * nbytes for i, row in enumerate(rows)
         ):
             return super().gather(rows, tag)
-        self.sent += nbytes * (self.world - 1)
-        self.received += nbytes * (self.world - 1)
+        self._moved(nbytes * (self.world - 1))
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
         return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
 
