@@ -34,16 +34,15 @@ class Call:
         if not (self.place.known and self.free_next_time):
             channel.compare(self.place)
 
-    def setting(self, plan: CallPlan, step: int | None, scratch: tuple[int, int] | None = None) -> Setting:
-        """What an operation of this call needs to know; `scratch` where the plan does not say it."""
+    def setting(self, plan: CallPlan, step: int | None) -> Setting:
+        """What an operation of this call needs to know."""
         assert plan.codec is not None
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
         self.place.step = number
         mark = _hash(self.place.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
-        chunk_bytes, scratch_bytes = scratch or (plan.chunk_bytes, plan.scratch_bytes)
-        return Setting(channel.transport, plan.codec, number, tags, chunk_bytes, scratch_bytes)
+        return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
     def start(
         self,

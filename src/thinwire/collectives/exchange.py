@@ -11,7 +11,7 @@ from thinwire.collectives import checks, measuring, operations, programs, torch_
 from thinwire.collectives.call import Call, planned
 from thinwire.collectives.channel import Channel, Refusable, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, exchange_scratch, plan_exchange
+from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, plan_exchange, sized
 from thinwire.collectives.quick import UNKNOWN, quick, remember
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
@@ -169,6 +169,6 @@ def _run(
     flats_in = [Flat([part]) for part in inputs]
     others = [rank for rank in range(link.world) if rank != link.rank]
     lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
-    setting = call.setting(plan, step, exchange_scratch(plan, lengths, inputs[0].dtype))
+    setting = call.setting(sized(plan, lengths, inputs[0].dtype), step)
     operation = operations.Exchange(setting, flats_out, flats_in, plan.cut.chunk)
     return call.run(operation, results, async_op, copies)

@@ -5,7 +5,7 @@ All ranks decide alike, from what they agreed on: lengths, dtype, codec, algorit
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -188,14 +188,15 @@ def plan_exchange(key: PlanKey, numel: int, link: Transport, choose: Choose) -> 
     return CallPlan(str(key), codec, Cut(0, chunk))
 
 
-def exchange_scratch(plan: CallPlan, lengths: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
-    """Scratch of one chunk, and of all, of an exchange of messages of these lengths."""
+def sized(plan: CallPlan, lengths: Sequence[int], dtype: torch.dtype) -> CallPlan:
+    """The plan of an exchange, with the scratch that messages of these lengths take."""
     assert plan.codec is not None
     chunk = plan.cut.chunk
     wire = sum(plan.codec.wire_bytes(numel, dtype) for numel in lengths)
     chunk_bytes = sum(plan.codec.wire_bytes(min(numel, chunk), dtype) for numel in lengths)
     num_chunks = -(-max(lengths, default=1) // chunk)
-    return chunk_bytes, chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
+    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
+    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
 def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
