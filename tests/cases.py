@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 import math
 import string
 import sys
@@ -152,6 +153,22 @@ def in_time(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
+def heard() -> Iterator[list[str]]:
+    """What thinwire says to its logger."""
+    lines: list[str] = []
+    logger = logging.getLogger("thinwire")
+    handler = logging.Handler(logging.INFO)
+    with patch.object(handler, "emit", lambda record: lines.append(record.getMessage())):
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield lines
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+
+
+@contextmanager
 def looking_soon() -> Iterator[None]:
     """Inside, ranks that wait look after a twentieth of a second where the others are."""
     with patch.object(boards, "LOOK_S", 0.05):
@@ -191,7 +208,7 @@ CASTS = [Cast("fp16"), Cast("fp16", 24), Cast("e4m3"), Cast("e4m3", 8), Cast("e5
 INTEGERS = _integers()
 LLOYDS = _lloyds()
 TRELLISES = [
-    *(Trellis(2), Trellis(1, 256, scale="unbiased"), Trellis(3, 1024), Trellis(2, 32), Trellis(3, 64, rotate=False)),
+    *(Trellis(2), Trellis(1, 256, scale="unbiased"), Trellis(3, 1024), Trellis(2, 32), Trellis(3, 64, rotate=False))
 ]
 CODECS: list[Codec] = [*PLAIN, *CASTS, *INTEGERS, *LLOYDS, *TRELLISES]
 BLOCKED: list[Codec] = [*CASTS, *INTEGERS, *LLOYDS, *TRELLISES]

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
+from cases import heard
 from replicas import OPTIMIZERS, batch, flat, message_of, network
 from test_lightning import BATCHES, Fitted, Options, Way
 from thinwire import Stats
@@ -232,7 +233,7 @@ def forget_state(path: Path) -> None:
 
 def save(group: Group, way: Way, compress: Options, path: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Train, and save when `fit` is over. Gives what Compress saved, and what it announced."""
-    with announced() as lines:
+    with heard() as lines:
         runner, _ = run(group, way, Compress(**compress))
         runner.save_checkpoint(path)
     return state_in(path), lines
@@ -251,7 +252,7 @@ def fail(group: Group, compress: Options, folder: Path) -> tuple[str, list[str],
     saving = ModelCheckpoint(folder, filename="failed", save_on_exception=True)
     path = folder / "failed.ckpt"
     said = ""
-    with announced() as lines:
+    with heard() as lines:
         try:
             run(group, Way(module={"fails_at": 2}), Compress(**compress), saving, enable_checkpointing=True)
         except RuntimeError as error:
@@ -319,24 +320,10 @@ def refusals(group: Group) -> list[str]:
     return [message_of(call) for call in calls]
 
 
-@contextlib.contextmanager
-def announced() -> Iterator[list[str]]:
-    """What thinwire says."""
-    lines: list[str] = []
-    logger = logging.getLogger("thinwire")
-    handler = logging.Handler(logging.INFO)
-    with (
-        patch.object(handler, "emit", lambda record: lines.append(record.getMessage())),
-        patch.object(logger, "handlers", [handler]),
-        patch.object(logger, "level", logging.INFO),
-    ):
-        yield lines
-
-
 def alone(group: Group) -> tuple[list[str], Tensor, Tensor]:
     """What two runs on one device announce, and what they and a run without Compress learn."""
     found = []
-    with patch.dict(os.environ), announced() as lines:
+    with patch.dict(os.environ), heard() as lines:
         del os.environ["TORCHELASTIC_RUN_ID"]
         for callbacks in ([Compress()], [Compress()], []):
             _, module = run(group, Way(), *callbacks, devices=1, strategy="auto")

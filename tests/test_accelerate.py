@@ -312,13 +312,9 @@ def test_processes_that_train_alone_are_told(ranks: RankPool) -> None:
         assert "2 processes were launched" in told
 
 
-def one_rank(group: Group) -> Found:
-    return train(group, Run({"codec": "lloyd2"}))
-
-
 def test_a_world_of_one_rank_trains(ranks: RankPool) -> None:
     """Under torchrun Accelerate wraps one rank in DDP, too."""
-    (found,) = ranks(1).run(one_rank)
+    (found,) = ranks(1).run(train, Run({"codec": "lloyd2"}))
     assert found.stats.steps == 4
     assert found.stats.bytes_sent == 0
 

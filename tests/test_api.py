@@ -1,6 +1,5 @@
 """What callers of verbs rely on: counted steps, explanations that communicate nothing, torch's kind of Work."""
 
-import logging
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from cases import digest, seeded, worlds
+from cases import digest, heard, seeded, worlds
 from ranks import RankPool
 from thinwire.collectives.channel import channel_of
 
@@ -65,15 +64,6 @@ def test_measuring_does_not_change_what_later_calls_give(ranks: RankPool) -> Non
         assert first == second
 
 
-def bad_step(group: Group, step: Any) -> None:
-    with pytest.raises(thinwire.CollectiveError, match="step must be"):
-        thinwire.all_reduce(torch.zeros(8), group=group, algorithm="one_shot", step=step)
-
-
-def test_a_negative_step_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(bad_step, -1)
-
-
 # --- explain and measure ----------------------------------------------------------------------------------------------
 
 
@@ -95,34 +85,15 @@ def test_one_rank_may_ask_for_an_explanation_alone(ranks: RankPool) -> None:
     assert took < 60  # the group's timeout is half an hour
 
 
-class Heard(logging.Handler):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.lines.append(record.getMessage())
-
-
 def measure_then_explain(group: Group, numel: int) -> tuple[str, str, int, list[str]]:
     fresh = dist.new_group()
-    heard = Heard()
-    logger = logging.getLogger("thinwire")
-    logger.addHandler(heard)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard() as lines:
         measured = thinwire.measure(torch.zeros(numel), fresh, codec="int8")
-    finally:
-        logger.removeHandler(heard)
-        logger.setLevel(logging.NOTSET)
     channel = channel_of(fresh, torch.device("cpu"))
     sizes = [size for curves in channel.measured.curves.values() for points in curves.values() for size, _ in points]
     told = thinwire.explain(torch.zeros(numel), fresh, codec="int8")
     assert str(told) == str(measured)
-    return str(told), told.algorithm, max(sizes), heard.lines
+    return str(told), told.algorithm, max(sizes), lines
 
 
 @pytest.mark.parametrize("numel", [1, 300, 20_000])

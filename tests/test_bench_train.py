@@ -19,15 +19,7 @@ from typer.testing import CliRunner
 from ranks import RankPool, World
 from test_bench_collectives import shapes_links
 from thinwire.errors import CodecError
-from thinwire.tools.bench import (
-    launch,
-    link as links,
-    record,
-    schemes,
-    tasks,
-    train as bench,
-    turns,
-)
+from thinwire.tools.bench import launch, link as links, record, schemes, tasks, train as bench, turns
 from thinwire.tools.bench.schemes import StepSample, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.train import Trained, TrainingRun, TrainPlan

@@ -207,10 +207,7 @@ def test_quick_runs_on_fewer_elements(monkeypatch: pytest.MonkeyPatch) -> None:
         (["codec", "--numel", "9" * 30], "Invalid value for '--numel'"),
         (["codec", "--json", "/no/such/folder/x.json"], "cannot be written"),
         (["codec", "--csv", "/no/such/folder/x.csv"], "cannot be written"),
-        (
-            ["codec", "--fast"],
-            "No such option: --fast (Possible options: --all, --codecs, --csv, --distributions",
-        ),
+        (["codec", "--fast"], "No such option: --fast (Possible options: --all, --codecs, --csv, --distributions"),
         (["codek"], "No such command 'codek'. Did you mean 'codec'? The commands are codec, kernels, collectives"),
         (["kernels"], "Missing option '--device'"),
         (["kernels", "--device", "tpu"], "'cpu', 'cuda'"),

@@ -168,15 +168,6 @@ def test_a_bad_block_is_nan_and_its_neighbours_unharmed(codec: Codec) -> None:
         cases.assert_same(y[~hit], want[~hit], "neighbours")
 
 
-@over("codec", cases.PLAIN)
-def test_without_blocks_nan_and_inf_stay_where_they_are(codec: Codec) -> None:
-    x = cases.content("nonfinite", 1000)
-    y = cases.decoded(codec, cases.wire_of(codec, x), 1000)
-    cases.assert_same(y, x if codec == Identity() else x.to(torch.bfloat16).float())
-    assert y.isinf().any()
-    assert y.isnan().any()
-
-
 @each_codec
 def test_zero_blocks_stay_zero(codec: Codec) -> None:
     block = cases.block_of(codec)
@@ -363,18 +354,6 @@ def test_identity_keeps_doubles_with_a_residual() -> None:
     wire = cases.wire_of(Identity(), x, residual=residual)
     cases.assert_same(cases.decoded(Identity(), wire, 100, torch.float64), x + 2.0**-20, "wire of x + residual")
     cases.assert_same(residual, torch.zeros(100), "nothing was lost")
-
-
-def test_error_feedback_sends_everything_in_the_end() -> None:
-    """After T steps of one gradient the wires add up to T of it, less the residual: one step's error, not T."""
-    codec = BlockInt(2, 32)
-    x = cases.content("gaussian", 320)
-    steps = 50
-    residual = torch.zeros(320)
-    sent = torch.zeros(320, dtype=torch.float64)
-    for step in range(steps):
-        sent += cases.decoded(codec, cases.wire_of(codec, x, step=step, residual=residual), 320)
-    assert ((sent + residual - steps * x.double()).abs() <= steps * 8 * ROUND * x.abs().max()).all()
 
 
 def test_unusable_residual() -> None:
@@ -606,13 +585,10 @@ def test_wire_bytes_are_those_of_the_layout(codec: Codec) -> None:
         assert all(codec.wire_bytes(n, dtype) == codec.wire_bytes(n) for dtype in cases.DTYPES)
 
 
-def test_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="numel must be 0 or more, got -1"):
-        BlockInt(8).wire_bytes(-1)
-
-
-def test_a_length_that_is_no_whole_number_is_refused() -> None:
+def test_what_is_no_length_is_refused() -> None:
     codec = BlockInt(8)
+    with pytest.raises(ValueError, match="numel must be 0 or more, got -1"):
+        codec.wire_bytes(-1)
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         codec.wire_bytes(1e3)  # type: ignore[arg-type]
     assert isinstance(codec.wire_bytes(1000), int)  # which is as large, and would be found in its place

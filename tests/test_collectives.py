@@ -878,27 +878,18 @@ def in_place(group: Group, algorithm: str, numel: int, device: Device) -> list[b
     found = []
     own = slice(rank * numel, (rank + 1) * numel)
     with small_chunks():
-        want = torch.empty(numel, device=device)
-        whole = given(numel * world, rank).to(device)
-        thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
-        thinwire.reduce_scatter_tensor(whole[own], whole, **how)
-        found.append(torch.equal(whole[own], want))
-        want = torch.empty(numel * world, device=device)
-        whole = given(numel * world, rank).to(device)
-        thinwire.all_gather_into_tensor(want, whole[own].clone(), **how)
-        thinwire.all_gather_into_tensor(whole, whole[own], **how)
-        found.append(torch.equal(whole, want))
-        across = slice(3, 3 + numel)  # of two rows
-        want = torch.empty(numel, device=device)
-        whole = given(numel * world, rank).to(device)
-        thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
-        thinwire.reduce_scatter_tensor(whole[across], whole, **how)
-        found.append(algorithm == "plain" or torch.equal(whole[across], want))  # torch's own cannot
-        want = torch.empty(numel * world, device=device)
-        whole = given(numel * world, rank).to(device)
-        thinwire.all_gather_into_tensor(want, whole[across].clone(), **how)
-        thinwire.all_gather_into_tensor(whole, whole[across], **how)
-        found.append(algorithm == "plain" or torch.equal(whole, want))
+        for part in (own, slice(3, 3 + numel)):  # the other lies in two rows, which torch's own cannot
+            cannot = part is not own and algorithm == "plain"
+            want = torch.empty(numel, device=device)
+            whole = given(numel * world, rank).to(device)
+            thinwire.reduce_scatter_tensor(want, whole.clone(), **how)
+            thinwire.reduce_scatter_tensor(whole[part], whole, **how)
+            found.append(cannot or torch.equal(whole[part], want))
+            want = torch.empty(numel * world, device=device)
+            whole = given(numel * world, rank).to(device)
+            thinwire.all_gather_into_tensor(want, whole[part].clone(), **how)
+            thinwire.all_gather_into_tensor(whole, whole[part], **how)
+            found.append(cannot or torch.equal(whole, want))
         for async_op in (False, False, True):  # the second is looked up
             x = given(numel * world, rank).to(device)
             thinwire.all_to_all_single(want, x.clone(), **how)

@@ -129,14 +129,6 @@ def test_convolutions_in_two_dimensions_keep_their_memory_format() -> None:
     assert_same(converted(x).detach(), want)
 
 
-def test_a_layer_with_one_scale_or_one_for_every_input() -> None:
-    for axis in (None, 1):
-        layer = nn.Linear(5, 3)
-        quantize_layer(layer, weight_quantizer=LSQ(4, axis=axis))
-        x = torch.randn(2, 5, generator=seeded(3))
-        assert_same(qat.convert(layer)(x).detach(), layer(x).detach())
-
-
 # --- what is left, and what it takes ----------------------------------------------------------------------------------
 
 

@@ -110,17 +110,20 @@ def interrupted(group: Group, runs: Sequence[Run], how: str) -> list[tuple[str, 
         state = first.save()
         if how == "files":
             state = through_files(state)
-        want = first.go(steps)
-        if how == "rolled back":
-            first.load(state)
-            got = first.go(steps)
-        else:
-            second = Training(group, run)
+        with shared_folder(group) if how == "dcp" else contextlib.nullcontext("") as folder:
+            if how == "dcp":
+                dcp.save({"thinwire": state["thinwire"]}, checkpoint_id=folder)
+            want = first.go(steps)
+            second = first if how == "rolled back" else Training(group, run)
+            if how == "dcp":
+                blank = {"thinwire": second.handle.blank_state_dict()}
+                dcp.load(blank, checkpoint_id=folder)
+                state |= blank
+        second.load(state)
+        if how == "twice":
+            state, second = {**state, "thinwire": second.handle.state_dict()}, Training(group, run)
             second.load(state)
-            if how == "twice":
-                state, second = {**state, "thinwire": second.handle.state_dict()}, Training(group, run)
-                second.load(state)
-            got = second.go(steps)
+        got = second.go(steps)
         found.append((digest(want), digest(got), same_everywhere(group, got)))
     return found
 
@@ -272,24 +275,6 @@ def shared_folder(group: Group) -> Iterator[str]:
         dist.barrier(group)
 
 
-def through_dcp(group: Group, runs: Sequence[Run]) -> list[tuple[str, str]]:
-    found = []
-    for run in runs:
-        steps = range(run.split, run.split + MORE)
-        first = Training(group, run)
-        first.go(range(run.split))
-        state = first.save()
-        with shared_folder(group) as folder:
-            dcp.save({"thinwire": state["thinwire"]}, checkpoint_id=folder)
-            want = first.go(steps)
-            second = Training(group, run)
-            blank = {"thinwire": second.handle.blank_state_dict()}
-            dcp.load(blank, checkpoint_id=folder)
-            second.load({**state, **blank})
-        found.append((digest(want), digest(second.go(steps))))
-    return found
-
-
 DCP_RUNS = [
     *(Run({**CLASSIC, "residual_dtype": dtype}) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
     *(Run({"codec": "lloyd2", "optimizer": True}, 4, name) for name in ("sgd", "adam")),
@@ -303,9 +288,7 @@ DCP_RUNS = [
 
 
 def test_distributed_checkpoints_fill_a_blank_state(ranks: RankPool) -> None:
-    for answers in ranks(2).run(through_dcp, DCP_RUNS):
-        for run, (want, got) in zip(DCP_RUNS, answers, strict=True):
-            assert want == got, run
+    check_interrupted(ranks, 2, DCP_RUNS, "dcp")
 
 
 def blank_too_early(group: Group) -> str:
@@ -552,18 +535,20 @@ def test_a_resumed_run_may_freeze_other_layers(
 # --- pickles ----------------------------------------------------------------------------------------------------------
 
 
-def by_pickle(group: Group, options: Mapping[str, Any], named: bool, how: str) -> tuple[str, str]:
+def by_pickle(
+    group: Group, options: Mapping[str, Any], named: bool, how: str, shapes: Shapes = SHAPES
+) -> tuple[str, str]:
     """A state that goes on in a new DDP, against the old one."""
 
-    def hooked(state: Any = None, module: Given | None = None) -> Any:
-        model = wrap(module or Given(ready=READY), group)
+    def hooked(state: Any = None) -> Any:
+        model = wrap(Given(shapes, ready=READY if shapes is SHAPES else ()), group)
         names = {"model": model.module} if named else {}
         state = state or thinwire.DDPState(group, **options, **names)
         model.register_comm_hook(state, thinwire.ddp_hook)
         return model, state
 
     def go(model: Any, steps: range) -> Tensor:
-        return flat([g for step in steps for g in backward(model, draw(group.rank(), step))])
+        return flat([g for step in steps for g in backward(model, draw(group.rank(), step, shapes))])
 
     model, state = hooked()
     go(model, range(3))
@@ -585,27 +570,8 @@ def test_a_pickled_state_goes_on(ranks: RankPool, how: str, named: bool) -> None
     for options in cases:
         for want, got in ranks(2).run(by_pickle, options, named, how):
             assert want == got, options
-
-
-def pickle_without_elements(group: Group) -> list[Tensor]:
-    """The third gradients of a model with an empty parameter and no names: from one state, and from a pickle of it."""
-    shapes: Shapes = {"z": (0, 3), "w": (40, 50), "y": (0,)}
-    state, found = thinwire.DDPState(group, **CLASSIC), []
-    for _ in range(2):
-        model = wrap(Given(shapes), group)
-        model.register_comm_hook(state, thinwire.ddp_hook)
-        if not found:
-            for step in range(2):
-                backward(model, draw(group.rank(), step, shapes))
-            saved = pickle.dumps(state)
-        found.append(flat(backward(model, draw(group.rank(), 2, shapes))))
-        state = pickle.loads(saved)
-    return found
-
-
-def test_a_pickled_state_knows_parameters_without_elements(ranks: RankPool) -> None:
-    for want, got in ranks(2).run(pickle_without_elements):
-        assert_same(got, want)
+    for want, got in ranks(2).run(by_pickle, CLASSIC, named, how, {"z": (0, 3), "w": (40, 50), "y": (0,)}):
+        assert want == got, "with parameters without elements"
 
 
 def pickle_misuse(group: Group) -> str:

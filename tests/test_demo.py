@@ -44,36 +44,14 @@ def a_row(codec: str, ms: float = 60.0, ratio: float | None = 0.0, **others: Any
     scheme = schemes.parse(codec)
     sent = {"none": 1e6, "int8": 2.6e5}.get(scheme.label, 1.3e5)
     row: Row = dict.fromkeys(record.COLUMNS["train"])
-    return row | {
-        "task": "gpt",
-        "optimizer": "adam",
-        "codec": scheme.label,
-        "feedback": "ef21" if scheme.label == "lloyd2" else "none",
-        "world": 2,
-        "link": "loopback",
-        "parallel": "ddp",
-        "seeds": 3,
-        "steps": 5,
-        "loss": 2.0,
-        "loss_log_ratio": ratio,
-        "noise_floor": 0.02,
-        "diverged": ratio is None,
-        "step_ms": ms,
-        "step_ms_p20": ms - 1,
-        "step_ms_p80": ms + 1,
-        "compute_ms": 50.0,
-        "speedup_plain": 60.0 / ms,
-        "speedup_bf16": 59.5 / ms,
-        "bytes_per_step": sent,
-        "bytes_from": "formula" if scheme.label == "none" else "transport",
-        "peer": scheme.peer,
-        "control": False,
-        "params": 250_000,
-        "cores": 2,
-        "threads": 1,
-        "curve": [[1, 4.0], [5, 2.0]],
-        **others,
-    }
+    row |= {"task": "gpt", "optimizer": "adam", "world": 2, "link": "loopback", "parallel": "ddp", "seeds": 3}
+    row |= {"params": 250_000, "steps": 5, "cores": 2, "threads": 1, "curve": [[1, 4.0], [5, 2.0]], "control": False}
+    row |= {"peer": scheme.peer, "codec": scheme.label, "feedback": "ef21" if scheme.label == "lloyd2" else "none"}
+    row |= {"loss": 2.0, "loss_log_ratio": ratio, "noise_floor": 0.02, "diverged": ratio is None, "compute_ms": 50.0}
+    row |= {"step_ms": ms, "step_ms_p20": ms - 1, "step_ms_p80": ms + 1}
+    row |= {"speedup_plain": 60.0 / ms, "speedup_bf16": 59.5 / ms}
+    row |= {"bytes_per_step": sent, "bytes_from": "formula" if scheme.label == "none" else "transport"}
+    return row | others
 
 
 def a_record(*rows: Row, **conditions: Any) -> Record:

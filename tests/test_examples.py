@@ -33,17 +33,8 @@ STARTS = {  # of a command in a docstring: what python runs
     "accelerate": ("-m", "accelerate.commands.accelerate_cli"),
     "python": (),
 }
-RANKS_IMPORT = (
-    "lightning.pytorch",
-    "accelerate",
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-)
-FRAMEWORKS = {
-    "accelerate_ddp.py": "accelerate",
-    "lightning_ddp.py": "lightning",
-    "trainer.py": "transformers",
-}
+RANKS_IMPORT = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
+FRAMEWORKS = {"accelerate_ddp.py": "accelerate", "lightning_ddp.py": "lightning", "trainer.py": "transformers"}
 
 
 class Run(NamedTuple):

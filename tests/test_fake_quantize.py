@@ -25,17 +25,8 @@ RANGES = {bits: [(-(1 << bits - 1), (1 << bits - 1) - 1), (0, (1 << bits) - 1)] 
 SHIFTS = ("none", "zero_point", "offset")
 SHAPES = [  # (outer, channels, inner): one channel, long rows, short rows as columns, one row of each, odd ends
     *((1, 1, 1), (1, 1, 17), (1, 1, 1537), (3, 1, 1000), (1, 5, 700), (2, 3, 515)),
-    *(
-        (9, 16, 1),
-        (67, 3, 1),
-        (2, 1100, 1),
-        (70, 21, 49),
-        (3, 21, 49),
-        (1, 40, 32),
-        (1, 33, 9),
-        (35, 5, 7),
-        (4, 64, 63),
-    ),
+    *((9, 16, 1), (67, 3, 1), (2, 1100, 1), (70, 21, 49), (3, 21, 49), (1, 40, 32), (1, 33, 9), (35, 5, 7)),
+    (4, 64, 63),
 ]
 BAD_SCALES = (-1.0, 0.0, math.inf, math.nan, 1e-40)  # the last one's inverse is not finite in fp32
 needs_cpu = pytest.mark.skipif("cpu" not in cases.OTHERS, reason="the C kernels were not built")
@@ -552,13 +543,8 @@ def test_scales_of_any_dtype_and_shape(dtype: Any) -> None:
 
 def test_the_zero_point_is_rounded_and_brought_into_the_range() -> None:
     x = torch.linspace(-9, 9, 37)
-    for low, high, given_, meant in (
-        (0, 15, -3.0, 0),
-        (0, 15, 40.0, 15),
-        (-8, 7, -2.6, -3),
-        (-9, -2, 0.0, -2),
-        (0, 15, 2.5, 2),
-    ):
+    table = ((0, 15, -3.0, 0), (0, 15, 40.0, 15), (-8, 7, -2.6, -3), (-9, -2, 0.0, -2), (0, 15, 2.5, 2))
+    for low, high, given_, meant in table:
         y = fake_quantize(x, torch.ones(1), zero_point=torch.tensor([given_]), quant_min=low, quant_max=high)
         assert torch.equal(y, x.round().clamp(low - meant, high - meant))
 
@@ -613,11 +599,7 @@ def module(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def stepped(act: Callable[..., Tensor], x: Tensor) -> list[Tensor]:
-    inputs = [
-        x.clone().requires_grad_(),
-        torch.tensor([0.1, 0.3, 0.2]).requires_grad_(),
-        torch.zeros(3).requires_grad_(),
-    ]
+    inputs = [t.requires_grad_() for t in (x.clone(), torch.tensor([0.1, 0.3, 0.2]), torch.zeros(3))]
     y = act(*inputs)
     return [y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))]
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from cases import digest, seeded, thorough, worlds
 from ranks import RankPool
@@ -45,14 +44,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
-        self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute:
-            return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
-        return self.inside(x)
-
-    def inside(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
 
 
@@ -203,13 +196,6 @@ def added_twice(group: Group, compress: Compress) -> list[Tensor]:
     return train(model, group, passes=lambda step: (2 * step, 2 * step + 1))
 
 
-def in_sums(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), line(group))
-    model.set_force_sum_reduction_for_comms(True)
-    compress(model)
-    return train(model, group)
-
-
 def divided(group: Group, compress: Compress) -> list[Tensor]:
     """By the number of ranks, and by another, which gloo has in sums alone."""
     model = shard(Net(), line(group))
@@ -223,15 +209,6 @@ def divided(group: Group, compress: Compress) -> list[Tensor]:
 
 def offloaded(group: Group, compress: Compress) -> list[Tensor]:
     model = shard(Net(), line(group), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    compress(model)
-    return train(model, group)
-
-
-def recomputed(group: Group, compress: Compress) -> list[Tensor]:
-    net = Net()
-    for block in net.blocks:
-        block.recompute = True
-    model = shard(net, line(group))
     compress(model)
     return train(model, group)
 
@@ -311,28 +288,17 @@ def clipped(group: Group, compress: Compress) -> list[Tensor]:
     return found + norms
 
 
-def from_meta(group: Group, compress: Compress, *, early: bool) -> list[Tensor]:
+def compressed_before_memory(group: Group, compress: Compress) -> list[Tensor]:
     with torch.device("meta"):
         net = Net()
     model = shard(net, line(group))
-    if early:
-        compress(model)
+    compress(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.to_local().copy_(torch.randn(p.to_local().shape, generator=seeded(i, group.rank())) / 3)
     round_weights(model)
-    if not early:
-        compress(model)
     return train(model, group)
-
-
-def compressed_before_memory(group: Group, compress: Compress) -> list[Tensor]:
-    return from_meta(group, compress, early=True)
-
-
-def compressed_after_memory(group: Group, compress: Compress) -> list[Tensor]:
-    return from_meta(group, compress, early=False)
 
 
 def compiled(group: Group, compress: Compress) -> list[Tensor]:
@@ -395,12 +361,6 @@ def evaluated(group: Group, compress: Compress) -> list[Tensor]:
 
 def grid(group: Group, *names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-
-
-def replicated(group: Group, compress: Compress) -> list[Tensor]:
-    model = shard(Net(), grid(group, "replicas", "shards"))
-    compress(model)
-    return train(model, group)
 
 
 def replicated_in_sums(group: Group, compress: Compress) -> list[Tensor]:
@@ -485,8 +445,6 @@ WAYS = [
     Way(larger_shards, 4, False),
 ]
 MORE = [  # of which others have the parts
-    *(Way(run) for run in (in_sums, recomputed, compressed_after_memory)),
-    Way(replicated, 4),
     *(Way(run, 3, False) for run in (unused, frozen, accumulated, mixed_precision)),
     *(Way(run, 4, False) for run in (one_group, another_dimension)),
 ]
@@ -589,24 +547,6 @@ def alone(group: Group) -> tuple[list[Tensor], list[Tensor]]:
 def test_one_rank_sends_nothing_and_rounds_nothing(ranks: RankPool) -> None:
     ((plain, compressed),) = ranks(1).run(alone)
     assert digest(*compressed) == digest(*plain)
-
-
-def premultiplied(group: Group) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients divided by 8: in sums, which gloo has, and by a factor of the sum, which it has not."""
-    found = []
-    for in_sums in (True, False):
-        model = shard(Net(), line(group))
-        with mock.patch.object(rows, "is_exact", return_value=False):
-            compress_fsdp(model, "none")
-            model.set_force_sum_reduction_for_comms(in_sums)
-            model.set_gradient_divide_factor(8.0)
-            found.append(train(model, group))
-    return found[0], found[1]
-
-
-def test_gradients_are_divided_by_any_factor(ranks: RankPool) -> None:
-    for in_sums, by_factor in ranks(2).run(premultiplied):
-        assert digest(*in_sums) == digest(*by_factor)
 
 
 # --- handles ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cases import Range, by_turns, digest, seeded, thorough, worlds
 from ranks import RankPool
-from replicas import SHAPES, Given, Group, Shapes, batch, draw, flat, network, same_everywhere
+from replicas import SHAPES, Given, Group, Shapes, draw, flat, learn, network, same_everywhere
 from thinwire import codec, compress_fsdp
 from thinwire.collectives.lane import LaneSpec
 from thinwire.integrations.fsdp.rows import Columns
@@ -481,7 +481,7 @@ LEARNING: dict[str, Options | None] = {
 }
 
 
-def learn(group: Group) -> dict[str, tuple[float, float]]:
+def learnt(group: Group) -> dict[str, tuple[float, float]]:
     """Losses at first and at last."""
     found = {}
     mesh = mesh_of(group.size())
@@ -489,21 +489,13 @@ def learn(group: Group) -> dict[str, tuple[float, float]]:
         model = fully_shard(network(), mesh=mesh)
         if options is not None:
             compress_fsdp(model, **options)
-        optimizer = torch.optim.SGD(model.parameters(), 0.06)
-        losses = []
-        for step in range(20):
-            x, y = batch(group.rank(), step)
-            loss = (model(x) - y).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = learn(model, torch.optim.SGD(model.parameters(), 0.06), group.rank(), range(20))
         found[name] = sum(losses[:3]), sum(losses[-3:])
     return found
 
 
 def test_models_learn(ranks: RankPool) -> None:
-    for losses in ranks(2).run(learn):
+    for losses in ranks(2).run(learnt):
         for name, (first, last) in losses.items():
             assert last < 0.1 * first, name
             assert last < 1.5 * losses["plain"][1] + 0.01 * first, name

@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import logging
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import thinwire
-from cases import assert_same, by_turns
+from cases import assert_same, by_turns, heard
 from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
@@ -159,23 +158,16 @@ def test_a_state_pickles_and_copies_before_there_is_a_group() -> None:
         assert again.step == 0
 
 
-def pickled_early(group: Group, pickled: bytes) -> Tensor:
+def compressed_by(group: Group, pickled: bytes | None) -> Tensor:
+    state = DDPState(None, "lloyd2", feedback="classic") if pickled is None else pickle.loads(pickled)
     model = wrap(Given(), group)
-    model.register_comm_hook(pickle.loads(pickled), thinwire.ddp_hook)
-    backward(model, draw(group.rank()))
-    return flat([p.grad for p in model.parameters()])
-
-
-def made_late(group: Group) -> Tensor:
-    model = wrap(Given(), group)
-    model.register_comm_hook(DDPState(None, "lloyd2", feedback="classic"), thinwire.ddp_hook)
-    backward(model, draw(group.rank()))
-    return flat([p.grad for p in model.parameters()])
+    model.register_comm_hook(state, thinwire.ddp_hook)
+    return flat(backward(model, draw(group.rank())))
 
 
 def test_a_state_that_was_pickled_early_compresses(ranks: RankPool) -> None:
     pickled = pickle.dumps(DDPState(None, "lloyd2", feedback="classic"))
-    assert_same(ranks(2).run(pickled_early, pickled)[0], ranks(2).run(made_late)[0])
+    assert_same(ranks(2).run(compressed_by, pickled)[0], ranks(2).run(compressed_by, None)[0])
 
 
 def on_a_part(group: Group) -> str:
@@ -364,40 +356,24 @@ def test_a_handle_does_not_log_to_anything() -> None:
             DDPState(None).log_to(target, every=every)
 
 
-class Heard(logging.Handler):
-    """Keeps what thinwire says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def told_of(group: Group, optimizer: str) -> tuple[list[float], list[str]]:
     """The relative error after every step of 2 bits, and what was said; "" updates parameters by hand."""
     model = wrap(network(), group)
     stepped = OPTIMIZERS[optimizer](model.parameters()) if optimizer else None
     handle = compress_ddp(model, "lloyd2")
-    logger = logging.getLogger("thinwire")
-    heard = Heard()
-    logger.addHandler(heard)
-    logger.setLevel(logging.INFO)
     found = []
-    for step in range(3 if optimizer else 33):
-        if stepped is not None:
-            learn(model, stepped, group.rank(), range(step, step + 1))
-        else:
-            x, y = batch(group.rank(), step)
-            (model(x) - y).square().mean().backward()
-            for parameter in model.parameters():
-                parameter.data -= 0.01 * parameter.grad  # type: ignore[operator]
-                parameter.grad = None
-        found.append(handle.stats().relative_error or 0.0)
-    logger.removeHandler(heard)
-    logger.setLevel(logging.NOTSET)
-    return found, heard.lines
+    with heard() as lines:
+        for step in range(3 if optimizer else 33):
+            if stepped is not None:
+                learn(model, stepped, group.rank(), range(step, step + 1))
+            else:
+                x, y = batch(group.rank(), step)
+                (model(x) - y).square().mean().backward()
+                for parameter in model.parameters():
+                    parameter.data -= 0.01 * parameter.grad  # type: ignore[operator]
+                    parameter.grad = None
+            found.append(handle.stats().relative_error or 0.0)
+    return found, lines
 
 
 def test_errors_are_those_of_the_codec_that_was_asked_for(ranks: RankPool) -> None:

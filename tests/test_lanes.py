@@ -99,19 +99,6 @@ def test_every_number_goes_into_its_lane_and_back_to_its_place(rows: list[tuple[
 
 @generated(50)
 @given(buckets)
-def test_scattered_gradients_fill_the_same_lanes(rows: list[tuple[int, int]]) -> None:
-    """A resumed run gathers the buckets of the run it goes on with: its lanes must be the same numbers."""
-    specs = specs_of(rows)
-    buffer, views = gradients_of(specs)
-    apart = [view.clone() for view in views]
-    scattered, _ = load(lanes_from(specs), apart, None)
-    together, _ = load(lanes_from(specs), views, buffer)
-    for one, other in zip(scattered, together, strict=True):
-        assert_same(whole(one), whole(other))
-
-
-@generated(50)
-@given(buckets)
 def test_there_is_one_lane_per_kind_the_largest_first(rows: list[tuple[int, int]]) -> None:
     lanes = lanes_from(specs_of(rows))
     kinds = [(lane.spec.codec, lane.spec.feedback) for lane in lanes]

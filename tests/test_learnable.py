@@ -565,11 +565,6 @@ def test_empty_batches(name: str, observer: Any, shape: tuple[int, ...]) -> None
     assert (quantizer.scale == 0.5).all()
 
 
-def test_a_range_that_ends_at_zero() -> None:
-    quantizer = int8(low=-15, high=0, scale=0.1, use_grad_scaling=True).enable_param_learning()
-    check_against_op(quantizer, off_grid(quantizer, (50,), torch.float32, 5))
-
-
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
 def test_a_scale_that_cannot_be_is_reported(scale: float) -> None:
     quantizer = LearnableFakeQuantize(MinMaxObserver).enable_param_learning()

@@ -289,7 +289,7 @@ def copy_of(optimizer: OneBitAdam) -> OneBitAdam:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    fresh.load_state_dict(torch.load(file))
+    fresh.load_state_dict(torch.load(file, weights_only=True))
     return fresh
 
 
@@ -317,17 +317,6 @@ def test_it_goes_on_from_a_copy_with_the_same_bits(how: str, turns: int) -> None
     set_gradients(owned(second), 9)
     second.put_momentum(owned(second), [p.grad for p in owned(second)])  # type: ignore[misc]
     second.step()
-
-
-def test_a_state_dict_holds_plain_things() -> None:
-    optimizer = OneBitAdam(parameters(), warmup_steps=2)
-    run(optimizer, range(3))
-    state = optimizer.state_dict()
-    assert {key for one in state["state"].values() for key in one} >= {"exp_avg", "exp_avg_sq"}
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)["param_groups"] == state["param_groups"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import copy
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import each_device, seeded, worlds
+from cases import each_device, no_host_sync, seeded, worlds
 from ranks import RankPool
 from thinwire import qat
 from thinwire.qat.layers import QuantizedEmbedding, QuantizedLayer, quantize_layer
@@ -218,21 +218,9 @@ def test_devices(device: torch.device) -> None:
     lazy(x.float())
     assert lazy.scale.device == device
     optimizer = torch.optim.SGD(qat.parameter_groups(model), lr=0.01)
-    with no_waiting(device):
+    with nullcontext() if device.type == "cpu" else no_host_sync():
         model(x).sum().backward()
         optimizer.step()
-
-
-@contextmanager
-def no_waiting(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------

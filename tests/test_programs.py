@@ -204,10 +204,7 @@ def trained(place: Place, algorithm: str, table: Sequence[tuple[Options, dict[st
 
 @pytest.mark.parametrize(
     ("world", "algorithm", "count"),
-    [
-        *((2, "one_shot", 99), (3, "two_phase", 5)),
-        *thorough((4, "auto", 2), (3, "two_phase", 99), (2, "two_phase", 3)),
-    ],
+    [*((2, "one_shot", 99), (3, "two_phase", 5)), *thorough((4, "auto", 2), (3, "two_phase", 99), (2, "two_phase", 3))],
 )
 def test_ddp_has_the_means_and_memories_of_operations(ranks: RankPool, world: int, algorithm: str, count: int) -> None:
     table = TRAININGS[-count:]

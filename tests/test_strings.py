@@ -29,12 +29,6 @@ EVERY = [*cases.CODECS, *COMPOSITES]
 # --- both ways --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", EVERY, ids=str)
-def test_round_trip(value: Codec) -> None:
-    assert codec(str(value)) == value
-    assert str(codec(str(value))) == str(value)
-
-
 seeds = st.integers(0, 2**64 - 1)
 blocks = st.integers(1, 2**29 - 1).map(lambda k: 8 * k)
 leaves = st.one_of(
@@ -111,11 +105,7 @@ def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("none", Identity()),
-        ("bf16", Cast("bf16")),
-        ("e4m3", Cast("e4m3")),
         ("fp16:block=64", Cast("fp16", 64)),
-        ("int8", BlockInt(8)),
         ("int4:block=128", BlockInt(4)),
         (" int4:block = 64 , mode=affine ", BlockInt(4, 64, "affine")),
         ("int2:rounding=stochastic,seed=18446744073709551615", BlockInt(2, rounding="stochastic", seed=2**64 - 1)),
@@ -123,7 +113,6 @@ def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
         ("lloyd2:block=256", Lloyd(2, 256)),
         ("lloyd1:rotate=false,scale=unbiased", Lloyd(1, rotate=False, scale="unbiased")),
         ("lloyd4:rotate=true", Lloyd(4)),
-        ("bysize()", BySize()),
         ("bysize(large=lloyd4:block=64,seed=2; min_numel=10)", BySize(large=Lloyd(4, 64, seed=2), min_numel=10)),
         ("byname( *.bias = bf16 ;; *=int4 ; )", ByName({"*.bias": "bf16", "*": "int4"})),
         ("byname(*=bysize(small=none; large=int4))", ByName({"*": BySize(Identity(), BlockInt(4))})),
@@ -169,9 +158,7 @@ def test_unknown_names_list_the_known(text: str) -> None:
     [
         ("int8:", "ends in ':' without options"),
         ("int8:blok=64", "'int8' does not know the option 'blok=64'; options: block, mode, rounding, seed"),
-        ("int8:bits=4", "does not know the option 'bits=4'"),
         ("int8:block", "does not know the option 'block'"),
-        ("int8:64", "does not know the option '64'"),
         ("int8:block=64,", "does not know the option ''"),
         ("int8:block=64,block=32", "the option 'block' twice"),
         ("lloyd4:mode=affine", "options: block, rotate, scale, seed"),
@@ -179,23 +166,15 @@ def test_unknown_names_list_the_known(text: str) -> None:
         ("none:block=8", "options: none"),
         ("bf16:block=64", "bf16 has no blocks"),
         ("int8:block=12", "block must be a multiple of 8"),
-        ("int8:block=0", "block must be a multiple of 8"),
-        ("int8:block=-8", "block must be a multiple of 8"),
         ("int8:block=big", "got 'big'"),
         ("int8:block=1e3", "got '1e3'"),
         ("int8:block=true", "got True"),
-        ("int8:block=4294967296", "block must be a multiple of 8"),
         ("int8:mode=linear", "mode must be 'symmetric' or 'affine', got 'linear'"),
         ("int8:rounding=up", "rounding must be 'nearest' or 'stochastic', got 'up'"),
         ("int8:aligned=1", "aligned must be True or False, got 1"),
-        ("int8:aligned=yes", "aligned must be True or False, got 'yes'"),
         ("int8:seed=-1", "seed must be 0 .. 2**64 - 1, got -1"),
-        ("int8:seed=18446744073709551616", "seed must be"),
         ("lloyd4:block=16", "power of two from 32 to 1024, got 16"),
-        ("lloyd4:block=2048", "power of two from 32 to 1024, got 2048"),
-        ("lloyd4:block=96", "power of two"),
         ("lloyd4:rotate=yes", "rotate must be True or False, got 'yes'"),
-        ("lloyd4:rotate=1", "rotate must be True or False, got 1"),
         ("lloyd4:scale=best", "scale must be 'mmse' or 'unbiased', got 'best'"),
         ("bysize(small)", "takes entries 'key=value'"),
         ("bysize(tiny=bf16)", "does not know 'tiny'; it takes small, large, min_numel, min_ndim"),
@@ -205,7 +184,6 @@ def test_unknown_names_list_the_known(text: str) -> None:
         ("bysize(large=int9)", "unknown codec 'int9'"),
         ("byname()", "the last rule of ByName must be '*'"),
         ("byname(*=int8; *=int4)", "a pattern of ByName has one codec, got several for '*'"),
-        ("byname(a=int8; b=int4; a=int8; *=int4)", "got several for 'a'"),
         ("byname(*=int8; *.bias=bf16)", "the last rule of ByName must be '*'"),
         ("byname(*.bias=bf16; *=int8:x=1)", "does not know the option 'x=1'"),
         ("byname(a)", "takes entries 'key=value'"),
@@ -259,18 +237,13 @@ def test_bad_values(make: Callable[..., Codec], name: str, value: Any) -> None:
         make(**{name: value})
 
 
-def test_codec_error_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="unknown codec"):
-        codec("zip")
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
 def test_codecs_compare_and_hash_by_value() -> None:
     again = [codec(str(value)) for value in EVERY]
-    assert len(set(EVERY)) == len(EVERY)
-    assert set(EVERY) == set(again)
+    assert again == EVERY
+    assert len({*again, *EVERY}) == len(EVERY)
     assert BlockInt(4) != Lloyd(4)
     assert BlockInt(8) != BlockInt(8, seed=1)
     assert BlockInt(8) != BlockInt(8, aligned=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -219,31 +218,3 @@ def test_where_sums_would_be_encoded_again_it_is_refused(ranks: RankPool) -> Non
         for place, message in zip(places, messages, strict=True):
             assert "codec topk keeps the largest numbers alone, for sums that travel one_shot" in message, message
             assert place in message, message
-
-
-def trained(group: Group) -> tuple[list[float], str, Tensor]:
-    """DDP with topk and classic feedback, towards a target that every rank sees another part of."""
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
-    handle = thinwire.compress_ddp(model, "topk:fraction=0.1", feedback="classic")
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    generator = torch.Generator().manual_seed(group.rank())
-    losses = []
-    for _ in range(60):
-        x = torch.randn(32, 64, generator=generator)
-        optimizer.zero_grad()
-        loss = (model(x) - x.roll(1, 1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    weight = next(iter(model.parameters())).detach()
-    gathered = [torch.empty_like(weight) for _ in range(group.size())]
-    dist.all_gather(gathered, weight)
-    assert all(torch.equal(other, weight) for other in gathered)
-    return losses, handle.stats().feedback, weight
-
-
-def test_ddp_trains_with_it(ranks: RankPool) -> None:
-    for losses, feedback, _ in ranks(3).run(trained):
-        assert feedback == "classic"
-        assert losses[-1] < losses[0] / 2, losses

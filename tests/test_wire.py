@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 import cases
-from thinwire import (
-    BlockInt,
-    Cast,
-    Codec,
-    CodecError,
-    Identity,
-    Lloyd,
-    ThinwireError,
-    WireError,
-    codec as make,
-    use_backend,
-)
+from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd, WireError, codec as make, use_backend
 from thinwire.kernels import hashing
 
 pytestmark = pytest.mark.usefixtures("served")
@@ -333,10 +322,3 @@ def test_wrong_outputs(codec: Codec) -> None:
         codec.recode(wire[None], torch.zeros(wire.numel() + 16, dtype=torch.uint8), N)
     with pytest.raises(WireError, match="1-D"):
         codec.recode(wire[None], torch.zeros_like(wire)[None], N)
-
-
-def test_wire_error_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="expected wires of") as caught:
-        BlockInt(8).decode(torch.zeros(3, dtype=torch.uint8), torch.zeros(N))
-    assert isinstance(caught.value, WireError)
-    assert isinstance(caught.value, ThinwireError)
