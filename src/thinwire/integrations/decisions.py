@@ -108,7 +108,7 @@ class Decisions:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
         if step > 0 and self.weighs and self.onebit is None:
-            self.moments.look(self._names.tensors(), agree, step)
+            self.moments.look(self._names.tensors(), agree)
             if self.moments.settled and not self.moments.shared:
                 told = told or "no second moments that all ranks have were found: gradients are not weighed by them"
         choice = self.schedule.at(step)

@@ -5,9 +5,6 @@ moment. So where gradients are small beside their neighbours in the block, the n
 sees, and its second moment grows by it: the steps there become short and blind. In Adam's units all numbers of a block
 are of one size. Every rank has the same moments, since every rank takes the same steps, so nothing more is sent, and
 nothing is remembered.
-The moment of one step is a poor unit: where that gradient happened to be small, the next one is huge in it, and what
-its block then loses is in Adam's moments for a thousand steps. So in the first ten or so the floor of the units sinks
-from the largest of a tensor, where units change nothing, to next to nothing.
 """
 
 import weakref
@@ -26,7 +23,6 @@ _KEYS = ("exp_avg_sq", "square_avg")  # in an optimiser's state
 # Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
 # same on every rank, however many threads look for it; a mean need not be.
 FLOOR = 1e-6
-SINKS = 4.0  # times per step, from the largest moment to FLOOR
 _LEAST = 1e-18  # root: a tensor's moments may fade to zeros, and what a gradient becomes has to be finite
 _TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they all have
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
@@ -44,8 +40,6 @@ class Moments:
         self.shared: frozenset[str] = frozenset()  # the parameters of which all ranks have them
         self.uneven = False  # whether ranks may have taken different numbers of steps, so that moments differ
         self._tried = 0
-        self._since = 0  # the step before that of the first moments
-        self._age = 0  # steps that moments are made of
 
     def saw(self, optimizer: Optimizer) -> None:
         """It may have moments too."""
@@ -69,7 +63,7 @@ class Moments:
         """Whether ranks look for no more."""
         return self._tried >= _TRIES[-1]
 
-    def look(self, parameters: Mapping[str, Tensor], agree: Agree, step: int) -> None:
+    def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
         """Compare with the other ranks which moments there are; all ranks call it at the same steps.
 
         Where moments are gone, since the optimiser was replaced or its state cleared, ranks look for them anew. Where a
@@ -79,8 +73,6 @@ class Moments:
         if any(name in self.shared and self._of(parameter) is None for name, parameter in parameters.items()):
             self.shared = frozenset()
             self._tried = 0
-            self._since = step
-        self._age = step - self._since
         self._tried += 1
         again = self.uneven and bool(self.shared)
         if not again and (self.settled or self._tried not in _TRIES or len(self.shared) == len(parameters) > 0):
@@ -102,8 +94,7 @@ class Moments:
         """What the gradients of these parameters, which are all shared, are divided by."""
         moments = [moment.float() for moment in map(self._of, parameters) if moment is not None]
         assert len(moments) == len(parameters), "`look` comes before"
-        floor = max(FLOOR, SINKS**-self._age)
-        roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), floor))
+        roots = torch._foreach_add(moments, torch._foreach_mul(torch._foreach_max(moments), FLOOR))
         torch._foreach_sqrt_(roots)
         torch._foreach_clamp_min_(roots, _LEAST)
         return list(roots)
