@@ -86,7 +86,7 @@ class Direct:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         code = verb(source.data_ptr(), target.data_ptr(), nbytes, _BYTES, communicator, stream)
-        while code == _IN_PROGRESS:  # a communicator that does not block: the message is not on the stream yet
+        while code == _IN_PROGRESS:  # torch may make communicators that do not block unasked: not on the stream yet
             code = self._state(communicator)
         if code:
             raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")

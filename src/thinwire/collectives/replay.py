@@ -136,13 +136,10 @@ _live: "weakref.WeakSet[Replay]" = weakref.WeakSet()
 _lock = threading.Lock()  # of the set
 
 
-def _replays() -> list[Replay]:
-    with _lock:
-        return list(_live)
-
-
 def _release(group: dist.ProcessGroup | None = None) -> None:
-    for replay in _replays():
+    with _lock:
+        found = list(_live)
+    for replay in found:
         replay.release(group)
 
 
