@@ -9,7 +9,6 @@
 
 #include "thinwire.h"
 
-#define EXPORT __attribute__((visibility("default")))
 enum { MAX_THREADS = 64, TILE = 1024 };
 
 extern const tw_kernels tw_baseline;
@@ -88,10 +87,10 @@ static void frame(const tw_job *job, uint8_t *wire) {
   memset(wire + codes_end, 0, (size_t)(job->nbytes - codes_end));
 }
 
-EXPORT int tw_abi(void) { return TW_ABI; }
-EXPORT const char *tw_variant(void) { return kernels()->name; }
+TW_EXPORT int tw_abi(void) { return TW_ABI; }
+TW_EXPORT const char *tw_variant(void) { return kernels()->name; }
 
-EXPORT int tw_encode(const tw_job *job, const void *x, float *residual, uint8_t *wire) {
+TW_EXPORT int tw_encode(const tw_job *job, const void *x, float *residual, uint8_t *wire) {
   if (!known(job)) return TW_UNKNOWN;
   frame(job, wire);
   tw_task task = {.job = job, .x = x, .residual = residual, .wire = wire};
@@ -99,14 +98,14 @@ EXPORT int tw_encode(const tw_job *job, const void *x, float *residual, uint8_t 
   return TW_OK;
 }
 
-EXPORT int tw_decode_sum(const tw_job *job, const uint8_t *wires, void *out) {
+TW_EXPORT int tw_decode_sum(const tw_job *job, const uint8_t *wires, void *out) {
   if (!known(job)) return TW_UNKNOWN;
   tw_task task = {.job = job, .wires = wires, .out = out};
   run_all(&task, kernels()->decode_sum);
   return TW_OK;
 }
 
-EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
+TW_EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
   if (!known(job)) return TW_UNKNOWN;
   frame(job, wire);
   tw_task task = {.job = job, .wires = wires, .wire = wire};
@@ -114,14 +113,14 @@ EXPORT int tw_recode(const tw_job *job, const uint8_t *wires, uint8_t *wire) {
   return TW_OK;
 }
 
-EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const void *scale, const void *shift, void *y) {
+TW_EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const void *scale, const void *shift, void *y) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .scale = scale, .shift = shift, .out = y, .bad_scale = &bad_scale};
   run_boxes(&task);
   return bad_scale ? TW_BAD_SCALE : TW_OK;
 }
 
-EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const void *scale,
+TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const void *scale,
                                  const void *shift, void *dx, void *sums, double *partials, double factor) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .grad = grad, .scale = scale, .shift = shift, .out = dx, .sums = sums,

@@ -854,7 +854,7 @@ def both_ways(group: Group) -> list[str]:
                 wrong += [f"{name}, {kind}" for x, y in pairs if not torch.equal(x, y)]
         links.append(channel_of(by_torch.group, by_torch.device).transport)
         for link, direct in zip(links, (True, False), strict=True):
-            found = link._direct is not None and bool(link._direct._communicator())
+            found = link.direct is not None and bool(link.direct._communicator())
             wrong += [f"direct: {found}"] * (found != direct)
         return wrong
     finally:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import CollectiveError
+from thinwire.kernels.tape import COMMUNICATOR, Entry, address_of, writing
 
 _BYTES = 1  # NCCL's number for bytes without a sign
 _IN_PROGRESS = 7  # and for what is no error
@@ -49,6 +50,7 @@ class Direct:
         self._gather = verbs["ncclAllGather"]
         self._to_all = verbs["ncclAlltoAll"]
         self._ask_error = verbs["ncclCommGetAsyncError"]
+        self._ask_address = address_of(self._ask_error)
         self.aborting = threading.Lock()  # held while the communicator is aborted, which frees it
 
     def all_gather(self, whole: Tensor, own: Tensor) -> bool:
@@ -79,9 +81,13 @@ class Direct:
         self._ask_error(communicator, ctypes.byref(found))
         return found.value
 
+    def communicator(self) -> int:
+        """NCCL's for the current device; 0 where torch has to send, as from another than that of the tensors."""
+        found: int = self._communicator() if torch._C._cuda_getDevice() == self._index else 0
+        return found
+
     def _start(self, verb: Callable[..., int], source: Tensor, target: Tensor, nbytes: int) -> bool:
-        # torch gives the communicator of the current device, which may be another than that of the tensors.
-        communicator = torch._C._cuda_getDevice() == self._index and self._communicator()
+        communicator = self.communicator()
         if not communicator:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -90,6 +96,10 @@ class Direct:
             code = self._state(communicator)
         if code:
             raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")
+        tape = writing.get()
+        if tape is not None:
+            message = Entry(address_of(verb), 0, (0, 0), 0, 0, (0, 0, nbytes, 0, self._ask_address))
+            tape.write(message, [(0, source), (1, target), (3, COMMUNICATOR)])
         return True
 
 

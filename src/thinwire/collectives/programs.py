@@ -23,6 +23,7 @@ from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key
 from thinwire.collectives.rooms import Room, Scratch
+from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.transport import Place, RowTransport
 from thinwire.kernels import hashing, is_ahead, rows
 from thinwire.kernels.later import Number
@@ -364,11 +365,13 @@ class Sum:
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
-        self.replays = all(chunk.replays for _, chunk in self._chunks)  # in a CUDA graph, step after step
+        self.replays = all(chunk.replays for _, chunk in self._chunks)  # step after step
+        self._tapes = Tapes(links[0], whole=self.replays)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self.run_lanes(room, tensors, hashing.mix64(step))
+        mixed = hashing.mix64(step)
+        self._tapes.run(lambda mixed, _: self.run_lanes(room, tensors, mixed), room, tensors, mixed)
 
     def run_lanes(
         self,
@@ -434,12 +437,24 @@ class ReduceScatter(_RowLanes):
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
         self._scratch = Scratch(2 * self._matrix, self._cut)
+        self._tapes = Tapes(link, whole=all(rows.replays(job) for job in (*self._one, *self._all)))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
+        noted: Sequence[Tensor] = ()
+        call = 0
+        if bad is not None:
+            assert isinstance(bad.call, int)
+            noted, call = (bad.noted,), bad.call
+
+        def launch(mixed: Number, call: Number) -> None:
+            self._launch(room, tensors, mixed, bad and bad._replace(call=call))
+
+        self._tapes.run(launch, room, (*tensors, *noted), hashing.mix64(step), call)
+
+    def _launch(self, room: Room, tensors: Sequence[Tensor], mixed: Number, bad: Bad | None) -> None:
         sent, came, sent_L, came_L = self._scratch.views(room)
         count = len(self._encodes)
-        mixed = hashing.mix64(step)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
         self._link.all_to_all(came, sent)
@@ -472,12 +487,16 @@ class Gather(_RowLanes):
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
         self._scratch = Scratch(self._matrix, self._cut)
+        self._tapes = Tapes(link, whole=all(rows.replays(job) for job in (*self._one, *self._all)))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
+        mixed = hashing.mix64(step)
+        self._tapes.run(lambda mixed, _: self._launch(room, tensors, mixed), room, tensors, mixed)
+
+    def _launch(self, room: Room, tensors: Sequence[Tensor], mixed: Number) -> None:
         whole, own, whole_L, own_L = self._scratch.views(room)
         count = len(self._encodes)
-        mixed = hashing.mix64(step)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)
         self._link.all_gather(whole, own)

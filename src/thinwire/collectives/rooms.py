@@ -9,12 +9,17 @@ which they were started, on whatever stream.
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import CollectiveError
+
+
+class _User(Protocol):
+    def forget(self, room: "Room") -> None:
+        """The room lets go of its buffer."""
 
 
 class Room:
@@ -23,16 +28,18 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._users: list[weakref.ref[Scratch[Any]]] = []  # who have cut the buffer into parts
+        self._users: list[weakref.ref[_User]] = []  # who know where the buffer is
 
-    def reserve(self, nbytes: int, user: "Scratch[Any] | None" = None) -> Tensor:
-        """A buffer of at least `nbytes`, used by the current stream; `user` forgets it when it is let go of."""
+    def reserve(self, nbytes: int) -> Tensor:
+        """A buffer of at least `nbytes`, used by the current stream."""
         if self.buffer.numel() < nbytes:
             self.release()
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if user is not None:
-            self._users.append(weakref.ref(user))
         return self.buffer
+
+    def use(self, user: "_User") -> None:
+        """`user` forgets the buffer when it is let go of."""
+        self._users.append(weakref.ref(user))
 
     def release(self) -> None:
         """Let go of the buffer; so do its users."""
@@ -60,7 +67,7 @@ class Scratch(Generic[Views]):
         buffer = room.reserve(self.end)
         found = self._found.get(id(room))
         if found is None or found[0] is not buffer:
-            room.reserve(self.end, self)
+            room.use(self)
             found = self._found[id(room)] = (buffer, self._cut(buffer[self._begin : self.end]))
         return found[1]
 
@@ -77,14 +84,12 @@ class CallersRoom(Room):
         self._handle = -1  # of that
         self._has_streams = device.type == "cuda"
 
-    def reserve(self, nbytes: int, user: Scratch[Any] | None = None) -> Tensor:
+    def reserve(self, nbytes: int) -> Tensor:
         if self._has_streams:
             handle = torch._C._cuda_getCurrentRawStream(self.device.index)
             if handle != self._handle:
                 self._move(handle)
-        if self.buffer.numel() >= nbytes and user is None:
-            return self.buffer
-        return super().reserve(nbytes, user)
+        return self.buffer if self.buffer.numel() >= nbytes else super().reserve(nbytes)
 
     def _move(self, handle: int) -> None:
         """Wait for the stream that used the scratch last."""

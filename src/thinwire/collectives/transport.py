@@ -30,6 +30,7 @@ from thinwire.collectives import checksums, nccl
 from thinwire.collectives.watchdog import Watchdog
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
+from thinwire.kernels.tape import tear
 from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
@@ -381,9 +382,9 @@ class StreamTransport(Transport):
         self.device = device
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
         self._closed = False
-        self._direct = nccl.direct(group, device)
+        self.direct = nccl.direct(group, device)
         limit = functools.partial(_shortest, _options(group))  # holds no group
-        error = self._direct.error if self._direct is not None else int  # nothing, 0
+        error = self.direct.error if self.direct is not None else int  # nothing, 0
         self._watchdog = Watchdog(group.group_name, self.rank, limit, device, error)
 
     @ranged("thinwire::wire")
@@ -391,7 +392,7 @@ class StreamTransport(Transport):
         if is_ahead():
             return
         self._moved(sent.numel() - sent.numel() // self.world)
-        if self._direct is not None and self._direct.all_to_all(came, sent, self.world):
+        if self.direct is not None and self.direct.all_to_all(came, sent, self.world):
             self.note()
             return
         _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
@@ -401,7 +402,7 @@ class StreamTransport(Transport):
         if is_ahead():
             return
         self._moved(whole.numel() - own.numel())
-        if self._direct is not None and self._direct.all_gather(whole, own):
+        if self.direct is not None and self.direct.all_gather(whole, own):
             self.note()
             return
         _finish(_all_gather(self.group, whole, own, _GATHER))
@@ -493,7 +494,7 @@ class StreamTransport(Transport):
         with contextlib.suppress(RuntimeError, CollectiveError):
             for drop in before_abort:
                 drop(self.group)
-            with self._direct.aborting if self._direct is not None else contextlib.nullcontext():
+            with self.direct.aborting if self.direct is not None else contextlib.nullcontext():
                 self.group._get_backend(self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
@@ -506,6 +507,7 @@ before_abort: list[Callable[[dist.ProcessGroup], None]] = []  # what has to end 
 
 def _finish(work: Any) -> None:
     """A collective that torch ran on the current stream gives no work; an older torch does."""
+    tear()
     if work is not None:
         work.wait()
 

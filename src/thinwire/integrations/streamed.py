@@ -18,6 +18,7 @@ from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
 from thinwire.collectives.replay import Replay, check_not_captured
 from thinwire.collectives.rooms import Room, Scratch
+from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
@@ -58,6 +59,8 @@ class StreamedBucket:
         self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
         self._replay = Replay(message.channel) if replays else None
+        whole = program.replays and all(lane.aside or len(lane.stretches) == 1 for lane in lanes)
+        self._tapes = Tapes(message.channel.transports[0], whole=whole)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged
@@ -85,7 +88,7 @@ class StreamedBucket:
                 if self._replay is not None and room is not None:
                     self._replay.run(self._launch, room, buffer, mixed, call)
                 else:
-                    self._launch(buffer, room or channel.rooms.here, mixed, call)
+                    self._play(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
                 future.set_result(output)
             return future
@@ -99,6 +102,12 @@ class StreamedBucket:
         """Launch, where launches only note their kernels."""
         numbers = (0, 0) if self._replay is None else Memo(room.device).begin(0, 0)
         self._launch(buffer, room, *numbers)
+
+    def _play(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
+        carries = [carry for carry in self._carries if carry is not None]
+        kept = [memory.tensor for carry in carries for memory in carry.memories if memory is not None]
+        launch = functools.partial(self._launch, buffer, room)
+        self._tapes.run(launch, room, (buffer, self._note, *kept), mixed, call)
 
     def _launch(self, buffer: Tensor, room: Room, mixed: Number, call: Number) -> None:
         aside = self._aside.views(room) if self._index is not None else None

@@ -14,7 +14,7 @@ from thinwire.kernels.schema import Encoding, Grid, LloydTable, TrellisTable, de
 from thinwire.wire import HEADER_BYTES, Format, Layout, read_key
 
 LIBRARY = Path(__file__).with_name("_native.so")
-_ABI = 4  # of native/thinwire.h
+_ABI = 5  # of native/thinwire.h
 _BAD_SCALE = 1  # TW_BAD_SCALE there
 _ELEMENTS_PER_THREAD = 1 << 18  # fewer => starting a thread costs more than it saves
 _MOST_PARTS = 64  # of a fake quantisation; more threads find no work
@@ -60,6 +60,11 @@ def serves(device: torch.device) -> bool:
 def unavailable() -> str | None:
     """Why the native library cannot be used here, or None."""
     return _load()[1]
+
+
+def library() -> ctypes.CDLL | None:
+    """The native library, where it can be used."""
+    return _load()[0]
 
 
 def variant() -> str:
@@ -232,4 +237,5 @@ def _declare(library: ctypes.CDLL) -> None:
     fake = ctypes.POINTER(_Fake)
     library.tw_fake_quantize.argtypes = [fake, *[pointer] * 4]
     library.tw_fake_quantize_grad.argtypes = [fake, *[pointer] * 7, ctypes.c_double]
+    library.tw_play.argtypes = [pointer, ctypes.c_int64, ctypes.c_char_p, pointer]
     library.tw_variant.restype = ctypes.c_char_p

@@ -6,6 +6,7 @@ its address. `Memo.write` puts the numbers of the next replay there, in the orde
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _Made = Callable[[int, int], tuple[int, ...]]  # numbers of 32 bits, of a mixed 
 class Later:
     """A number that stands for every step's own."""
 
-    def __init__(self, memo: "Memo", of: Callable[[int, int], int]) -> None:
+    def __init__(self, memo: Any, of: Callable[[int, int], int]) -> None:
         self.memo = memo
         self.of = of
 
@@ -38,7 +39,8 @@ def numbers(make: Callable[[int], tuple[int, ...]], number: Number) -> tuple[int
     if isinstance(number, int):
         return make(number)
     of = number.of
-    return number.memo.place(lambda mixed, call: make(of(mixed, call)))
+    found: tuple[int, ...] | tuple[Tensor, ...] = number.memo.place(lambda mixed, call: make(of(mixed, call)))
+    return found
 
 
 class Memo:

@@ -208,8 +208,8 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
         bad.noted[1] += 1
 
 
-def replays(job: RowJob, *, adds_own: bool) -> bool:
-    """Whether all operations on these rows are launches that a CUDA graph can replay. [Note: Later]"""
+def replays(job: RowJob, *, adds_own: bool = False) -> bool:
+    """Whether all operations on these rows are launches that can be made again without Python. [Note: Later]"""
     fused = _fused(job)
     return fused is not None and (not adds_own or fused.adds_own(job))
 

@@ -7,16 +7,19 @@ that are 1 or multiples of 16.
 """
 
 import functools
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from thinwire.kernels.tape import Entry, Player, Value, can_play, launch_address, takes, tear, writing
 from thinwire.kernels.triton.compiling import Noted, noted, telling
 
+_SIZES = {"i32": 4, "i64": 8, "fp32": 4}  # bytes of arguments, as Triton calls them
+_NO_SCRATCH = (0, 0)  # Triton's kernels end with the addresses of two kinds of scratch
 _found: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}  # compiled kernels, by the arguments known beforehand
 
 
@@ -49,11 +52,16 @@ class Prepared:
         kinds = (*constants.values(), *(_kind(value, name in alike) for name, value in known.items()))
         self._found = _found.setdefault((kernel, device, warps, registers, kinds), {})
 
-    def __call__(self, **given: Any) -> Any:
-        """Start the kernel with the arguments that were not known; gives the compiled one, if it was started."""
+    def __call__(self, **given: Any) -> None:
+        """Start the kernel with the arguments that were not known."""
+        tear()
+        self.launch(**given)
+
+    def launch(self, **given: Any) -> Any:
+        """The same; gives the compiled one, if it was started."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self(**given)
+                return self.launch(**given)
         args = self._args.copy()
         kinds: list[Any] = []  # of the given: their integers are not specialised, apart from their width
         for name, value in given.items():
@@ -81,13 +89,34 @@ class Prepared:
             self._found[key] = found
         return found
 
-    def place(self, name: str) -> int:
-        """Where an argument that is not known stands."""
-        return self._places[name]
+    def entry(self, found: Any, names: Sequence[str]) -> tuple[Entry, list[int]] | None:
+        """A compiled kernel as C starts it, without the arguments of these names, and where those stand.
 
-    def known(self) -> list[Any]:
-        """All arguments, None in place of those that are not known."""
-        return self._args.copy()
+        None where Triton made something else of it than a kernel that takes its arguments as they are.
+        """
+        how = found.metadata
+        unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+        if how.num_ctas != 1 or any(getattr(how, name, 0) for name in unusual):
+            return None
+        args: list[int] = []
+        sizes: list[int] = []
+        places: dict[str, int] = {}
+        for name, kind, value in zip(self._kernel.arg_names, found.src.signature.values(), self._args, strict=True):
+            if kind == "constexpr":
+                continue
+            size = 8 if kind.startswith("*") else _SIZES.get(kind)
+            if size is None:
+                return None
+            places[name] = len(args)
+            args.append(_word(kind, value))
+            sizes.append(size)
+        args += _NO_SCRATCH
+        sizes += [8] * len(_NO_SCRATCH)
+        if not takes(found.function, sizes) or not all(name in places for name in names):
+            return None
+        grid = self.grid[0], self.grid[1]
+        entry = Entry(launch_address(), found.function, grid, 32 * how.num_warps, how.shared, args)
+        return entry, [places[name] for name in names]
 
     def _compile(self, args: list[Any]) -> None:
         """Compile and load; Triton finds the kernel at the next launch. In any thread."""
@@ -97,13 +126,11 @@ class Prepared:
 
 
 class _Start(NamedTuple):
-    """A compiled kernel, and how it is started by addresses."""
+    """A compiled kernel that is started by addresses."""
 
-    launch: Any
-    before: tuple[Any, ...]  # its arguments before the stream
-    after: tuple[Any, ...]  # those after it, before the kernel's own
-    args: list[Any]  # the kernel's own, as far as they are known
-    places: list[int]  # of the others in them
+    entry: Entry
+    places: list[int]  # of the arguments that are given
+    alone: Player  # on a tape of its own
     device: int
 
 
@@ -133,7 +160,7 @@ class Repeated:
         """Start it on the current stream; numbers may stand in tensors. [Note: Later]"""
         if numbers and isinstance(numbers[0], Tensor):
             given = dict(zip(self._names, (*tensors, *numbers), strict=True))
-            self._prepared(given)(**given)
+            self._prepared(given).launch(**given)
             return
         values = [tensor.data_ptr() for tensor in tensors]
         odd = 0
@@ -141,14 +168,18 @@ class Repeated:
             odd |= address
         where = tuple([address & 15 for address in values]) if odd & 15 else ()
         start = self._starts.get(where)
+        tape = writing.get()
+        now = numbers if tape is None else tuple([n.now if isinstance(n, Value) else n for n in numbers])
         if start is None or start.device != _device() or noted.get() is not None:
-            self._by_name(tensors, numbers, where)
-            return
-        values += numbers
-        args = start.args.copy()
-        for place, value in zip(start.places, values, strict=True):
-            args[place] = value
-        start.launch(*start.before, _stream(start.device), *start.after, *args)
+            self._by_name(tensors, now, where)
+        else:
+            start.alone.play([*values, *now], _stream(start.device))
+        if tape is not None:
+            start = self._starts.get(where)
+            if start is None:
+                tape.is_whole = False
+            else:
+                tape.write(start.entry, list(zip(start.places, (*tensors, *numbers), strict=True)))
 
     def _prepared(self, given: dict[str, Any]) -> Prepared:
         floats = [given[name] for name in self._floats if name in given and given[name].dtype != torch.uint8]
@@ -157,28 +188,26 @@ class Repeated:
     def _by_name(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], where: tuple[int, ...]) -> None:
         given: dict[str, Any] = dict(zip(self._names, (*tensors, *numbers), strict=True))
         prepared = self._prepared(given)
-        found = prepared(**given)
-        if found is None or not _DIRECT:
-            return
-        run = found.run
-        if run.global_scratch_size or run.profile_scratch_size:
-            return
-        how = (found.function, run.launch_cooperative_grid, run.launch_pdl)
-        no_scratch = (None, None)
-        no_hooks = (None, None, None)
-        self._starts[where] = _Start(
-            launch=run.launch,
-            before=prepared.grid,
-            after=(*how, *no_scratch, found.packed_metadata, *no_hooks),
-            args=prepared.known(),
-            places=[prepared.place(name) for name in self._names],
-            device=prepared.device.index,
-        )
+        found = prepared.launch(**given)
+        made = None if found is None or not can_play() else prepared.entry(found, self._names)
+        if made is not None:
+            entry, places = made
+            changes = list(zip(places, range(len(places)), strict=True))
+            player = Player(entry.words(changes), 1, len(places))
+            self._starts[where] = _Start(entry, places, player, prepared.device.index)
 
 
-_DIRECT = triton.__version__.startswith("3.6.")  # whose compiled kernels are started as above; others by name
 _device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # a build without CUDA has neither
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _word(kind: str, value: Any) -> int:
+    """An argument of a kernel in a word of 64 bits; 0 where it is not known."""
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return struct.unpack("<i", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
 
 
 def _kind(value: Any, alike: bool) -> Any:
