@@ -50,7 +50,6 @@ class Direct:
         self._gather = verbs["ncclAllGather"]
         self._to_all = verbs["ncclAlltoAll"]
         self._ask_error = verbs["ncclCommGetAsyncError"]
-        self._ask_address = address_of(self._ask_error)
         self.aborting = threading.Lock()  # held while the communicator is aborted, which frees it
 
     def all_gather(self, whole: Tensor, own: Tensor) -> bool:
@@ -94,13 +93,18 @@ class Direct:
         code = verb(source.data_ptr(), target.data_ptr(), nbytes, _BYTES, communicator, stream)
         while code == _IN_PROGRESS:  # torch may make communicators that do not block unasked: not on the stream yet
             code = self._state(communicator)
-        if code:
-            raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")
+        check_started(code)
         tape = writing.get()
         if tape is not None:
-            message = Entry(address_of(verb), 0, (0, 0), 0, 0, (0, 0, nbytes, 0, self._ask_address))
+            message = Entry(address_of(verb), 0, (0, 0), 0, 0, (0, 0, nbytes, 0, address_of(self._ask_error)))
             tape.write(message, [(0, source), (1, target), (3, COMMUNICATOR)])
         return True
+
+
+def check_started(code: int) -> None:
+    """Raise where NCCL took no message."""
+    if code:
+        raise dist.DistBackendError(f"NCCL could not start a message: error {code}; NCCL_DEBUG=WARN tells more")
 
 
 def direct(group: dist.ProcessGroup, device: torch.device) -> Direct | None:

@@ -26,9 +26,9 @@ from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.transport import Place, RowTransport
 from thinwire.kernels import hashing, is_ahead, rows
-from thinwire.kernels.later import Number
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
+from thinwire.kernels.tape import Number
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
 MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
@@ -180,7 +180,7 @@ class SumLane:
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
         self.scan = rows.scanner(self.job, added) if feedback else None
-        self.replays = rows.replays(first, adds_own=False) and rows.replays(self.job, adds_own=self.keeps_own)
+        self.fused = rows.are_fused(first, adds_own=False) and rows.are_fused(self.job, adds_own=self.keeps_own)
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
@@ -209,7 +209,7 @@ class SumChunk:
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
-        self.replays = all(lane.replays for lane in self._lanes)
+        self.fused = all(lane.fused for lane in self._lanes)
         lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
         self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
 
@@ -261,7 +261,7 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
-    replays = False  # the keys of sums across nodes are made here
+    fused = False  # keys of sums across nodes are made here, and sums rounded
 
     def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float, chunk: int) -> None:
         across, inside = links
@@ -365,8 +365,8 @@ class Sum:
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
-        self.replays = all(chunk.replays for _, chunk in self._chunks)  # step after step
-        self._tapes = Tapes(links[0], whole=self.replays)
+        self.fused = all(chunk.fused for _, chunk in self._chunks)
+        self._tapes = Tapes(links[0], whole=self.fused)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
@@ -437,7 +437,7 @@ class ReduceScatter(_RowLanes):
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
         self._scratch = Scratch(2 * self._matrix, self._cut)
-        self._tapes = Tapes(link, whole=all(rows.replays(job) for job in (*self._one, *self._all)))
+        self._tapes = Tapes(link, whole=all(rows.are_fused(job) for job in (*self._one, *self._all)))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
@@ -487,7 +487,7 @@ class Gather(_RowLanes):
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
         self._scratch = Scratch(self._matrix, self._cut)
-        self._tapes = Tapes(link, whole=all(rows.replays(job) for job in (*self._one, *self._all)))
+        self._tapes = Tapes(link, whole=all(rows.are_fused(job) for job in (*self._one, *self._all)))
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from thinwire.collectives.nccl import check_started
 from thinwire.collectives.rooms import Room
 from thinwire.collectives.transport import StreamTransport
 from thinwire.kernels import is_ahead
-from thinwire.kernels.later import Number
-from thinwire.kernels.tape import Tape, can_play, written
+from thinwire.kernels.tape import Number, Tape, can_play, written
+from thinwire.ranges import ranged
 
 _MOST = 64  # tapes of a program; tensors that begin anywhere could have thousands
 _Launch = Callable[[Number, Number], None]  # given the mixed step and the number of the call
@@ -41,7 +42,7 @@ class Tapes:
         if found is not None and communicator:
             tape, sent, received = found
             stream = torch._C._cuda_getCurrentRawStream(link.device.index)
-            tape.play(communicator, addresses, mixed, call, stream)
+            check_started(_play(tape, communicator, addresses, mixed, call, stream))
             link.note()
             link.sent += sent
             link.received += received
@@ -50,7 +51,7 @@ class Tapes:
         with written(Tape(inputs, mixed, call)) as tape:
             launch(*tape.begin())
         if not tape.is_whole:
-            self._link = None
+            self._link = None if communicator else link  # torch sent the messages of this call alone
         elif found is None:
             if len(self._found) >= _MOST:
                 self._found.clear()
@@ -61,6 +62,9 @@ class Tapes:
         """The room lets go of its scratch, which these tapes know."""
         for key in [key for key in self._found if key[0] == id(room)]:
             del self._found[key]
+
+
+_play = ranged("thinwire::play")(Tape.play)
 
 
 def _overlaps(inputs: Sequence[Tensor], addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

@@ -491,18 +491,13 @@ class StreamTransport(Transport):
     def close(self) -> None:
         """A kernel that waits for a lost rank ends, which lets the streams go on."""
         self._closed = True
-        with contextlib.suppress(RuntimeError, CollectiveError):
-            for drop in before_abort:
-                drop(self.group)
-            with self.direct.aborting if self.direct is not None else contextlib.nullcontext():
-                self.group._get_backend(self.device).abort()
+        aborting = self.direct.aborting if self.direct is not None else contextlib.nullcontext()
+        with contextlib.suppress(RuntimeError, CollectiveError), aborting:
+            self.group._get_backend(self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
         torch.cuda.current_stream(device).synchronize()
-
-
-before_abort: list[Callable[[dist.ProcessGroup], None]] = []  # what has to end before a group on NCCL can
 
 
 def _finish(work: Any) -> None:

@@ -33,7 +33,7 @@ if find_spec("accelerate") is None:
 from accelerate import Accelerator, DDPCommunicationHookType
 
 Handle = DDPState | FSDPState
-_OF_DDP = ("algorithm", "mesh", "weigh", "replay")
+_OF_DDP = ("algorithm", "mesh", "weigh")
 _OF_FSDP = ("weights", "replica")
 _PLUGIN = (
     "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), which Accelerate uses on GPUs only: on a "

@@ -134,7 +134,6 @@ class Averager:
         self._agreed = options.agreed
         self._algorithm = options.algorithm
         self._nodes = options.nodes
-        self._replays = options.replay
         self._step = 0
         self._began = 0.0  # when it did
         self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
@@ -236,12 +235,11 @@ class Averager:
             bounded(self._messages)[key] = made  # widths that are dealt anew for ever make them by the thousand
         message: Message | None = None if exact else self._messages[key]
         carries = [self.memories.carry(lane, world, like.device) for lane in found]
-        replays = self._replays and self.decisions.race is None  # codecs that change at every step are never replayed
         return _Bucket(
             lanes=found,
             message=message,
             carries=carries,
-            streamed=None if message is None else streamed(message, found, carries, numels, replays=replays),
+            streamed=None if message is None else streamed(message, found, carries, numels),
             numel=sum(numels),
             plain_bytes=sum_bytes(sum(numels), like.dtype, world),
         )

@@ -342,8 +342,6 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         summed inside every node first. `codec` travels across nodes, with 1/gpus of the bytes per rank. There is no
         feedback: feedback="auto" is "none".
     inside: the codec inside a node. A parameter with more bits across nodes keeps them inside too.
-    replay: True averages every bucket by one CUDA graph, on NCCL. It costs the host less, which helps where steps are
-        short. docs/reference/ddp.md says what it asks for.
     """
     ddp_model = find_ddp(model)
     if ddp_model.mixed_precision is not None:

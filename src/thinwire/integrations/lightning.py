@@ -61,7 +61,7 @@ class Compress(Callback):
 
     codec: of gradients; a codec, a schedule, "auto" or "auto:2.5".
     weights, replica: FSDP2 only.
-    weigh, algorithm, replay: DDP only.
+    weigh, algorithm: DDP only.
     mesh: DDP only; "nodes" is the Trainer's num_nodes by the ranks of each.
     options: feedback, exempt, policy, warmup_steps, optimizer, residual_dtype, error_budget, replan_every,
         measure_every, on_nonfinite, inside. `optimizer` need not be given: the Trainer's own are known.
@@ -76,7 +76,6 @@ class Compress(Callback):
         weigh: Weigh | None = None,
         algorithm: Algorithm | None = None,
         mesh: DeviceMesh | Literal["nodes"] | None = None,
-        replay: bool | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
         check_options(codec, {**options, **_given(weights=weights)})
@@ -85,7 +84,7 @@ class Compress(Callback):
         self.handle: Handle | None = None
         self._codec = codec
         self._options = options
-        self._of_ddp = _given(weigh=weigh, algorithm=algorithm, mesh=mesh, replay=replay)
+        self._of_ddp = _given(weigh=weigh, algorithm=algorithm, mesh=mesh)
         self._of_fsdp = _given(weights=weights, replica=replica)
         self._fitting = False
         self._failed = False

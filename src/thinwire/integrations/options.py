@@ -14,7 +14,6 @@ from thinwire.codecs import Cast, registry
 from thinwire.codecs.checks import is_int
 from thinwire.collectives.checks import check_algorithm
 from thinwire.collectives.message import ALGORITHMS, Nodes
-from thinwire.collectives.replay import check_replay
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
 from thinwire.integrations import policy as policies
@@ -54,7 +53,6 @@ class DDPKeywords(SharedKeywords, total=False):
     weigh: Weigh
     algorithm: Algorithm
     mesh: DeviceMesh | None
-    replay: bool
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ class DDPOptions:
     algorithm: Algorithm = "auto"
     mesh: DeviceMesh | None = None
     inside: CodecLike = "bf16"
-    replay: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("feedback", Feedback), ("weigh", Weigh), ("on_nonfinite", OnNonfinite)):
@@ -100,7 +97,6 @@ class DDPOptions:
                 raise CodecError(f"{name} must be a number of steps, got {count!r}")
         if not isinstance(self.error_budget, float | int) or not self.error_budget > 0:
             raise CodecError(f"error_budget must be a number above 0, got {self.error_budget!r}")
-        check_replay(self.replay)
         self._check_optimizers()
         for parsed in ("schedule", "rules", "nodes"):
             getattr(self, parsed)  # says what is wrong with it

@@ -16,16 +16,14 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
-from thinwire.collectives.replay import Replay, check_not_captured
 from thinwire.collectives.rooms import Room, Scratch
 from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.work import new_future
-from thinwire.errors import CollectiveError
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
-from thinwire.kernels.later import Memo, Number
 from thinwire.kernels.rows import Bad, Memory
+from thinwire.kernels.tape import Number
 
 Future = torch.futures.Future
 
@@ -40,8 +38,6 @@ class StreamedBucket:
         lanes: Sequence[BucketLane],
         carries: Sequence[Any],
         sizes: Sequence[int],
-        *,
-        replays: bool,
     ) -> None:
         self._message = message
         self._program = program
@@ -58,8 +54,7 @@ class StreamedBucket:
         cut = functools.partial(_cut, message.dtype, lengths)
         self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
-        self._replay = Replay(message.channel) if replays else None
-        whole = program.replays and all(lane.aside or len(lane.stretches) == 1 for lane in lanes)
+        whole = program.fused and all(lane.aside or len(lane.stretches) == 1 for lane in lanes)
         self._tapes = Tapes(message.channel.transports[0], whole=whole)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
@@ -67,8 +62,6 @@ class StreamedBucket:
 
     def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
-        if self._replay is not None:
-            check_not_captured()
         message = self._message
         message.meet()
         channel = message.channel
@@ -77,7 +70,7 @@ class StreamedBucket:
             self._first = False
             self._note = tally.new_note(buffer.device)
             if channel.stream is not None:
-                channel.compile(lambda room: self._compile(room, buffer))
+                channel.compile(lambda room: self._launch(buffer, room, 0, 0))
         mixed = hashing.mix64(step)
         call = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
@@ -85,10 +78,7 @@ class StreamedBucket:
         room = channel.rooms.next()
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
-                if self._replay is not None and room is not None:
-                    self._replay.run(self._launch, room, buffer, mixed, call)
-                else:
-                    self._play(buffer, room or channel.rooms.here, mixed, call)
+                self._play(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
                 future.set_result(output)
             return future
@@ -97,11 +87,6 @@ class StreamedBucket:
             if lost is None:
                 raise
         raise channel.ended(lost, message.text)
-
-    def _compile(self, room: Room, buffer: Tensor) -> None:
-        """Launch, where launches only note their kernels."""
-        numbers = (0, 0) if self._replay is None else Memo(room.device).begin(0, 0)
-        self._launch(buffer, room, *numbers)
 
     def _play(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
         carries = [carry for carry in self._carries if carry is not None]
@@ -161,17 +146,11 @@ def _memory(carry: Any, x: Tensor) -> Memory:
 
 
 def streamed(
-    message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int], *, replays: bool
+    message: Message, lanes: Sequence[BucketLane], carries: Sequence[Any], sizes: Sequence[int]
 ) -> StreamedBucket | None:
     """The same launches at every step; None off a GPU's stream, and where something has none."""
     program = message.program
     kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
-    if program is None or any(memory.tensor is None for memory in kept) or (replays and not program.replays):
-        if replays:
-            raise CollectiveError(
-                "replay=True: these gradients are not averaged by launches that a CUDA graph can repeat. They need "
-                "Triton, a group on NCCL, no mesh, a residual_dtype of floats, gradients of 16 or 32 bits, and a codec "
-                f"that is not top-k, nor in two phases affine or of blocks above 8192; got {message.text}"
-            )
+    if program is None or any(memory.tensor is None for memory in kept):
         return None
-    return StreamedBucket(message, program, lanes, carries, sizes, replays=replays)
+    return StreamedBucket(message, program, lanes, carries, sizes)

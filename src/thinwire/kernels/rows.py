@@ -22,8 +22,8 @@ from torch import Tensor
 
 from thinwire import wire as wire_format
 from thinwire.kernels import dispatch, hashing
-from thinwire.kernels.later import Number
 from thinwire.kernels.schema import RowJob
+from thinwire.kernels.tape import Number
 from thinwire.kernels.triton.compiling import is_ahead
 from thinwire.ranges import ranged
 
@@ -76,7 +76,7 @@ def encoder(
     def encode(x: Tensor, wires: Tensor, mixed: Number, memory: Memory | None) -> None:
         if is_ahead():
             return
-        assert isinstance(mixed, int)  # `replays` says so
+        assert isinstance(mixed, int)  # of a tape, where `are_fused`
         x = x.view(-1)
         for row in range(job.rows.short + 1):
             if row == skip:
@@ -208,8 +208,8 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
         bad.noted[1] += 1
 
 
-def replays(job: RowJob, *, adds_own: bool = False) -> bool:
-    """Whether all operations on these rows are launches that can be made again without Python. [Note: Later]"""
+def are_fused(job: RowJob, *, adds_own: bool = False) -> bool:
+    """Whether every operation on these rows is one launch."""
     fused = _fused(job)
     return fused is not None and (not adds_own or fused.adds_own(job))
 

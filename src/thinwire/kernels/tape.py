@@ -19,10 +19,34 @@ from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels import cpu
-from thinwire.kernels.later import Later
 
 _MOST_ARGS = 128  # TW_MOST_ARGS in native/thinwire.h
 _Made = Callable[[int, int], tuple[int, ...]]  # numbers of 32 bits, of a mixed step and the number of a call
+
+
+class Later:
+    """What is made of the mixed step and the number of a call, at every call anew."""
+
+    def __init__(self, tape: "Tape", of: Callable[[int, int], int]) -> None:
+        self.tape = tape
+        self.of = of
+
+    def __xor__(self, other: int) -> "Later":
+        return Later(self.tape, lambda mixed, call: self.of(mixed, call) ^ other)
+
+    def __add__(self, other: int) -> "Later":
+        return Later(self.tape, lambda mixed, call: self.of(mixed, call) + other)
+
+
+Number = int | Later
+
+
+def numbers(make: Callable[[int], tuple[int, ...]], number: Number) -> "tuple[int, ...] | tuple[Value, ...]":
+    """The numbers of 32 bits that `make` makes of a number; where a tape is written, those of every call."""
+    if isinstance(number, int):
+        return make(number)
+    of = number.of
+    return number.tape.place(lambda mixed, call: make(of(mixed, call)))
 
 
 class Value(NamedTuple):
@@ -61,10 +85,12 @@ class Player:
         self._pack = struct.Struct(f"<{num_values}q").pack
         self._play = _play()
 
-    def play(self, values: Sequence[int], stream: int) -> None:
+    def play(self, values: Sequence[int], stream: int) -> int:
+        """Start them; gives the number of NCCL's error where a message could not be started."""
         code = self._play(self._at, self._count, self._pack(*values), stream)
-        if code:
-            raise BackendError(f"{'CUDA' if code > 0 else 'NCCL'} could not start a launch: error {abs(code)}")
+        if code > 0:
+            raise BackendError(f"CUDA could not start a kernel: {_error_name(code)}; CUDA_LAUNCH_BLOCKING=1 tells more")
+        return -code
 
 
 class Tape:
@@ -120,14 +146,14 @@ class Tape:
         self._held.append(tensor)
         return at, -1
 
-    def play(self, communicator: int, addresses: Sequence[int], mixed: int, call: int, stream: int) -> None:
-        """Start all of it, on other inputs and for another step."""
+    def play(self, communicator: int, addresses: Sequence[int], mixed: int, call: int, stream: int) -> int:
+        """Start all of it, on other inputs and for another step; see Player."""
         if self._player is None:
             self._player = Player(self._words, self._count, self._num_values)
         values = [communicator, *addresses]
         for made in self._made:
             values += made(mixed, call)
-        self._player.play(values, stream)
+        return self._player.play(values, stream)
 
 
 writing: ContextVar[Tape | None] = ContextVar("writing", default=None)  # the tape that launches are written on
@@ -184,6 +210,14 @@ def _driver() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     return driver
+
+
+def _error_name(code: int) -> str:
+    driver = _driver()
+    name = ctypes.c_char_p()
+    if driver is not None:
+        driver.cuGetErrorName(code, ctypes.byref(name))
+    return name.value.decode() if name.value else f"error {code}"
 
 
 def address_of(function: object) -> int:

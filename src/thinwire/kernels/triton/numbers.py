@@ -30,16 +30,6 @@ WIDENER_BITS = tl.constexpr(0x4B000000)
 
 
 @triton.jit
-def number(given):
-    """A number that a kernel is given, or whose address it is given. [Note: Later]"""
-    if given.dtype.is_ptr():
-        found = tl.load(given)
-    else:
-        found = given
-    return found
-
-
-@triton.jit
 def bits_of(x):
     """The bits of fp32 numbers."""
     return x.to(tl.int32, bitcast=True)

@@ -157,11 +157,7 @@ class Repeated:
         self._starts: dict[tuple[int, ...], _Start] = {}  # by the addresses modulo 16; () if all are 0
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = ()) -> None:
-        """Start it on the current stream; numbers may stand in tensors. [Note: Later]"""
-        if numbers and isinstance(numbers[0], Tensor):
-            given = dict(zip(self._names, (*tensors, *numbers), strict=True))
-            self._prepared(given).launch(**given)
-            return
+        """Start it on the current stream, and write it on a tape that is written."""
         values = [tensor.data_ptr() for tensor in tensors]
         odd = 0
         for address in values:

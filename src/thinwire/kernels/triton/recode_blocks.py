@@ -8,7 +8,7 @@ import triton.language as tl
 
 from thinwire.kernels.triton.frame import CHANGING, Sections, check_headers, sections, wide, write_frame
 from thinwire.kernels.triton.lloyd import in_domain, per_code, put_levels
-from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT, number
+from thinwire.kernels.triton.numbers import LIFT, TINY_BITS, UNLIFT
 from thinwire.kernels.triton.scaled import extent_of, no_extent, put_scaled, widened
 from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
 from thinwire.kernels.triton.tiles import anywhere, kept, piece, position, times
@@ -26,8 +26,6 @@ def recode_kernel(
     """out = encode(scale * sum of decode(wires)). CHECK: as in decode_kernel."""
     program = tl.program_id(0)
     stride = wide(stride)
-    key_low = number(key_low)
-    key_high = number(key_high)
     if CHECK:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
         key_low, key_high, fine = check_headers(wire, stride, world, header, T.rotated)
@@ -35,7 +33,7 @@ def recode_kernel(
     if program == 0:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
         write_frame(out, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
-    dither = (number(dither_low), number(dither_high))
+    dither = (dither_low, dither_high)
     offsets = Sections(scales_at, minima_at, (plane0, plane1, plane2))
     all_wires = Wires(scales_at, minima_at, (plane0, plane1, plane2), stride, world, levels, -1)
     if program < tl.cdiv(full, T.rows):

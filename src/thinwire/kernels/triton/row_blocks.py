@@ -11,7 +11,7 @@ from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
 from thinwire.kernels.triton.frame import CHANGING, KEY_WORD, Sections, sections, wide, write_frame
-from thinwire.kernels.triton.numbers import INF_BITS, number
+from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
 from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store, times
 
@@ -75,7 +75,7 @@ def encode_rows(
         b = (b_full, b_length, b_span, b_numel_low, b_numel_high, b_scales_at, b_scales_end, b_minima_at,
              b_minima_end, b_plane0, b_plane1, b_plane2, b_codes_end, b_nbytes, b_tail_root)  # fmt: skip
         f = _picked(a, b, row == short)
-        step = (number(step_low), number(step_high))
+        step = (step_low, step_high)
         rotation, dither = _row_keys(row * by_row + first_row, step, (seed_low, seed_high), T.rotated, T.stochastic)
         target = wire + row * wide(stride)
         if tl.program_id(0) == 0:
@@ -146,7 +146,6 @@ def decode_rows(
     `left` is remembered as MODE says, unless a wire of this call was found not to be finite. Keys are in the headers.
     """
     row = tl.program_id(1)
-    call = number(call)
     if (row <= short) & (row != skip):
         a = (a_full, a_length, a_span, a_scales_at, a_minima_at, a_plane0, a_plane1, a_plane2, a_tail_norm)
         b = (b_full, b_length, b_span, b_scales_at, b_minima_at, b_plane0, b_plane1, b_plane2, b_tail_norm)
@@ -195,9 +194,7 @@ def recode_own(
     x from element `start` on stands for the own message, as MODE says; `left` is what the result will tell the rest of.
     """
     program = tl.program_id(0)
-    key_low = number(key_low)
-    key_high = number(key_high)
-    keys = ((key_low, key_high), (number(dither_low), number(dither_high)))
+    keys = ((key_low, key_high), (dither_low, dither_high))
     if program == 0:
         header = (head0, head1, head2, 0, key_low, key_high, numel_low, numel_high)
         write_frame(out, header, (scales_end, minima_at, minima_end, plane0, codes_end, nbytes))
@@ -289,4 +286,4 @@ def scan_rows(wire, bad, stride, short, call, a_blocks, b_blocks, a_scales_at):
         block = tl.program_id(0) * SCANNED + tl.arange(0, SCANNED)[None, :]
         scales = wire + row * wide(stride) + a_scales_at
         bits = load_bytes(scales, wide(0) + block, block < blocks, True, 2) & 0x7FFF
-        note(bad, number(call), tl.where(bits << 16 >= INF_BITS, bits << 16, 0))
+        note(bad, call, tl.where(bits << 16 >= INF_BITS, bits << 16, 0))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import hashing, reference
-from thinwire.kernels.later import Number, numbers
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
+from thinwire.kernels.tape import Number, numbers
 from thinwire.kernels.triton import INTERPRETED, launch, row_blocks, row_plain, tuning
 from thinwire.kernels.triton.launch import Config
 from thinwire.kernels.triton.prepared import Prepared, Repeated

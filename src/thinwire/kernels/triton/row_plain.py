@@ -6,7 +6,7 @@ import triton.language as tl
 from thinwire.kernels.triton.decode_blocks import note
 from thinwire.kernels.triton.frame import wide, write_frame
 from thinwire.kernels.triton.memory import load_floats, load_words, store_floats, store_words
-from thinwire.kernels.triton.numbers import number, size_bits
+from thinwire.kernels.triton.numbers import size_bits
 from thinwire.kernels.triton.plain import GROUPS, get, left_over, place, put
 from thinwire.kernels.triton.row_blocks import ROW_CHANGING, copy_row
 from thinwire.kernels.triton.tiles import added, times
@@ -69,7 +69,6 @@ def decode_plain_rows(
 ):  # fmt: skip
     """out = every row's wire decoded, row `skip` copied from `source`; with `world` > 1 there is one row, their sum."""
     row = tl.program_id(1)
-    call = number(call)
     second = row == short
     numel = _numel(tl.where(second, b_numel_low, a_numel_low), tl.where(second, b_numel_high, a_numel_high))
     if (row <= short) & (row != skip):

@@ -178,7 +178,7 @@ def nccl_cases(
         yield CollectiveCase(verb, cards.world, None, size, found, cards.nodes, cards)
     some = [name for name in names if name not in (AUTO, PLAIN)]
     if ddp_steps.VERB in verbs:
-        yield StepCase(cards.world, ddp_steps.lineup(some, replays=True), cards)
+        yield StepCase(cards.world, ddp_steps.lineup(some), cards)
     if ddp_steps.SHARDED in verbs:
         lineup = ddp_steps.sharded_lineup(some)
         yield StepCase(cards.world, lineup, cards, ddp_steps.SHARDED, ddp_steps.SHARDED_TASK)

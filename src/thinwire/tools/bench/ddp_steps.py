@@ -7,7 +7,7 @@ feedback and with EF21. FSDP2's is that of `bench train --task mlp`, one paramet
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -52,15 +52,12 @@ class StepCase:
         return f"{self.verb}, world {self.world}, {self.cards.link if self.cards else 'loopback'}"
 
 
-def lineup(codecs: Sequence[str], *, replays: bool = False) -> tuple[TrainScheme, ...]:
-    """The schemes of codecs, after torch's own in fp32 and bf16; with `replays` each as a CUDA graph, too."""
+def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
+    """The schemes of codecs, after torch's own in fp32 and bf16."""
     found = [schemes.parse(name) for name in (NONE, BF16)]
     for name in codecs:
         fed = policy.bits_of(codec(name)) < NARROW
-        some = [schemes.parse(f"{name}@{kind}") for kind in ("classic", "ef21")] if fed else [schemes.parse(name)]
-        found += some
-        if replays and name != BF16:
-            found += [replace(scheme, name=f"{scheme.name}+replay", replay=True) for scheme in some]
+        found += [schemes.parse(f"{name}@{kind}") for kind in ("classic", "ef21")] if fed else [schemes.parse(name)]
     return tuple(dict.fromkeys(found))
 
 

@@ -63,7 +63,6 @@ class TrainScheme:
     control: bool = False
     weights: str | None = None  # of FSDP2: "none", "int8", "lloyd4@replica"
     every: int | None = None  # of DiLoCo: steps between two rounds
-    replay: bool = False  # as a CUDA graph
 
     @property
     def label(self) -> str:
@@ -185,7 +184,6 @@ class Replica:
                 exempt=scheme.exempt,
                 weigh=cast(Weigh, scheme.weigh),
                 optimizer=optimizer,
-                replay=scheme.replay,
             )
         elif scheme.label in RANKS:
             self._power = powersgd.PowerSGDState(None, RANKS[scheme.label], start_powerSGD_iter=_POWERSGD_START)
