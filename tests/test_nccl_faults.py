@@ -38,18 +38,6 @@ def calls_of(verb: str, group: Group, device: torch.device) -> Callable[[int], A
         model = DistributedDataParallel(nn.Linear(40, 40).to(device), process_group=group)
         thinwire.compress_ddp(model, "int8")
         return lambda numel: model(torch.ones(2, 40, device=device)).sum().backward()
-    if verb == "replay":
-        model = DistributedDataParallel(nn.Linear(40, 40).to(device), process_group=group)
-        thinwire.compress_ddp(model, "int8", replay=True)
-
-        def steps(numel: int) -> None:
-            if numel != 5000:  # a sum of another kind, while graphs are left
-                thinwire.all_reduce(torch.ones(numel, device=device), group=group, **HOW)
-                return
-            for _ in range(3):
-                model(torch.ones(2, 40, device=device)).sum().backward()
-
-        return steps
     return lambda numel: thinwire.all_reduce(torch.ones(numel, device=device), group=group, **HOW)
 
 
@@ -101,7 +89,6 @@ LOST = [
     ("all_reduce", False, signal.SIGKILL),
     ("ddp", False, signal.SIGSTOP),
     ("all_reduce", True, signal.SIGSTOP),
-    ("replay", True, signal.SIGSTOP),
     *thorough(("all_reduce", False, signal.SIGSTOP), ("ddp", False, signal.SIGKILL)),
 ]
 
@@ -124,12 +111,12 @@ def test_a_lost_rank_is_named_and_the_other_goes_on(
     assert told["ended"] is True, told
 
 
-def stop_in_steps(group: Group, replay: bool) -> None:
-    """Rank 1 stops while steps are launched or replayed; the other waits for the GPU, which waits for rank 1."""
+def stop_in_steps(group: Group) -> None:
+    """Rank 1 stops in steps of DDP; the other waits for the GPU, which waits for rank 1."""
     place = on_nccl(group)
     member = dist.new_group(backend="nccl", timeout=timedelta(seconds=LATE_S))
     model = DistributedDataParallel(nn.Linear(40, 40).to(place.device), process_group=member)
-    thinwire.compress_ddp(model, "int8", replay=replay)
+    thinwire.compress_ddp(model, "int8")
     x = torch.ones(2, 40, device=place.device)
     for _ in range(8):
         model(x).sum().backward()
@@ -166,12 +153,11 @@ def test_a_connection_that_nccl_has_lost_ends_the_process(ranks: RankPool, world
 
 
 @on_worlds(2)
-@pytest.mark.parametrize("replay", [False, True], ids=["launched", "replayed"])
 @in_time
-def test_a_rank_that_stops_ends_the_others(ranks: RankPool, world: int, replay: bool) -> None:
+def test_a_rank_that_stops_ends_the_others(ranks: RankPool, world: int) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=f"rank 0, in messages of group .* timeout of {LATE_S:g} s"):
-        ranks.fresh(world).run(stop_in_steps, replay, lost=1)
+        ranks.fresh(world).run(stop_in_steps, lost=1)
     assert time.monotonic() - start > LATE_S
 
 
