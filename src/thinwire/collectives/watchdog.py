@@ -1,9 +1,9 @@
 """Whether messages that torch does not know of come to their end.
 
-[Note: Watchdog] torch's watchdog sees what torch sends, but not what NCCL is given directly or finds in a CUDA graph.
-So an event follows every such message, and a thread of thinwire's ends the process, as the watchdog would, if one
-does not come up within the timeout of the group, or soon after NCCL has lost a connection. The lookout cannot do that:
-it asks the store, which may be on the host that has stopped. Where it can, it is given time to say what happened.
+[Note: Watchdog] torch's watchdog sees what torch sends, but not what NCCL is given directly. So an event follows such
+messages, one for all of a tape, and a thread of thinwire's ends the process, as the watchdog would, if one does not
+come up within the timeout of the group, or soon after NCCL has lost a connection. The lookout cannot do that: it asks
+the store, which may be on the host that has stopped. Where it can, it is given time to say what happened.
 """
 
 import atexit
