@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import os
+import threading
 import time
 import warnings
 from collections import Counter
@@ -58,6 +59,7 @@ from thinwire import (
 from thinwire.collectives import tapes, transport
 from thinwire.collectives.channel import channel_of, traffic
 from thinwire.collectives.work import new_future
+from thinwire.kernels.tape import Tape
 from thinwire.optim import OneBitAdam
 
 Device = torch.device
@@ -687,6 +689,29 @@ def on_streams(group: Group) -> list[str]:
     return wrong
 
 
+def in_a_new_thread(group: Group) -> list[str]:
+    """What differs where a known call is the first thing that a thread asks of CUDA."""
+    place = on_nccl(group)
+    wrong = []
+    for algorithm in SUMS:
+        how: Any = {"codec": "lloyd4", "algorithm": algorithm, "step": 1, "group": place.group}
+        want, x = gaussian(place, 5003), gaussian(place, 5003)
+        for _ in range(2):
+            thinwire.all_reduce(want.copy_(x), **how)
+        channel_of(place.group, place.device).trail = None  # asks CUDA whether a graph is captured
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
+        thread.start()
+        thread.join()
+        wrong += [algorithm] * (not torch.equal(x, want))
+    return wrong
+
+
+@each_world
+def test_a_new_thread_makes_a_known_call(ranks: RankPool, world: int) -> None:
+    assert ranks(world).run(in_a_new_thread) == [[]] * world
+
+
 @each_world
 def test_calls_follow_the_streams_they_are_made_on(ranks: RankPool, world: int) -> None:
     assert ranks(world).run(on_streams) == [[]] * world
@@ -1100,14 +1125,14 @@ def played(group: Group, options: Options, algorithm: Any, dtype: torch.dtype) -
     place = on_nccl(group)
     runs = []
     plays = []
-    play = tapes._play
+    play = Tape.play
     for can_play in (False, True):
         with mock.patch.object(tapes, "can_play", lambda can_play=can_play: can_play):
             model = wrap(Given(dtypes=dtype, ready=READY), place.group, device=place.device)
             handle = compress_ddp(model, algorithm=algorithm, measure_every=0, **options)
             before = traffic(place.group)
             found = []
-            with mock.patch.object(tapes, "_play", side_effect=play) as spy:
+            with mock.patch.object(Tape, "play", autospec=True, side_effect=play) as spy:
                 for step in range(12):
                     gradients = dyadic(place.rank, step, dtype)
                     if step == 9 and place.rank == 1:

@@ -366,12 +366,11 @@ class Sum:
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
         self.fused = all(chunk.fused for _, chunk in self._chunks)
-        self._tapes = Tapes(links[0], whole=self.fused)
+        self._tapes = Tapes(links[0] if self.fused else None)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        mixed = hashing.mix64(step)
-        self._tapes.run(lambda mixed, _: self.run_lanes(room, tensors, mixed), room, tensors, mixed)
+        self._tapes.run(lambda mixed, _: self.run_lanes(room, tensors, mixed), room, tensors, hashing.mix64(step))
 
     def run_lanes(
         self,
@@ -437,7 +436,7 @@ class ReduceScatter(_RowLanes):
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
         self._scratch = Scratch(2 * self._matrix, self._cut)
-        self._tapes = Tapes(link, whole=all(rows.are_fused(job) for job in (*self._one, *self._all)))
+        self._tapes = Tapes(link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
@@ -487,12 +486,11 @@ class Gather(_RowLanes):
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
         self._scratch = Scratch(self._matrix, self._cut)
-        self._tapes = Tapes(link, whole=all(rows.are_fused(job) for job in (*self._one, *self._all)))
+        self._tapes = Tapes(link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        mixed = hashing.mix64(step)
-        self._tapes.run(lambda mixed, _: self._launch(room, tensors, mixed), room, tensors, mixed)
+        self._tapes.run(lambda mixed, _: self._launch(room, tensors, mixed), room, tensors, hashing.mix64(step))
 
     def _launch(self, room: Room, tensors: Sequence[Tensor], mixed: Number) -> None:
         whole, own, whole_L, own_L = self._scratch.views(room)

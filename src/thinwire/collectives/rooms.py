@@ -28,7 +28,7 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._users: list[weakref.ref[_User]] = []  # who know where the buffer is
+        self._users: weakref.WeakSet[_User] = weakref.WeakSet()  # who know where the buffer is
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -39,14 +39,12 @@ class Room:
 
     def use(self, user: "_User") -> None:
         """`user` forgets the buffer when it is let go of."""
-        self._users.append(weakref.ref(user))
+        self._users.add(user)
 
     def release(self) -> None:
         """Let go of the buffer; so do its users."""
-        for known in self._users:
-            user = known()
-            if user is not None:
-                user.forget(self)
+        for user in list(self._users):
+            user.forget(self)
         self._users.clear()
         self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 

@@ -1,5 +1,6 @@
 """The tapes of a program ([Note: Tape] in kernels/tape.py): one per room, and per way in which its tensors lie."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,53 +11,47 @@ from thinwire.collectives.rooms import Room
 from thinwire.collectives.transport import StreamTransport
 from thinwire.kernels import is_ahead
 from thinwire.kernels.tape import Number, Tape, can_play, written
-from thinwire.ranges import ranged
 
 _MOST = 64  # tapes of a program; tensors that begin anywhere could have thousands
 _Launch = Callable[[Number, Number], None]  # given the mixed step and the number of the call
 
 
 class Tapes:
-    """`whole`: all that the program does are launches and messages that a tape has."""
+    """Those of a program on `link`; None where it does more than a tape has."""
 
-    def __init__(self, link: object, *, whole: bool) -> None:
+    def __init__(self, link: object) -> None:
         self._link: StreamTransport | None = None
-        if whole and isinstance(link, StreamTransport) and link.direct is not None and can_play():
+        if isinstance(link, StreamTransport) and link.direct is not None and can_play():
             self._link = link
-        self._found: dict[tuple[object, ...], tuple[Tape, int, int]] = {}  # with the bytes sent and received
+        self._found: dict[tuple[object, ...], Tape] = {}
 
     def run(self, launch: _Launch, room: Room, inputs: Sequence[Tensor], mixed: int, call: int = 0) -> None:
         """Play the tape of these inputs, or launch and write it."""
         link = self._link
-        if link is None or is_ahead():
+        communicator = 0 if link is None or link.direct is None or is_ahead() else link.direct.communicator()
+        if link is None or not communicator:
             launch(mixed, call)
             return
-        assert link.direct is not None
         addresses = [tensor.data_ptr() for tensor in inputs]
         key: tuple[object, ...] = (id(room), *[address & 15 for address in addresses])
         if len(addresses) > 1:
             key += _overlaps(inputs, addresses)
         room.reserve(0)  # on the current stream from here on
-        found = self._found.get(key)
-        communicator = link.direct.communicator()
-        if found is not None and communicator:
-            tape, sent, received = found
+        tape = self._found.get(key)
+        if tape is not None:
             stream = torch._C._cuda_getCurrentRawStream(link.device.index)
-            check_started(_play(tape, communicator, addresses, mixed, call, stream))
-            link.note()
-            link.sent += sent
-            link.received += received
+            check_started(tape.play(communicator, addresses, mixed, call, stream))
+            link.played(tape)
             return
-        before = link.sent, link.received
         with written(Tape(inputs, mixed, call)) as tape:
             launch(*tape.begin())
         if not tape.is_whole:
-            self._link = None if communicator else link  # torch sent the messages of this call alone
-        elif found is None:
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            self._found[key] = tape, link.sent - before[0], link.received - before[1]
-            room.use(self)
+            self._link = None
+            return
+        if len(self._found) >= _MOST:
+            self._found.clear()
+        self._found[key] = tape
+        room.use(self)
 
     def forget(self, room: Room) -> None:
         """The room lets go of its scratch, which these tapes know."""
@@ -64,11 +59,11 @@ class Tapes:
             del self._found[key]
 
 
-_play = ranged("thinwire::play")(Tape.play)
-
-
 def _overlaps(inputs: Sequence[Tensor], addresses: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Those that begin in another: which, in which, and how far. A tape that took them for one must not meet others."""
+    spans = sorted([(a, a + x.nbytes) for a, x in zip(addresses, inputs, strict=True)])
+    if all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)):
+        return ()
     return tuple(
         (i, j, b - a)
         for j, (a, x) in enumerate(zip(addresses, inputs, strict=True))

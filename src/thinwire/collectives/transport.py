@@ -30,7 +30,7 @@ from thinwire.collectives import checksums, nccl
 from thinwire.collectives.watchdog import Watchdog
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
-from thinwire.kernels.tape import tear
+from thinwire.kernels.tape import Tape, tear, writing
 from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
@@ -428,8 +428,16 @@ class StreamTransport(Transport):
         _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
 
     def _moved(self, nbytes: int) -> None:
+        tape = writing.get()
+        if tape is not None:
+            tape.nbytes += nbytes
         self.sent += nbytes
         self.received += nbytes
+
+    def played(self, tape: Tape) -> None:
+        """The messages of a tape were given to NCCL."""
+        self._moved(tape.nbytes)
+        self.note()
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""

@@ -55,7 +55,7 @@ class StreamedBucket:
         self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
         whole = program.fused and all(lane.aside or len(lane.stretches) == 1 for lane in lanes)
-        self._tapes = Tapes(message.channel.transports[0], whole=whole)
+        self._tapes = Tapes(message.channel.transport if whole else None)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import BackendError
 from thinwire.kernels import cpu
+from thinwire.ranges import ranged
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MOST_ARGS = 128  # TW_MOST_ARGS in native/thinwire.h
 _Made = Callable[[int, int], tuple[int, ...]]  # numbers of 32 bits, of a mixed step and the number of a call
 
@@ -32,10 +35,12 @@ class Later:
         self.of = of
 
     def __xor__(self, other: int) -> "Later":
-        return Later(self.tape, lambda mixed, call: self.of(mixed, call) ^ other)
+        of = self.of  # not self, whose tape keeps what is made here
+        return Later(self.tape, lambda mixed, call: of(mixed, call) ^ other)
 
     def __add__(self, other: int) -> "Later":
-        return Later(self.tape, lambda mixed, call: self.of(mixed, call) + other)
+        of = self.of
+        return Later(self.tape, lambda mixed, call: of(mixed, call) + other)
 
 
 Number = int | Later
@@ -87,7 +92,11 @@ class Player:
 
     def play(self, values: Sequence[int], stream: int) -> int:
         """Start them; gives the number of NCCL's error where a message could not be started."""
-        code = self._play(self._at, self._count, self._pack(*values), stream)
+        packed = self._pack(*values)
+        code = self._play(self._at, self._count, packed, stream)
+        if code == _NO_CONTEXT:  # the driver's first call in a thread; nothing was started
+            torch.cuda.is_current_stream_capturing()  # torch makes the context of the device current
+            code = self._play(self._at, self._count, packed, stream)
         if code > 0:
             raise BackendError(f"CUDA could not start a kernel: {_error_name(code)}; CUDA_LAUNCH_BLOCKING=1 tells more")
         return -code
@@ -101,6 +110,7 @@ class Tape:
 
     def __init__(self, inputs: Sequence[Tensor], mixed: int, call: int) -> None:
         self.is_whole = True  # False: something was done that no tape has
+        self.nbytes = 0  # of its messages
         self._spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in inputs]
         self._now = mixed, call
         self._words: list[int] = []
@@ -146,6 +156,7 @@ class Tape:
         self._held.append(tensor)
         return at, -1
 
+    @ranged("thinwire::play")
     def play(self, communicator: int, addresses: Sequence[int], mixed: int, call: int, stream: int) -> int:
         """Start all of it, on other inputs and for another step; see Player."""
         if self._player is None:
@@ -188,7 +199,7 @@ def launch_address() -> int:
 
 
 def takes(kernel: int, sizes: Sequence[int]) -> bool:
-    """Whether a kernel's parameters have these sizes, in bytes; the last ones it may do without."""
+    """Whether a kernel's parameters have these sizes, in bytes; the last two it may do without."""
     driver = _driver()
     if driver is None or len(sizes) > _MOST_ARGS:
         return False
@@ -198,7 +209,7 @@ def takes(kernel: int, sizes: Sequence[int]) -> bool:
         ctypes.c_void_p(kernel), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
     ):
         found.append(size.value)
-    return bool(found) and found == list(sizes[: len(found)])
+    return len(found) >= len(sizes) - 2 and found == list(sizes[: len(found)])
 
 
 @functools.cache

@@ -6,6 +6,7 @@ dtypes, pointers on 16 bytes or not, integers that are longer than 32 bits and, 
 that are 1 or multiples of 16.
 """
 
+import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
@@ -96,12 +97,15 @@ class Prepared:
         """
         how = found.metadata
         unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-        if how.num_ctas != 1 or any(getattr(how, name, 0) for name in unusual):
+        if getattr(how, "num_ctas", 0) != 1 or 0 in self.grid or any(getattr(how, name, 0) for name in unusual):
+            return None
+        signature = found.src.signature  # the types of arguments, by name
+        if list(signature) != list(self._kernel.arg_names):
             return None
         args: list[int] = []
         sizes: list[int] = []
         places: dict[str, int] = {}
-        for name, kind, value in zip(self._kernel.arg_names, found.src.signature.values(), self._args, strict=True):
+        for (name, kind), value in zip(signature.items(), self._args, strict=True):
             if kind == "constexpr":
                 continue
             size = 8 if kind.startswith("*") else _SIZES.get(kind)
@@ -203,7 +207,7 @@ def _word(kind: str, value: Any) -> int:
         return 0
     if isinstance(value, Tensor):
         return value.data_ptr()
-    return struct.unpack("<i", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
+    return struct.unpack("<i", bytes(ctypes.c_float(value)))[0] if kind == "fp32" else int(value)
 
 
 def _kind(value: Any, alike: bool) -> Any:
