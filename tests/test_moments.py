@@ -3,6 +3,7 @@
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import thinwire
 from cases import assert_same
 from ranks import RankPool
 from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
-from thinwire.integrations import moments
+from thinwire.integrations import averager, moments
 from thinwire.integrations.moments import Moments
 
 SHAPES = {"a": (40, 50), "c": (40, 60)}
@@ -222,6 +223,22 @@ def test_what_is_remembered_is_in_no_units(ranks: RankPool) -> None:
     for found in ranks(2).run(remembered):
         assert [feedback for feedback, _ in found] == ["ef21", "classic", "ef21", "ef21+moments"]
         assert max(most for _, most in found) < 10
+
+
+def asked(group: Group, feedback: Any) -> int:
+    """How often ranks ask each other for an optimizer, which never steps."""
+    model = wrap(Given(SHAPES), group, WHOLE)
+    thinwire.compress_ddp(model, "lloyd2", feedback=feedback, measure_every=0)
+    with mock.patch.object(averager, "over_groups", side_effect=averager.over_groups) as spy:
+        for step in range(4):
+            backward(model, draw(group.rank(), step, SHAPES))
+    return spy.call_count
+
+
+@pytest.mark.parametrize(("feedback", "times"), [("classic", 0), ("ef21", 0), ("none", 3), ("auto", 3)])
+def test_ranks_look_for_an_optimizer_only_where_it_matters(ranks: RankPool, feedback: str, times: int) -> None:
+    """They wait for each other's answers, and on a GPU the host for what it was given before."""
+    assert ranks(2).run(asked, feedback) == [times] * 2
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:

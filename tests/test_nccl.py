@@ -780,7 +780,7 @@ TAKEN: dict[str, tuple[int, tuple[str, ...]]] = {  # launches of codecs, and mes
     "broadcast from 0": (2, ("broadcast",)),
 }
 MOST_EVENTS = 4  # recorded or waited for, by an asynchronous call and whoever waits for it
-MOST_CALLS = 40  # of Python's functions, by a call that is played; launching one takes twice as many
+MOST_CALLS = 48  # of Python's functions, by a call that is played
 MOST_OF_BUCKET = 12  # launches, of two lanes of which one has feedback
 
 

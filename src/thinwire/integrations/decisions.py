@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
 from thinwire.errors import CollectiveError, OptimizerError
+from thinwire.feedback import KINDS
 from thinwire.integrations import auto, policy
 from thinwire.integrations.moments import Agree, Moments
 from thinwire.integrations.names import Names, ParameterNames, ParameterSize
@@ -47,7 +48,8 @@ class Decisions:
         self._names = names
         self.moments = Moments(options.optimizers)
         self._outer = outer
-        self._weigh = options.weigh if whole else "none"
+        fed_back = self._feedback in KINDS and self.onebit is None  # what has feedback is not weighed
+        self._weigh = options.weigh if whole and not fed_back else "none"
         self._expects = self.moments.expected  # whether moments are, once all ranks know the optimiser
         self._weighed: dict[Names, list[int]] = {}  # as `weighed` gives them, while `_weighed_by` holds
         self._weighed_by: object = None
