@@ -1056,14 +1056,11 @@ def trainings(place: Place, table: Sequence[Options], **common: Any) -> Outputs:
     return found
 
 
-def flat_trainings(place: Place, algorithm: str) -> Outputs:
-    return trainings(place, TRAININGS, algorithm=algorithm)
-
-
 @each_world
 @pytest.mark.parametrize("algorithm", SUMS)
-def test_ddp_has_the_means_of_the_cpu(ranks: RankPool, world: int, algorithm: str) -> None:
-    check_both(ranks, world, flat_trainings, algorithm)
+@pytest.mark.parametrize("options", TRAININGS, ids=lambda options: "-".join(map(str, options.values())))
+def test_ddp_has_the_means_of_the_cpu(ranks: RankPool, world: int, algorithm: str, options: Options) -> None:
+    check_both(ranks, world, means, {**options, "algorithm": algorithm})
 
 
 SOME: list[Options] = [{"codec": "int8", "feedback": "none"}, {"codec": "lloyd2", "feedback": "classic"}]
@@ -1186,20 +1183,21 @@ INTERRUPTED: list[Options] = [
 ]
 
 
-def resumed(group: Group, how: str) -> list[tuple[str, str, bool]]:
-    """Digests of parameters of runs with and without an interruption, and whether ranks are alike."""
+def resumed(group: Group, options: Options, how: str) -> list[tuple[str, str, bool]]:
+    """Digests of parameters of a run with and without an interruption, and whether ranks are alike."""
     place = on_nccl(group)
-    runs = [Run({"algorithm": "two_phase", **options}, ddp={"device": place.device}) for options in INTERRUPTED]
-    return interrupted(place.group, runs, how)
+    return interrupted(place.group, [Run({"algorithm": "two_phase", **options}, ddp={"device": place.device})], how)
 
 
 @each_world
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(ranks: RankPool, world: int) -> None:
+@pytest.mark.parametrize("options", INTERRUPTED, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    ranks: RankPool, world: int, options: Options
+) -> None:
     for how in ("files", "rolled back"):
-        for answers in ranks(world).run(resumed, how):
-            for options, (want, got, alike) in zip(INTERRUPTED, answers, strict=True):
-                assert alike, options
-                assert got == want, options
+        for ((want, got, alike),) in ranks(world).run(resumed, options, how):
+            assert alike
+            assert got == want
 
 
 def learned(group: Group, codecs: Sequence[str | None]) -> list[tuple[bool, list[float]]]:
