@@ -270,6 +270,7 @@ def test_torch_sends_where_it_is_told_something_unusual(name: str, value: str, m
     assert nccl.direct(group_with(), CARD) is None  # of another kind than NCCL's own
     monkeypatch.setenv(name, value)
     assert nccl.direct(usual, CARD) is None
+    assert nccl.host_waits() == name.endswith("BLOCKING_WAIT")
 
 
 def test_a_sender_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

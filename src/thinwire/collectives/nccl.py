@@ -31,11 +31,12 @@ _SIGNATURES: dict[str, Any] = {
     "ncclCommGetAsyncError": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
 }
 _ENDS = ("", "1", "3")  # torch ends the process after an error
+_OFF = ("", "0")
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 # What torch is told as a rule, also by names of old; with anything else it sends the messages.
 _USUAL = {
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": ("", "0"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("", "0"),
-    "NCCL_BLOCKING_WAIT": ("", "0"),
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": _OFF,
+    **dict.fromkeys(_BLOCKING, _OFF),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": _ENDS,
     "NCCL_ASYNC_ERROR_HANDLING": _ENDS,
 }
@@ -99,6 +100,11 @@ class Direct:
             message = Entry(address_of(verb), 0, (0, 0), 0, 0, (0, 0, nbytes, 0, address_of(self._ask_error)))
             tape.write(message, [(0, source), (1, target), (3, COMMUNICATOR)])
         return True
+
+
+def host_waits() -> bool:
+    """Whether torch was told that the host waits in every call; it then ends no process."""
+    return any(os.environ.get(name, "") not in _OFF for name in _BLOCKING)
 
 
 def check_started(code: int) -> None:

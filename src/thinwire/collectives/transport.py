@@ -11,7 +11,6 @@ nccl.py); what has no launches of its own goes in grouped messages, issued inlin
 import contextlib
 import functools
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -380,7 +379,7 @@ class StreamTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
         super().__init__(group, tags)
         self.device = device
-        self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")  # torch then ends no process
+        self.blocking = nccl.host_waits()
         self._closed = False
         self.direct = nccl.direct(group, device)
         limit = functools.partial(_shortest, _options(group))  # holds no group
