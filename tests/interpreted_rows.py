@@ -17,8 +17,7 @@ from torch import Tensor
 import cases
 import interpreted
 from thinwire import codec as make, use_backend
-from thinwire.kernels import BACKENDS, hashing, rows, select
-from thinwire.kernels.later import Memo, Number
+from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
 
@@ -39,21 +38,20 @@ class Case(NamedTuple):
     kept: torch.dtype = F32  # of the memory
     broken: bool = False  # rank 1 has a NaN
     rank: int = 1  # whose kernels are tried
-    later: bool = False  # which read the step and the call from memory
 
 
 SHORT = Rows(150, 64, 3)  # the last row is short
 EMPTY = Rows(100, 64, 3)  # and here the last one has nothing
 CASES = [
     Case("int8:block=32", SHORT, rank=2),
-    Case("int8:block=32", EMPTY, "classic", broken=True, later=True),
-    Case("lloyd4:block=32", EMPTY, "", BF16, later=True),
+    Case("int8:block=32", EMPTY, "classic", broken=True),
+    Case("lloyd4:block=32", EMPTY, "", BF16),
     Case("lloyd2:block=32", SHORT, "ef21", broken=True),
     Case("lloyd2:block=64", Rows(67, 67, 1), "own", rank=0),
     Case("trellis2:block=32", SHORT, "ef21", broken=True),
-    Case("int5:block=64,rounding=stochastic", EMPTY, "own", later=True),
+    Case("int5:block=64,rounding=stochastic", EMPTY, "own"),
     Case("int3:block=40,mode=affine,rounding=stochastic", SHORT, "own", broken=True),  # has no launch that adds it
-    Case("bf16", SHORT, "own", broken=True, later=True),
+    Case("bf16", SHORT, "own", broken=True),
     Case("bf16", EMPTY, "", BF16),
     Case("none", Rows(75, 25, 3), "", BF16, broken=True),
 ]
@@ -110,13 +108,6 @@ def by(case: Case, rank: int) -> AbstractContextManager[None]:
     return nullcontext() if rank == case.rank else use_backend("reference")
 
 
-def numbers(case: Case) -> tuple[Number, Number]:
-    """The step and the call."""
-    if case.later and select(cases.CPU) is BACKENDS["triton"]:
-        return Memo(cases.CPU).begin(MIXED, CALL)
-    return MIXED, CALL
-
-
 def noted(case: Case, bad: Bad) -> Tensor:
     """What was noted, which is right."""
     assert bad.noted.tolist() == ([CALL, 1] if case.broken else [0, 0]), f"noted {bad.noted.tolist()}"
@@ -131,7 +122,7 @@ def in_two_phases(case: Case) -> Results:
     owns = [rank if case.mode else -1 for rank in range(ranks.world)]
     for rank, (x, memory) in enumerate(zip(ranks.xs, ranks.memories, strict=True)):
         with by(case, rank):
-            rows.encoder(job, skip=owns[rank], feedback=ranks.feedback)(x, sent[rank], numbers(case)[0], memory)
+            rows.encoder(job, skip=owns[rank], feedback=ranks.feedback)(x, sent[rank], MIXED, memory)
     found = {"wires": sent[case.rank].clone()}
     gathered = garbage(ranks.world * job.stride)
     share = 1 / ranks.world
@@ -140,8 +131,8 @@ def in_two_phases(case: Case) -> Results:
         wire = gathered[row * job.stride :][: job.layout(row).nbytes]
         with by(case, row):
             recode = rows.recoder(job, row, ranks.world, scale=share, own=owns[row], feedback=ranks.feedback)
-            recode(came, wire, numbers(case)[0], ranks.xs[row] if case.mode else None, ranks.memories[row])
-    bad = Bad(torch.zeros(2, dtype=torch.int32), numbers(case)[1])
+            recode(came, wire, MIXED, ranks.xs[row] if case.mode else None, ranks.memories[row])
+    bad = Bad(torch.zeros(2, dtype=torch.int32), CALL)
     memory = ranks.memories[case.rank]
     if memory is not None:
         rows.scanner(job)(gathered, bad)
@@ -158,8 +149,8 @@ def in_one(case: Case) -> Results:
     for rank, (x, memory) in enumerate(zip(ranks.xs, ranks.memories, strict=True)):
         with by(case, rank):
             encode = rows.encoder(job, by_row=0, first_row=3, feedback=ranks.feedback)
-            encode(x, wires[rank * job.stride :], numbers(case)[0], memory)
-    bad = Bad(torch.zeros(2, dtype=torch.int32), numbers(case)[1])
+            encode(x, wires[rank * job.stride :], MIXED, memory)
+    bad = Bad(torch.zeros(2, dtype=torch.int32), CALL)
     if ranks.feedback is not None:
         rows.scanner(job, ranks.world)(wires, bad)
     decode = rows.decoder(job, world=ranks.world, scale=-0.5, share=-0.5, feedback=ranks.feedback)
