@@ -1006,6 +1006,9 @@ def refusals(group: Group, device: Device) -> list[tuple[str, str]]:
             "all_gather_into_tensor: elements of an expanded tensor share memory",
         ),
         (lambda: reduce(torch.ones(4, device="meta")), "this group has no backend for meta tensors"),
+        (lambda: reduce(x.short(), algorithm="plain"), "gloo takes float32"),
+        (lambda: gather(y.short(), x.short(), algorithm="plain"), "gloo takes float32"),
+        (lambda: swap(y.short(), y.short(), algorithm="plain"), "gloo takes float32"),
     ]
     return [(_refused(call), begins if "Error" in begins else f"CollectiveError: {begins}") for call, begins in calls]
 

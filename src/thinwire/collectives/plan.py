@@ -25,6 +25,8 @@ VerbAlgorithm = Literal["auto", "compressed", "plain"]
 SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
 VERB_ALGORITHMS = ("auto", "compressed", "plain")
 _UNCUT = Cut(0, 1)
+_FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
+_GLOO_DTYPES = *_FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool  # of all its verbs alike
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
 
 
@@ -88,6 +90,7 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     names = ("plain", "hierarchical") if on_mesh else to_choose_from(codecs)
     algorithm = _algorithm(key, codecs, flat.numel, names, choose)
     if algorithm == "plain":
+        _check_torch_takes(key.dtype, links)
         return CallPlan(str(key))
     codec = codecs[0]
     cut = sum_cut(codec, flat.numel, flat.dtype, links, algorithm)
@@ -133,7 +136,7 @@ def sum_program(
 def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, choose: Choose) -> CallPlan:
     """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
     world = link.world
-    codec = _chosen(key, numel, world, choose)
+    codec = _chosen(key, numel, link, choose)
     if codec is None:
         return CallPlan(str(key))
     if verb == "broadcast":
@@ -177,7 +180,7 @@ def _verb_program(key: PlanKey, part: int, link: Transport, codec: Codec) -> Pro
 
 def plan_exchange(key: PlanKey, numel: int, link: Transport, choose: Choose) -> CallPlan:
     """Decide how ranks exchange; what it takes depends on the lengths of a call, which others do not know."""
-    codec = _chosen(key, numel, link.world, choose)
+    codec = _chosen(key, numel, link, choose)
     if codec is None:
         return CallPlan(str(key))
     check_recodes([codec], key.verb)
@@ -212,13 +215,23 @@ def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
     return chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
 
 
-def _chosen(key: PlanKey, numel: int, world: int, choose: Choose) -> Codec | None:
+def _chosen(key: PlanKey, numel: int, link: Transport, choose: Choose) -> Codec | None:
     """The codec that a verb uses, or None for an exact call."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
     codecs = _named(key, numel)
-    if world == 1 or _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
+    if link.world == 1:
+        return None
+    if _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
+        _check_torch_takes(key.dtype, [link])
         return None
     return codecs[0]
+
+
+def _check_torch_takes(dtype: torch.dtype, links: Sequence[Transport]) -> None:
+    """Raise where torch's own verbs would, in the middle of a call, after which the group is lost."""
+    if dtype not in _GLOO_DTYPES and not all(link.on_stream for link in links):
+        known = ", ".join(str(known).removeprefix("torch.") for known in _GLOO_DTYPES)
+        raise CollectiveError(f"gloo takes {known}, got {dtype}: convert the tensor, or copy its view(torch.uint8)")
 
 
 def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Sequence[str], choose: Choose) -> str:
