@@ -646,6 +646,7 @@ GOOD: dict[str, Any] = {"x": torch.ones(4, 6), "scale": torch.ones(1), "quant_mi
     ("wrong", "error", "message"),
     [
         ({"quant_min": 7}, ValueError, "quant_min must be below quant_max, got 7 and 7"),
+        ({"quant_max": 9.0}, ValueError, "quant_min and quant_max must be integers, got -8 and 9.0"),
         ({"quant_max": 1 << 20}, ValueError, r"must lie within 2\*\*20, got -8 and 1048576"),
         ({"gradient": "ste"}, ValueError, "gradient must be one of torch, lsq, got 'ste'"),
         ({"zero_point": torch.ones(1), "offset": torch.ones(1)}, ValueError, "a zero_point or an offset, not both"),

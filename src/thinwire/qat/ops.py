@@ -65,6 +65,8 @@ def fake_quantize(
 
 def check_grid(quant_min: int, quant_max: int, gradient: Gradient) -> None:
     """Refuse ranges without two integers, those that fp32 cannot round in, and unknown rules for gradients."""
+    if not (isinstance(quant_min, int) and isinstance(quant_max, int)):
+        raise QatError(f"quant_min and quant_max must be integers, got {quant_min!r} and {quant_max!r}")
     if quant_min >= quant_max:
         raise QatError(f"quant_min must be below quant_max, got {quant_min} and {quant_max}")
     if max(-quant_min, quant_max, quant_max - quant_min) >= MOST_LEVELS:
