@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cases
 from cases import CPU, ROUND, Place, each_place, generated
@@ -625,6 +627,17 @@ def test_compiled_whole_forward_and_backward_for_any_length() -> None:
     assert len(graphs) <= 2, "a graph for each layout, whatever the length"
     assert any("thinwire.fake_quantize" in str(node.target) for node in graphs[0].graph.nodes)
     torch._dynamo.reset()
+
+
+def test_dispatch_modes_and_tensors_without_memory_get_the_op() -> None:
+    x = torch.randn(4, 3, 5, generator=cases.seeded(1))
+    parameters = torch.tensor([0.1, 0.3, 0.2]), torch.zeros(3)
+    traced = make_fx(module)(x, *parameters)
+    cases.assert_same(traced(2 * x, *parameters), module(2 * x, *parameters))
+    with FakeTensorMode():
+        fakes = [torch.empty(shape, requires_grad=True) for shape in ((4, 3, 5), (3,), (3,))]
+        assert [grad.shape for grad in torch.autograd.grad(module(*fakes).sum(), fakes)] == [f.shape for f in fakes]
+    assert module(*fakes).shape == x.shape
 
 
 @pytest.mark.parametrize("axis", [None, 1])

@@ -6,8 +6,9 @@ channels_last for one, is taken as it lies, and its result lies the same way. Gr
 contiguous tensor: (1, all groups, group).
 
 [Note: Entrances] Eager code enters by an autograd.Function. A torch.library op costs ten times as much per call, but
-torch.compile and torch.export can put one into a graph whole, so they get one. torch.func's transforms take neither and
-get a Function that keeps its context apart. All run the same two functions.
+torch.compile and torch.export can put one into a graph whole, so they get one; so do dispatch modes and tensors of
+other classes (make_fx, fake tensors, DTensors), which see ops only and may have no memory. torch.func's transforms take
+neither and get a Function that keeps its context apart. All run the same two functions.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
+from torch.nn import Parameter
 
 from thinwire.errors import QatError, QatStateError, QatTypeError
 from thinwire.kernels import Grid, select
@@ -54,7 +56,7 @@ def fake_quantize(
     shift = zero_point if offset is None else offset
     settings = _Settings(axis, group, quant_min, quant_max, offset is not None, gradient == "lsq", scale_gradient)
     y: Tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (_seen_by_ops(x) and not torch._C._are_functorch_transforms_active()):
         y = _op(x, scale, shift, *settings)
     elif torch._C._are_functorch_transforms_active():
         y = _Transformed.apply(x, scale, shift, *settings)  # type: ignore[no-untyped-call]
@@ -160,6 +162,11 @@ def check_scale(scale: Tensor) -> None:
 
 
 # --- the two functions, and their entrances: [Note: Entrances] -------------------------------------------------------
+
+
+def _seen_by_ops(x: Tensor) -> bool:
+    """Whether somebody has to see the call as an op."""
+    return type(x) not in (Tensor, Parameter) or torch._C._len_torch_dispatch_stack() > 0
 
 
 _grid = lru_cache(maxsize=256)(Grid)
