@@ -62,6 +62,8 @@ def all_to_all_single(
         if even:
             remember(call, None, "all_to_all", (output, input), codec, algorithm)
         return torch_verbs.all_to_all(call, [target], [source], _lengths(parts_out, parts_in), [output], async_op)
+    if splits[0] != splits[1] or source.data_ptr() != whole.data_ptr():  # else a part goes where one as long was
+        parts_in = torch_verbs.apart(whole, source.detach().contiguous()).split(splits[1])
     copies = () if target.is_contiguous() else ((target, whole),)
     return _run(call, plan, parts_out, parts_in, step, [output], copies, async_op)
 
