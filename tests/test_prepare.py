@@ -310,6 +310,7 @@ def test_one_module_under_two_names() -> None:
     [
         ({"weight_bits": 1}, r"weight_bits must be 2\.\.8, got 1"),
         ({"act_bits": 16}, r"act_bits must be 2\.\.8, got 16"),
+        ({"act_bits": 4.0}, r"act_bits must be 2\.\.8, got 4\.0"),
         ({"act_bits": 0}, r"act_bits must be 2\.\.8, got 0"),
         ({"first_last_bits": 9}, r"first_last_bits must be 2\.\.8, got 9"),
         ({"init_batches": 0}, "init_batches must be 1 or more"),

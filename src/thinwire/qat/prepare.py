@@ -188,7 +188,7 @@ def _bits_of_ties(chosen: list[_Found], usual: int, first_last: int | None) -> d
 
 def _check_bits(**named: int | None) -> None:
     for name, bits in named.items():
-        if bits is not None and bits not in BITS:
+        if bits is not None and not (isinstance(bits, int) and bits in BITS):
             raise QatError(f"{name} must be {BITS[0]}..{BITS[-1]}, got {bits!r}")
 
 
