@@ -6,6 +6,7 @@ gloo.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -919,6 +921,17 @@ def test_nested_tensors_are_refused() -> None:
         nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
     with pytest.raises(CollectiveError, match="expected dense tensors, got a nested one"):
         check_tensors([nested], "all_reduce")
+
+
+def test_fake_tensors_are_refused() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(40)
+    with pytest.raises(CollectiveError, match="expected plain tensors, got FakeTensor"):
+        check_tensors([fake], "all_reduce")
+    codec = thinwire.codec("int8")
+    for x in (fake, fake[8:]):  # which has an address
+        with pytest.raises(CodecError, match="FakeTensor without memory"), warnings.catch_warnings(action="ignore"):
+            codec.encode(x, torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8))
 
 
 def test_the_single_names_are_the_same_functions() -> None:

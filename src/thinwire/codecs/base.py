@@ -223,7 +223,8 @@ def _key_of(recipe: _Recipe, wires_WN: Tensor, device: torch.device, step: int |
 def _check_memory(*tensors: Tensor) -> None:
     """Kernels read memory: a wrapper without any of its own (a DTensor, a fake tensor) has to be unwrapped."""
     for tensor in tensors:
-        if tensor.device.type != "meta" and tensor.numel() and not tensor.data_ptr():
+        offset = tensor.storage_offset() * tensor.itemsize  # a view's address has it, whether there is memory or not
+        if tensor.device.type != "meta" and tensor.numel() and tensor.data_ptr() <= offset:
             raise CodecError(
                 f"expected a plain tensor, got {type(tensor).__name__} without memory: use its local tensor"
             )
