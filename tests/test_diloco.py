@@ -629,6 +629,27 @@ def test_a_layer_that_is_unfrozen_under_way_raises(ranks: RankPool) -> None:
         assert "close() it before" in found
 
 
+def frozen_under_way(group: Group) -> tuple[str, bool]:
+    """A layer that learnt is frozen in the middle of a round: what is said, and whether it stayed from then on."""
+    model = network()
+    first = next(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    DiLoCo(model, optimizer, every=4, fragments=2, overlap=1)
+    learn(model, optimizer, group.rank(), range(6))
+    first.requires_grad = False
+    first.grad = None
+    learn(model, optimizer, group.rank(), range(6, 10))  # what it learnt before is averaged
+    kept = first.detach().clone()
+    found = message_of(lambda: learn(model, optimizer, group.rank(), range(10, 14)))
+    return found, torch.equal(first, kept)
+
+
+def test_a_layer_that_is_frozen_under_way_raises_before_its_momentum_moves_it(ranks: RankPool) -> None:
+    for found, stayed in ranks(2).run(frozen_under_way):
+        assert "0.weight does not learn any more" in found
+        assert stayed
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "every": ({"every": 0}, "every must be"),
     "fragments": ({"every": 4, "fragments": 5}, "fragments must be from 1 to 4"),

@@ -286,6 +286,11 @@ class DiLoCo(Handle):
         turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in turns:
             self._settle([one for one in self._under_way if one.late])
+            if name := self._fragments[index].stopped:
+                raise CollectiveError(
+                    f"DiLoCo: {name} does not learn any more, and the outer optimizer, with its momentum, would move "
+                    "it on: close() it before you freeze layers, and make a new one afterwards"
+                )
             self._begin(index, self.steps + self.overlap)
         self._apply_due()
 

@@ -39,7 +39,13 @@ class Fragment:
 
     def has_learnt(self) -> bool:
         """Whether this rank's parameters differ from the outer ones."""
-        return not all(torch.equal(own, copy.to(own.dtype)) for own, copy in zip(self.own(), self.outer, strict=True))
+        return not all(map(_stays, self.own(), self.outer))
+
+    @property
+    def stopped(self) -> str:
+        """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
+        found = zip(self.names, self.parameters, self.own(), self.outer, strict=True)
+        return next((name for name, p, own, copy in found if not p.requires_grad and _stays(own, copy)), "")
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
@@ -112,6 +118,11 @@ class Deadline:
 
     def _say(self, key: str, verdict: str) -> None:
         self._store.compare_set(f"{key}/verdict", "", verdict)
+
+
+def _stays(own: Tensor, copy: Tensor) -> bool:
+    """Whether a rank's parameter is still the outer one."""
+    return torch.equal(own, copy.to(own.dtype))
 
 
 def is_finite(tensor: Tensor) -> bool:
