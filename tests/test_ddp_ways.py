@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -582,12 +583,18 @@ def refuse(group: Group) -> dict[str, str]:
     hooked = wrap(Given(), group)
     hooked.register_comm_hook(thinwire.DDPState(group, "int8"), thinwire.ddp_hook)
     found["hooked"], found["hooked still"] = (message_of(lambda: compress_ddp(hooked, "int8")) for _ in range(2))
+    stepping = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of torch.jit
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    found["in backward"] = message_of(lambda: compress_ddp(wrap(stepping, group), "int8"))
     return found
 
 
 def test_misuse_is_refused_by_name(ranks: RankPool) -> None:
     told = {**{name: word for name, (_, word) in REFUSED.items()}, "no DDP": "DistributedDataParallel"}
-    told |= {"no names": "model=", "twice": "close()", "sparse": "dense"}
+    told |= {"no names": "model=", "twice": "close()", "sparse": "dense", "in backward": "step in backward"}
     told |= dict.fromkeys(("hooked", "hooked still"), "hook ddp_hook")
     for found in ranks(2).run(refuse):
         assert not {name: found[name] for name, w in told.items() if w not in found[name] or "!" in found[name][:20]}

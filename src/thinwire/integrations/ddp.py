@@ -348,6 +348,11 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         raise CollectiveError(
             "DDP(mixed_precision=...) has a communication hook of its own: use torch.autocast or bfloat16 parameters"
         )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp_model._module_parameters):
+        raise CollectiveError(
+            "DDP has a communication hook of its own for optimizers that step in backward: leave out "
+            "_apply_optimizer_in_backward, and call the optimizer's step()"
+        )
     state = DDPState(ddp_model.process_group, codec, model=ddp_model.module, **options)
     switch = _switches.get(ddp_model)
     if switch is None:
