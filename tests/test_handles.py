@@ -325,6 +325,24 @@ def test_a_handle_logs_what_it_did(ranks: RankPool, tmp_path: Path) -> None:
     assert [row["thinwire/steps"] for row in rows] == [4]
 
 
+def logged_anew(group: Group) -> list[int]:
+    """The steps of the logs of a run that goes back from its seventh step to its fifth."""
+    model = wrap(network(), group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    rows: list[dict[str, Any]] = []
+    handle = compress_ddp(model, "int8").log_to(rows.append, every=2)
+    learn(model, optimizer, group.rank(), range(5))
+    state = handle.state_dict()
+    learn(model, optimizer, group.rank(), range(5, 7))
+    handle.load_state_dict(state)
+    learn(model, optimizer, group.rank(), range(5, 9))
+    return [row["steps"] for row in rows]
+
+
+def test_steps_that_are_taken_again_are_logged_again(ranks: RankPool) -> None:
+    assert ranks(2).run(logged_anew) == [[2, 4, 6, 6, 8], []]
+
+
 def to_tensorboard(group: Group, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TensorBoard's own

@@ -301,8 +301,7 @@ class Handle:
         if rank != 0 or not step:
             return
         for log in self._logs:
-            if step % log.every == 0 and step > log.last:
-                log.last = step
+            if step % log.every == 0:
                 log.write(self.stats().as_dict())
 
     def __repr__(self) -> str:
@@ -316,7 +315,6 @@ class Handle:
 class _Log:
     target: Target
     every: int
-    last: int = 0  # step that was written last
 
     def write(self, values: dict[str, Any]) -> None:
         if isinstance(self.target, str | Path):
