@@ -480,6 +480,28 @@ def test_one_kind_of_feedback_is_not_taken_for_another(ranks: RankPool) -> None:
         assert gap < 1e-5
 
 
+def change_optimizer(group: Group) -> list[str]:
+    """The feedback of a run with SGD, and after it was resumed with Adam; then the other way round."""
+    found = []
+    for kinds in (("sgd", "adam"), ("adam", "sgd")):
+        state = None
+        for kind in kinds:
+            model = wrap(network(), group)
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            handle = compress_ddp(model, "lloyd2", optimizer=optimizer)
+            if state is not None:
+                handle.load_state_dict(state)
+            learn(model, optimizer, group.rank(), range(3))
+            found.append(handle.stats().feedback)
+            state = handle.state_dict()
+    return found
+
+
+def test_the_optimizer_that_is_named_counts_before_that_of_a_state(ranks: RankPool) -> None:
+    for found in ranks(2).run(change_optimizer):
+        assert found == ["classic", "none+moments", "none+moments", "classic"]
+
+
 # --- frozen parameters ------------------------------------------------------------------------------------------------
 
 

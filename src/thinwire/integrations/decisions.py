@@ -302,7 +302,7 @@ class Decisions:
         chosen = registry.codec(state["chosen"]) if state["chosen"] else None
         widths = {name: registry.codec(spec) for name, spec in state["widths"]}
         if family:
-            self.family = family
+            self.family = self.family or family  # an optimiser that this run names, or has seen, counts first
             self._expects = self._expects or bool(state.get("moments"))
             self.end_scout()
         self.race = None
