@@ -302,7 +302,7 @@ class Handle:
             return
         for log in self._logs:
             if step % log.every == 0:
-                log.write(self.stats().as_dict())
+                log.write(self.stats().as_dict() | {"steps": step})  # the next one may have begun
 
     def __repr__(self) -> str:
         stats = self.stats()
