@@ -627,14 +627,17 @@ def test_steps_are_reductions(ranks: RankPool) -> None:
         assert found == {"accumulated": STEPS, "added twice": 2 * STEPS, "several": LONG}
 
 
-def logged_steps(group: Group) -> list[int]:
+def logged_steps(group: Group, run: Callable[[Group, Compress], object] = several_groups) -> list[int]:
     rows: list[dict[str, Any]] = []
-    several_groups(group, lambda model: compress_fsdp(model, "int8").log_to(rows.append, every=2))
+    run(group, lambda model: compress_fsdp(model, "int8").log_to(rows.append, every=2))
     return [row["steps"] for row in rows]
 
 
 def test_logs_tell_the_steps_that_are_done(ranks: RankPool) -> None:
-    assert ranks(2).run(logged_steps) == [list(range(2, LONG, 2)), []]
+    done = list(range(2, LONG, 2))
+    assert ranks(1).run(logged_steps) == [done]
+    assert ranks(2).run(logged_steps) == [done, []]
+    assert ranks(4).run(logged_steps, replicated_in_sums) == [done, [], [], []]  # two are the first among replicas
 
 
 def count_sums_over_replicas(group: Group) -> tuple[int, float | None]:

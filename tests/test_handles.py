@@ -341,6 +341,7 @@ def logged_anew(group: Group) -> list[int]:
 
 def test_steps_that_are_taken_again_are_logged_again(ranks: RankPool) -> None:
     assert ranks(2).run(logged_anew) == [[2, 4, 6, 6, 8], []]
+    assert ranks(1).run(logged_anew) == [[2, 4, 6, 6, 8]]
 
 
 def to_tensorboard(group: Group, path: str) -> None:

@@ -178,7 +178,10 @@ class DDPState(Handle):
             self._guard.forget()
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
-        if group.size() == 1 or self.closed:
+        if self.closed:
+            return
+        if group.size() == 1:
+            self._write_logs(self.step, 0)
             return
         if self.process_group is None and self._averager.group is None:
             self._check_world()

@@ -66,9 +66,9 @@ class ShardedNames(ParameterNames):
 class _Leg:
     """One sum of every gradient: over the shards of a group, or over replicas of them."""
 
-    def __init__(self, averager: Averager, began: Callable[[int, int], None] = lambda step, rank: None) -> None:
+    def __init__(self, averager: Averager, began: Callable[[int], None] = lambda done: None) -> None:
         self.averager = averager
-        self._began = began  # is told the steps so far and this rank, at the beginning of each
+        self._began = began  # is told the steps so far, at the beginning of each
         self.step = 0  # steps that it began
         self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
         self._over = True  # whether the next gradients are the first of a step
@@ -81,6 +81,7 @@ class _Leg:
             self._over = False
             self._begun = False
             self.step += 1
+            self._began(self.step - 1)
         if now:
             self._reduced |= given
 
@@ -89,7 +90,6 @@ class _Leg:
         if not self._begun:
             self._begun = True
             self.averager.begin_step(group, self.step - 1, device)
-            self._began(self.step - 1, group.rank())
 
     def go_on(self, step: int) -> None:
         """From a checkpoint."""
@@ -114,11 +114,11 @@ class FSDPState(Handle):
             policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
             shards = Scatterer(fixed, Decisions(fixed, ParameterNames()))
-            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager, self._write_logs)}
+            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._averager, self._log)}
         else:
             shards = Scatterer(options, self._decisions)
             self._averager = shards
-            self._legs = {"shards": _Leg(shards, self._write_logs)}
+            self._legs = {"shards": _Leg(shards, self._log)}
         self._scatterer = shards
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gatherers: list[Gatherer] = []
@@ -133,6 +133,11 @@ class FSDPState(Handle):
     def step(self) -> int:
         """Steps so far: sums of all gradients over all ranks."""
         return self._legs.get("replicas", self._legs["shards"]).step
+
+    def _log(self, done: int) -> None:
+        """After so many steps, on the rank that is the first of both its groups."""
+        first = self._groups[0]
+        self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
 
     def _install(self, rules: Rules, replica: bool | None) -> None:
         for group in self._groups:  # all of them before the first is changed
