@@ -121,7 +121,7 @@ TW_EXPORT int tw_fake_quantize(const tw_fake *fake, const void *x, const void *s
 }
 
 TW_EXPORT int tw_fake_quantize_grad(const tw_fake *fake, const void *x, const void *grad, const void *scale,
-                                 const void *shift, void *dx, void *sums, double *partials, double factor) {
+                                    const void *shift, void *dx, void *sums, double *partials, double factor) {
   int32_t bad_scale = 0;
   tw_task task = {.fake = fake, .x = x, .grad = grad, .scale = scale, .shift = shift, .out = dx, .sums = sums,
                   .partials = partials, .factor = factor, .bad_scale = &bad_scale};

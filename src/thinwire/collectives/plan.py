@@ -25,8 +25,10 @@ VerbAlgorithm = Literal["auto", "compressed", "plain"]
 SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
 VERB_ALGORITHMS = ("auto", "compressed", "plain")
 _UNCUT = Cut(0, 1)
-_FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
-_GLOO_DTYPES = *_FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool  # of all its verbs alike
+_GLOO_DTYPES = (  # of all its verbs alike
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
+)
 _MESSAGE_BYTES = 1 << 19  # of wire, to one rank; in an exchange ranks know only their own lengths
 
 

@@ -180,7 +180,7 @@ class SumLane:
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
         self.scan = rows.scanner(self.job, added) if feedback else None
-        self.fused = rows.are_fused(first, adds_own=False) and rows.are_fused(self.job, adds_own=self.keeps_own)
+        self.fused = rows.are_fused(first) and rows.are_fused(self.job, adds_own=self.keeps_own)
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
@@ -423,6 +423,9 @@ class _RowLanes:
         self._all = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in every]
         self._places = [lane << 48 for lane in range(len(lanes))]
 
+    def _new_tapes(self) -> Tapes:
+        return Tapes(self._link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
+
     def _lanes_of(self, matrix: Tensor) -> list[Tensor]:
         """Each lane's part of a matrix of rows."""
         return [matrix[start:] for start in self._starts]
@@ -436,7 +439,7 @@ class ReduceScatter(_RowLanes):
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
         self._scratch = Scratch(2 * self._matrix, self._cut)
-        self._tapes = Tapes(link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
+        self._tapes = self._new_tapes()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
@@ -486,7 +489,7 @@ class Gather(_RowLanes):
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
         self._scratch = Scratch(self._matrix, self._cut)
-        self._tapes = Tapes(link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
+        self._tapes = self._new_tapes()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""

@@ -89,10 +89,8 @@ class StreamedBucket:
         raise channel.ended(lost, message.text)
 
     def _play(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
-        carries = [carry for carry in self._carries if carry is not None]
-        kept = [memory.tensor for carry in carries for memory in carry.memories if memory is not None]
         launch = functools.partial(self._launch, buffer, room)
-        self._tapes.run(launch, room, (buffer, self._note, *kept), mixed, call)
+        self._tapes.run(launch, room, (buffer, self._note, *_kept(self._carries)), mixed, call)
 
     def _launch(self, buffer: Tensor, room: Room, mixed: Number, call: Number) -> None:
         aside = self._aside.views(room) if self._index is not None else None
@@ -140,6 +138,12 @@ def _cut(dtype: torch.dtype, lengths: Sequence[int], scratch: Tensor) -> _Aside:
     return _Aside(whole, whole.split(lengths))
 
 
+def _kept(carries: Sequence[Any]) -> list[Any]:
+    """The tensors of all memories; None of one that is no tensor."""
+    memories = [memory for carry in carries if carry is not None for memory in carry.memories]
+    return [memory.tensor for memory in memories if memory is not None]
+
+
 def _memory(carry: Any, x: Tensor) -> Memory:
     kept, mean = carry.memories
     return Memory(kept.tensor, x, None if mean is None else mean.tensor)
@@ -150,7 +154,6 @@ def streamed(
 ) -> StreamedBucket | None:
     """The same launches at every step; None off a GPU's stream, and where something has none."""
     program = message.program
-    kept = [memory for carry in carries if carry is not None for memory in carry.memories if memory is not None]
-    if program is None or any(memory.tensor is None for memory in kept):
+    if program is None or any(tensor is None for tensor in _kept(carries)):
         return None
     return StreamedBucket(message, program, lanes, carries, sizes)
