@@ -247,7 +247,7 @@ def hinted(group: Group, options: Mapping[str, Any]) -> list[str]:
         models = [wrap(Given(), group) for _ in range(2)]
         with (
             mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": inside}),
-            mock.patch("torch.distributed.get_backend", lambda group, backend=backend: backend),
+            mock.patch("thinwire.collectives.transport.on_nccl", lambda group, backend=backend: backend == "nccl"),
             contextlib.redirect_stderr(io.StringIO()) as said,
         ):
             for model in models:

@@ -206,11 +206,17 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """End the thread once it has nothing more to do; another operation would start a new one."""
+        """End the thread once it has nothing more to do; another operation would start a new one.
+
+        A thread that is idle has ended when this returns. One that still waits for messages has not: the end of the
+        process waits for it ([Note: Threads end first]).
+        """
         with self.lock:
+            thread, self._thread = self._thread, None
             self._inbox.put(None)
             self._inbox = SimpleQueue()
-            self._thread = None
+        if thread is not None and thread is not threading.current_thread() and self._line.idle:
+            thread.join(_GRACE_S)
 
     def _run_on_stream(self, entry: Queued, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -225,9 +231,9 @@ class Channel:
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
         thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
+        _threads[thread] = _Served(self._inbox, self.transports)
         thread.start()
         self._thread = thread
-        _threads[thread] = weakref.ref(self)
 
 
 def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
@@ -253,30 +259,37 @@ class _GroupState:
 
 # What is kept about a group is dropped with it: channels and transports refer to their groups weakly.
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState]" = weakref.WeakKeyDictionary()
-_threads: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Channel]]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, _Served]" = weakref.WeakKeyDictionary()
 _of_parent: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups of the process that forked this one
 _lock = threading.Lock()
 
 
+class _Served(NamedTuple):
+    """What ends the thread of a line, whether or not its channel and its group are still there."""
+
+    inbox: "SimpleQueue[Queued | None]"  # None ends it
+    links: tuple[Transport, ...]  # closing them wakes it
+
+
 @atexit.register
 def _end_threads() -> None:
-    """A daemon thread that comes back from C++ after the interpreter has gone would abort the process.
+    """[Note: Threads end first] No thread of ours may run when the interpreter ends.
 
-    What nobody waited for has a moment to end; then its connections are closed.
+    A daemon thread that returns from C++ then, or frees the last reference to a group, aborts the process. So every
+    thread is joined here: operations under way have a moment to end, then their connections are closed.
     """
     lookout.end(_GRACE_S)
-    found = [(thread, channel()) for thread, channel in _threads.items() if thread.is_alive()]
-    left = [(thread, channel) for thread, channel in found if channel is not None]
-    for _, channel in left:
-        channel.close()
+    left = {thread: served for thread, served in _threads.items() if thread.is_alive()}
+    for served in left.values():
+        served.inbox.put(None)
     deadline = time.monotonic() + _GRACE_S
-    for thread, _ in left:
+    for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
-    for thread, channel in left:
+    for thread, served in left.items():
         if thread.is_alive():
-            for link in channel.transports:
+            for link in served.links:
                 link.close()
-    for thread, _ in left:
+    for thread in left:
         thread.join(_END_S)
 
 

@@ -500,7 +500,7 @@ class StreamTransport(Transport):
         self._closed = True
         aborting = self.direct.aborting if self.direct is not None else contextlib.nullcontext()
         with contextlib.suppress(RuntimeError, CollectiveError), aborting:
-            self.group._get_backend(self.device).abort()
+            backend_impl(self.group, self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream alone: other streams may be busy with the user's own work."""
@@ -533,7 +533,7 @@ def timeout_s(group: dist.ProcessGroup) -> float:
 
 def _options(group: dist.ProcessGroup) -> list[Any]:
     """Those of its backends, in which torch changes the timeout of a group."""
-    found = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
     return [options for options in found if options is not None]
 
 
@@ -600,7 +600,10 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, che
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport
         return made(group, tags, checked=checked)
-    raise CollectiveError(f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}")
+    raise CollectiveError(
+        f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}: make a group with "
+        "backend='gloo' or 'nccl' (torch.distributed.new_group) and pass it as group="
+    )
 
 
 def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
@@ -632,14 +635,30 @@ def close_spread(group: dist.ProcessGroup) -> None:
     beside.clear()  # the group's transport has the same list
 
 
+# What torch 2.11 to 2.15 call the backends that they build on NCCL.
+_NCCL_NAMES = frozenset({"nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
+
+
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Which backend serves tensors on `device`: "gloo", "nccl" for every kind of NCCL group, or torch's name for it."""
     try:
-        name: str = group._get_backend(device).name()
+        name: str = backend_impl(group, device).name()
     except RuntimeError:
         raise CollectiveError(
-            f"this group has no backend for {device.type} tensors; initialise it with one, e.g. backend='gloo'"
+            f"this group has no backend for {device.type} tensors; initialize it with one, e.g. backend='gloo'"
         ) from None
-    return name
+    return "nccl" if name in _NCCL_NAMES else name
+
+
+def on_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL serves any of the group's devices."""
+    return any(backend(group, device) == "nccl" for device in group._device_types)
+
+
+def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """torch's object behind `group` for tensors on `device`; raises RuntimeError where there is none."""
+    public = getattr(dist, "get_backend_impl", None)  # since torch 2.14
+    return group._get_backend(device) if public is None else public(group, device)
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from thinwire import feedback
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, torch_verbs
+from thinwire.collectives.transport import on_nccl
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
@@ -128,8 +129,7 @@ def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGrou
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors have to be to travel in a group."""
-    on_gpu = dist.get_backend(group).endswith("nccl")  # "nccl", or "cuda:nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if on_nccl(group) else torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -378,7 +378,7 @@ def _mesh_hint(state: DDPState) -> str:
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; where it is not known, nothing is said
     hosts, rest = divmod(state.world, max(1, inside))
     group = transport.resolve(state.process_group)
-    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or "nccl" not in dist.get_backend(group):
+    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not transport.on_nccl(group):
         return ""
     if options.mesh is not None or options.onebit is not None or options.feedback not in ("auto", "none"):
         return ""  # a mesh has no feedback
