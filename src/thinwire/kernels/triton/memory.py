@@ -54,9 +54,8 @@ def load_words(pointer, inside, BYTES: tl.constexpr):
         return words
     else:
         args = (pointer.to(tl.int64), inside.to(tl.int32))
-        kinds: tl.constexpr = (tl.int32,) * max(1, BYTES // 4)
         return tl.inline_asm_elementwise(
-            load_text(BYTES), load_operands(BYTES), args, dtype=kinds, is_pure=False, pack=1
+            load_text(BYTES), load_operands(BYTES), args, dtype=(tl.int32,) * max(1, BYTES // 4), is_pure=False, pack=1
         )
 
 
