@@ -9,7 +9,6 @@ enum { TW_ABI = 5 };
 enum { TW_IDENTITY, TW_CAST, TW_BLOCK_INT, TW_LLOYD, TW_TOPK, TW_TRELLIS };  /* kind */
 enum { TW_BF16, TW_FP16, TW_E4M3, TW_E5M2 };            /* variant of a cast */
 enum { TW_F32, TW_F_BF16, TW_F_FP16, TW_F64 };          /* dtype of x and out, variant of the identity */
-enum { TW_MOST_ARGS = 128 }; /* of an entry of a tape */
 enum { TW_OK = 0, TW_UNKNOWN = -1, TW_BAD_SCALE = 1 };
 
 typedef struct {

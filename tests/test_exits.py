@@ -1,4 +1,4 @@
-"""No thread of thinwire's outlives its group or the interpreter, in whatever order a script ends. See tests/exits.py."""
+"""No thread of ours outlives its group or the interpreter, in whatever order a script ends. See tests/exits.py."""
 
 import subprocess
 import sys
@@ -39,7 +39,9 @@ def test_spawned_jobs_end(program: Ended) -> None:
     check(program)
 
 
-@pytest.mark.program("-m", "torch.distributed.run", "--nproc-per-node", "2", EXITS, "torchrun", "1", "verb", OMP_NUM_THREADS="1")
+@pytest.mark.program(
+    "-m", "torch.distributed.run", "--nproc-per-node", "2", EXITS, "torchrun", "1", "verb", OMP_NUM_THREADS="1"
+)
 def test_torchrun_ends(program: Ended) -> None:
     check(program)
 

@@ -1,5 +1,5 @@
 """Ranges for torch.profiler: thinwire::encode, thinwire::wire (messages and waits for them), thinwire::recode,
-thinwire::decode; on NCCL thinwire::play in place of all of them where C starts what is on a tape.
+thinwire::decode.
 
 On gloo they are in a thread of thinwire's own, which torch.profiler leaves out unless it is told
 `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.

@@ -23,12 +23,10 @@ from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
 from thinwire.collectives.lane import Key
 from thinwire.collectives.rooms import Room, Scratch
-from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.transport import Place, RowTransport
 from thinwire.kernels import hashing, is_ahead, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
-from thinwire.kernels.tape import Number
 
 MAX_WIRE_BYTES = 1 << 26  # of a chunk; a longer message is cut, so that scratch stays bounded
 MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has one of every rank
@@ -180,7 +178,6 @@ class SumLane:
         scale_out = sign if two_phase else scale
         self.decode = rows.decoder(self.job, world=added, scale=scale_out, own=own, share=scale, feedback=feedback)
         self.scan = rows.scanner(self.job, added) if feedback else None
-        self.fused = rows.are_fused(first) and rows.are_fused(self.job, adds_own=self.keeps_own)
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
@@ -209,7 +206,6 @@ class SumChunk:
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
-        self.fused = all(lane.fused for lane in self._lanes)
         lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
         self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
 
@@ -217,7 +213,7 @@ class SumChunk:
         self,
         room: Room,
         xs: Sequence[Tensor],
-        mixed: Sequence[Number],
+        mixed: Sequence[int],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
@@ -261,8 +257,6 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
-    fused = False  # keys of sums across nodes are made here, and sums rounded
-
     def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float, chunk: int) -> None:
         across, inside = links
         self._chunk = chunk
@@ -297,7 +291,7 @@ class NodesChunk:
         self,
         room: Room,
         xs: Sequence[Tensor],
-        mixed: Sequence[Number],
+        mixed: Sequence[int],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
@@ -365,18 +359,16 @@ class Sum:
             self._chunks.append((some, made[lengths]))
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
-        self.fused = all(chunk.fused for _, chunk in self._chunks)
-        self._tapes = Tapes(links[0] if self.fused else None)
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self._tapes.run(lambda mixed, _: self.run_lanes(room, tensors, mixed), room, tensors, hashing.mix64(step))
+        self.run_lanes(room, tensors, hashing.mix64(step))
 
     def run_lanes(
         self,
         room: Room,
         xs: Sequence[Tensor],
-        mixed: Number,
+        mixed: int,
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
@@ -423,9 +415,6 @@ class _RowLanes:
         self._all = [_job(lane.codec, shape, lane, link.device, self._stride) for lane, shape in every]
         self._places = [lane << 48 for lane in range(len(lanes))]
 
-    def _new_tapes(self) -> Tapes:
-        return Tapes(self._link if all(rows.are_fused(job) for job in (*self._one, *self._all)) else None)
-
     def _lanes_of(self, matrix: Tensor) -> list[Tensor]:
         """Each lane's part of a matrix of rows."""
         return [matrix[start:] for start in self._starts]
@@ -439,23 +428,11 @@ class ReduceScatter(_RowLanes):
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
         self._scratch = Scratch(2 * self._matrix, self._cut)
-        self._tapes = self._new_tapes()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
-        noted: Sequence[Tensor] = ()
-        call = 0
-        if bad is not None:
-            assert isinstance(bad.call, int)
-            noted, call = (bad.noted,), bad.call
-
-        def launch(mixed: Number, call: Number) -> None:
-            self._launch(room, tensors, mixed, bad and bad._replace(call=call))
-
-        self._tapes.run(launch, room, (*tensors, *noted), hashing.mix64(step), call)
-
-    def _launch(self, room: Room, tensors: Sequence[Tensor], mixed: Number, bad: Bad | None) -> None:
         sent, came, sent_L, came_L = self._scratch.views(room)
+        mixed = hashing.mix64(step)
         count = len(self._encodes)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
@@ -489,14 +466,11 @@ class Gather(_RowLanes):
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
         self._scratch = Scratch(self._matrix, self._cut)
-        self._tapes = self._new_tapes()
 
     def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self._tapes.run(lambda mixed, _: self._launch(room, tensors, mixed), room, tensors, hashing.mix64(step))
-
-    def _launch(self, room: Room, tensors: Sequence[Tensor], mixed: Number) -> None:
         whole, own, whole_L, own_L = self._scratch.views(room)
+        mixed = hashing.mix64(step)
         count = len(self._encodes)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)

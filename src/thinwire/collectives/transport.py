@@ -4,13 +4,13 @@
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
-On NCCL, messages are collectives on the stream of the call (programs.py), mostly without torch ([Note: Direct] in
-nccl.py); what has no launches of its own goes in grouped messages, issued inline.
+On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog and flight recorder
+see them; what has no launches of its own goes in grouped messages, issued inline.
 """
 
 import contextlib
-import functools
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -25,11 +25,9 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives import checksums, nccl
-from thinwire.collectives.watchdog import Watchdog
+from thinwire.collectives import checksums
 from thinwire.errors import CollectiveError
 from thinwire.kernels import is_ahead
-from thinwire.kernels.tape import Tape, tear, writing
 from thinwire.ranges import ranged
 
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
@@ -46,6 +44,7 @@ _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operati
 _MOST_AFTER = 1024  # calls whose order is remembered
 _ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn counts as half of them
 _MOMENT = timedelta(milliseconds=1)
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host waits in every call
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 _SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
@@ -202,9 +201,6 @@ class Transport:
 
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
-
-    def note(self) -> None:
-        """The current stream has messages that torch does not know of. [Note: Watchdog]"""
 
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait for what the transport was given, where waiting for a message does not."""
@@ -379,21 +375,14 @@ class StreamTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, tags: Tags, device: torch.device) -> None:
         super().__init__(group, tags)
         self.device = device
-        self.blocking = nccl.host_waits()
+        self.blocking = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
         self._closed = False
-        self.direct = nccl.direct(group, device)
-        limit = functools.partial(_shortest, _options(group))  # holds no group
-        error = self.direct.error if self.direct is not None else int  # nothing, 0
-        self._watchdog = Watchdog(group.group_name, self.rank, limit, device, error)
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
         if is_ahead():
             return
         self._moved(sent.numel() - sent.numel() // self.world)
-        if self.direct is not None and self.direct.all_to_all(came, sent, self.world):
-            self.note()
-            return
         _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
     @ranged("thinwire::wire")
@@ -401,9 +390,6 @@ class StreamTransport(Transport):
         if is_ahead():
             return
         self._moved(whole.numel() - own.numel())
-        if self.direct is not None and self.direct.all_gather(whole, own):
-            self.note()
-            return
         _finish(_all_gather(self.group, whole, own, _GATHER))
 
     @ranged("thinwire::wire")
@@ -427,16 +413,8 @@ class StreamTransport(Transport):
         _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
 
     def _moved(self, nbytes: int) -> None:
-        tape = writing.get()
-        if tape is not None:
-            tape.nbytes += nbytes
         self.sent += nbytes
         self.received += nbytes
-
-    def played(self, tape: Tape) -> None:
-        """The messages of a tape were given to NCCL."""
-        self._moved(tape.nbytes)
-        self.note()
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
         """One group of sends and receives; NCCL has no tags."""
@@ -474,9 +452,6 @@ class StreamTransport(Transport):
         work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
 
-    def note(self) -> None:
-        self._watchdog.note()
-
     def settle(self) -> None:
         if not torch.cuda.is_current_stream_capturing():
             done = torch.cuda.Event()
@@ -498,8 +473,7 @@ class StreamTransport(Transport):
     def close(self) -> None:
         """A kernel that waits for a lost rank ends, which lets the streams go on."""
         self._closed = True
-        aborting = self.direct.aborting if self.direct is not None else contextlib.nullcontext()
-        with contextlib.suppress(RuntimeError, CollectiveError), aborting:
+        with contextlib.suppress(RuntimeError, CollectiveError):
             backend_impl(self.group, self.device).abort()
 
     def synchronize(self, device: torch.device) -> None:
@@ -509,7 +483,6 @@ class StreamTransport(Transport):
 
 def _finish(work: Any) -> None:
     """A collective that torch ran on the current stream gives no work; an older torch does."""
-    tear()
     if work is not None:
         work.wait()
 
@@ -527,18 +500,9 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the ranks of a group wait for each other: what init_process_group or new_group was given."""
-    return _shortest(_options(group))
-
-
-def _options(group: dist.ProcessGroup) -> list[Any]:
-    """Those of its backends, in which torch changes the timeout of a group."""
+    """How long the ranks of a group wait for each other: the shortest timeout of its backends, as it is now."""
     found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
-    return [options for options in found if options is not None]
-
-
-def _shortest(options: Sequence[Any]) -> float:
-    limits = [one._timeout.total_seconds() for one in options]
+    limits = [options._timeout.total_seconds() for options in found if options is not None]
     return min(limits, default=dist.default_pg_timeout.total_seconds())
 
 

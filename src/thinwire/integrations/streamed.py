@@ -17,13 +17,11 @@ from thinwire import kernels
 from thinwire.collectives.message import Message
 from thinwire.collectives.programs import Sum
 from thinwire.collectives.rooms import Room, Scratch
-from thinwire.collectives.tapes import Tapes
 from thinwire.collectives.work import new_future
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
 from thinwire.kernels.rows import Bad, Memory
-from thinwire.kernels.tape import Number
 
 Future = torch.futures.Future
 
@@ -54,8 +52,6 @@ class StreamedBucket:
         cut = functools.partial(_cut, message.dtype, lengths)
         self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
-        whole = program.fused and all(lane.aside or len(lane.stretches) == 1 for lane in lanes)
-        self._tapes = Tapes(message.channel.transport if whole else None)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged
@@ -78,7 +74,7 @@ class StreamedBucket:
         room = channel.rooms.next()
         try:
             with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
-                self._play(buffer, room or channel.rooms.here, mixed, call)
+                self._launch(buffer, room or channel.rooms.here, mixed, call)
                 channel.settle(message.text)
                 future.set_result(output)
             return future
@@ -88,11 +84,7 @@ class StreamedBucket:
                 raise
         raise channel.ended(lost, message.text)
 
-    def _play(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
-        launch = functools.partial(self._launch, buffer, room)
-        self._tapes.run(launch, room, (buffer, self._note, *_kept(self._carries)), mixed, call)
-
-    def _launch(self, buffer: Tensor, room: Room, mixed: Number, call: Number) -> None:
+    def _launch(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
         aside = self._aside.views(room) if self._index is not None else None
         if aside is not None:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor

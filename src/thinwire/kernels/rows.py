@@ -23,7 +23,6 @@ from torch import Tensor
 from thinwire import wire as wire_format
 from thinwire.kernels import dispatch, hashing
 from thinwire.kernels.schema import RowJob
-from thinwire.kernels.tape import Number
 from thinwire.kernels.triton.compiling import is_ahead
 from thinwire.ranges import ranged
 
@@ -45,11 +44,11 @@ class Bad(NamedTuple):
     """Where calls are noted that met numbers which are not finite: (the last such call, how many there were)."""
 
     noted: Tensor  # two int32
-    call: Number  # the number of this one
+    call: int  # the number of this one
 
 
-Encode = Callable[[Tensor, Tensor, Number, Memory | None], None]  # (x, wires, mixed, memory)
-Recode = Callable[[Tensor, Tensor, Number, Tensor | None, Memory | None], None]  # (wires, wire, mixed, own x, memory)
+Encode = Callable[[Tensor, Tensor, int, Memory | None], None]  # (x, wires, mixed, memory)
+Recode = Callable[[Tensor, Tensor, int, Tensor | None, Memory | None], None]  # (wires, wire, mixed, own x, memory)
 
 
 class Decode(Protocol):
@@ -73,10 +72,9 @@ def encoder(
         return ranged("thinwire::encode")(made)
     backend = dispatch.select(job.device)
 
-    def encode(x: Tensor, wires: Tensor, mixed: Number, memory: Memory | None) -> None:
+    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         if is_ahead():
             return
-        assert isinstance(mixed, int)  # of a tape, where `are_fused`
         x = x.view(-1)
         for row in range(job.rows.short + 1):
             if row == skip:
@@ -109,10 +107,9 @@ def recoder(job: RowJob, row: int, world: int, *, scale: float, own: int, feedba
     begin, end = job.rows.span(row)
     numel = end - begin
 
-    def recode(wires: Tensor, wire: Tensor, mixed: Number, x: Tensor | None, memory: Memory | None) -> None:
+    def recode(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
         if is_ahead():
             return
-        assert isinstance(mixed, int)
         step = hashing.row_step(mixed, row)
         rotation = _rotation(job, step)
         wires_WN = _row(wires, job, row, world)
@@ -199,19 +196,12 @@ def note(job: RowJob, wires: Tensor, bad: Bad, world: int) -> None:
     """Count the call once, if a wire of it is not finite."""
     if is_ahead():
         return
-    assert isinstance(bad.call, int)
     fine = all(
         bool(wire_format.all_finite(job.layout(row), _row(wires, job, row, world))) for row in range(job.rows.short + 1)
     )
     if not fine and int(bad.noted[0]) != bad.call:
         bad.noted[0] = bad.call
         bad.noted[1] += 1
-
-
-def are_fused(job: RowJob, *, adds_own: bool = False) -> bool:
-    """Whether every operation on these rows is one launch."""
-    fused = _fused(job)
-    return fused is not None and (not adds_own or fused.adds_own(job))
 
 
 def _fused(job: RowJob) -> Any:

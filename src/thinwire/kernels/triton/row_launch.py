@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.kernels import hashing, reference
 from thinwire.kernels.rows import Bad, Decode, Encode, Feedback, Memory, Recode, Scan
 from thinwire.kernels.schema import RowJob, decoding
-from thinwire.kernels.tape import Number, numbers
 from thinwire.kernels.triton import INTERPRETED, launch, row_blocks, row_plain, tuning
 from thinwire.kernels.triton.launch import Config
 from thinwire.kernels.triton.prepared import Prepared, Repeated
@@ -47,9 +46,9 @@ def encoder(job: RowJob, skip: int, by_row: int, first_row: int, feedback: Feedb
     )
     keyed = job.how.keyed
 
-    def encode(x: Tensor, wires: Tensor, mixed: Number, memory: Memory | None) -> None:
+    def encode(x: Tensor, wires: Tensor, mixed: int, memory: Memory | None) -> None:
         kept, left = (x, x) if memory is None else memory[:2]
-        blocks((x, wires, kept, left), numbers(launch.split, mixed) if keyed else (0, 0))
+        blocks((x, wires, kept, left), launch.split(mixed) if keyed else (0, 0))
 
     return encode
 
@@ -71,10 +70,10 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
         if not layout.format.block:
             return lambda wires, wire, mixed, x, memory: adding((wires, wire, x))  # type: ignore[arg-type]
 
-        def recode_own(wires: Tensor, wire: Tensor, mixed: Number, x: Tensor | None, memory: Memory | None) -> None:
+        def recode_own(wires: Tensor, wire: Tensor, mixed: int, x: Tensor | None, memory: Memory | None) -> None:
             assert x is not None
             kept, left = (x, x) if memory is None else memory[:2]
-            adding((wires, wire, x, kept, left), numbers(keys, mixed) if keyed else _UNKEYED)
+            adding((wires, wire, x, kept, left), keys(mixed) if keyed else _UNKEYED)
 
         return recode_own
     known = (("stride", job.stride), ("world", world), ("scale", float(scale)))
@@ -86,7 +85,7 @@ def recoder(job: RowJob, row: int, world: int, scale: float, own: int, feedback:
     constants = {"WORLD": launch.unrolled(world, layout.format), "CHECK": False}
     made = launch.blocks("recode", job.how, layout, config, job.device, 0, 0, False, known, **constants)
     blocks = Repeated(lambda _: made, ("wire", "out"), key_names)
-    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), numbers(keys, mixed) if keyed else _UNKEYED)
+    return lambda wires, wire, mixed, x, memory: blocks((wires, wire), keys(mixed) if keyed else _UNKEYED)
 
 
 def _row_keys(job: RowJob, row: int, stream: int) -> Callable[[int], tuple[int, int, int, int]]:
@@ -133,10 +132,10 @@ def decoder(
         copied = out if source is None else source
         start = launches[bad is not None]
         if plain:
-            start((wires, out, copied, noted), numbers(_alone, call))
+            start((wires, out, copied, noted), (call,))
             return
         kept, left, mean = (out, out, out) if memory is None else memory
-        start((wires, out, copied, noted, left, kept, out if mean is None else mean), numbers(_alone, call))
+        start((wires, out, copied, noted, left, kept, out if mean is None else mean), (call,))
 
     return decode
 
@@ -151,11 +150,7 @@ def scanner(job: RowJob, world: int) -> Scan:
     grid = (-(-first.num_blocks // row_blocks.SCANNED.value), short + 1)
     prepared = Prepared(row_blocks.scan_rows, job.device, grid, 4, known, {})
     made = Repeated(lambda _: prepared, ("wire", "bad"), ("call",))
-    return lambda wires, bad: made((wires, bad.noted), numbers(_alone, bad.call))
-
-
-def _alone(call: int) -> tuple[int]:
-    return (call,)
+    return lambda wires, bad: made((wires, bad.noted), (bad.call,))
 
 
 def adds_own(job: RowJob) -> bool:
