@@ -171,6 +171,17 @@ PROMISES = {
 }
 
 
+def test_diloco_continues_from_its_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    words = commands("diloco.py")[0]
+    last = [printed(ranks, "diloco.py", tmp_path, [*words, "--steps", "40", "--fragments", "2"]).splitlines()[-3:-1]]
+    for steps in ("20", "40"):
+        more = ["--steps", steps, "--fragments", "2", "--checkpoint", "run"]
+        out = printed(ranks, "diloco.py", tmp_path, [*words, *more]).splitlines()
+    assert re.match(r"step +40 +loss \d", out[0]), out  # it took no other steps
+    last.append(out[-3:-1])
+    assert [line.split(",")[0] for line in last[0]] == [line.split(",")[0] for line in last[1]]  # the same losses
+
+
 def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> None:
     name = "powersgd_to_thinwire.py"
     out = printed(ranks, name, tmp_path, [*commands(name)[0], "--steps", "30"])

@@ -35,7 +35,6 @@ if typing.TYPE_CHECKING:
         measure as measure,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
-        use_checksums as use_checksums,
     )
     from thinwire.errors import (
         BackendError as BackendError,
@@ -70,7 +69,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it from here
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor use_checksums",
+    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
     "NonfiniteError OptimizerError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
