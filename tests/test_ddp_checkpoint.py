@@ -42,7 +42,6 @@ from replicas import (
 from thinwire import compress_ddp
 from thinwire.errors import CollectiveError
 from thinwire.integrations import auto
-from thinwire.optim import OneBitAdam
 
 State = dict[str, Any]
 MORE = 2  # steps after a checkpoint
@@ -610,35 +609,3 @@ def pickle_misuse(group: Group) -> str:
 def test_a_pickled_state_of_another_model_is_refused(ranks: RankPool) -> None:
     for told in ranks(2).run(pickle_misuse):
         assert "other parameters" in told
-
-
-# --- OneBitAdam -------------------------------------------------------------------------------------------------------
-
-
-def resume_onebit(group: Group, split: int) -> tuple[str, str, bool]:
-    def begin() -> tuple[Any, OneBitAdam, Any]:
-        model = wrap(network(), group)
-        stepper = OneBitAdam(model.parameters(), lr=3e-3, warmup_steps=3)
-        return model, stepper, compress_ddp(model, "lloyd1", optimizer=stepper)
-
-    model, stepper, handle = begin()
-    learn(model, stepper, group.rank(), range(split))
-    state = {"model": model.module.state_dict(), "stepper": stepper.state_dict(), "thinwire": handle.state_dict()}
-    state = through_files(state)
-    learn(model, stepper, group.rank(), range(split, split + 4))
-    want = flat(list(model.parameters()))
-    model, stepper, handle = begin()
-    model.module.load_state_dict(state["model"])
-    stepper.load_state_dict(state["stepper"])
-    handle.load_state_dict(state["thinwire"])
-    learn(model, stepper, group.rank(), range(split, split + 4))
-    got = flat(list(model.parameters()))
-    return digest(want), digest(got), same_everywhere(group, got)
-
-
-@by_turns("split, world", [2, 3, 5], [3, 2])
-def test_one_bit_adam_is_resumed(ranks: RankPool, world: int, split: int) -> None:
-    """In its warm-up, at its end, and after it."""
-    for want, got, alike in ranks(world).run(resume_onebit, split):
-        assert want == got
-        assert alike

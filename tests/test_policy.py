@@ -27,7 +27,6 @@ from thinwire.integrations.names import ParameterNames, ParameterSize as Size
 from thinwire.integrations.options import DDPKeywords, DDPOptions
 from thinwire.integrations.policy import Budget, Rules, Schedule, Trial
 from thinwire.integrations.stats import BucketMeter, ErrorWatch, Stats, StepErrors, Tally
-from thinwire.optim import OneBitAdam
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -795,37 +794,6 @@ def test_a_trial_races_decides_and_stays() -> None:
     assert codecs[-3:] == ["int8"] * 3, "4 bits were over the budget"
     assert news.startswith("codec='auto' chose int8; ")
     assert made.why in news
-
-
-def test_a_trial_waits_for_the_end_of_a_warm_up() -> None:
-    """While OneBitAdam warms up everything travels exactly: there is nothing to race."""
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([parameter], warmup_steps=30)
-    made = decisions("auto", optimizer=optimizer)
-    for step in range(30):
-        begin(made, step)
-        assert travels(made) == ("none", "")
-        assert made.why == ""
-        parameter.grad = torch.ones(4)
-        optimizer.step()
-    seen = []
-    for step in range(30, 60):
-        begin(made, step)
-        seen.append(travels(made)[0])
-    assert {"bf16", "int8", "lloyd4"} <= set(seen)
-
-
-def test_one_bit_adam_is_exact_while_it_warms_up_and_has_classic_feedback_after() -> None:
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer = OneBitAdam([parameter], warmup_steps=2)
-    made = decisions("lloyd1", optimizer=optimizer)
-    seen = []
-    for step in range(4):
-        begin(made, step)
-        seen.append(travels(made))
-        parameter.grad = torch.ones(4)
-        optimizer.step()
-    assert seen == [("none", "")] * 2 + [("lloyd1", "classic")] * 2
 
 
 def test_a_budget_is_dealt_after_the_first_step_and_again_by_plan() -> None:

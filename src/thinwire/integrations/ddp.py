@@ -61,7 +61,7 @@ class DDPState(Handle):
         super().__init__()
         self.process_group = process_group
         # An optimiser may hold the model, which must not hold itself alive.
-        self.options = replace(options, optimizer=options.onebit or options.family)
+        self.options = replace(options, optimizer=options.family)
         self.step = 0
         self._names = names
         self._names.needs_model = options.rules.by_name
@@ -79,8 +79,6 @@ class DDPState(Handle):
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
         self._decisions.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
-        if self._decisions.onebit is not None:  # now rather than when its warm-up ends
-            self._decisions.onebit.groups_of(self._names.tensors().values())
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
@@ -118,9 +116,6 @@ class DDPState(Handle):
             future = new_future(buffer.device)
             future.set_result(buffer)
             return future
-        onebit = self._decisions.onebit
-        if onebit is not None and onebit.frozen:
-            onebit.put_momentum(parameters, _gradients(parameters, buffer))
         names, shapes = self._names.of(parameters)
         undo = self._weigh(parameters, names, buffer)
         future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
@@ -331,7 +326,7 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         last "*" stands for `codec`.
     warmup_steps: the first steps, uncompressed.
     optimizer: one or several, for feedback="auto" below 4 bits. Without it thinwire watches which optimisers step the
-        model's parameters, and sends int8 until it has seen them. A thinwire.optim.OneBitAdam sends its momentum.
+        model's parameters, and sends int8 until it has seen them.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
     on_nonfinite: what a gradient with NaN or Inf does: "propagate" (all ranks get NaN), "raise" (all ranks raise the
@@ -380,7 +375,7 @@ def _mesh_hint(state: DDPState) -> str:
     group = transport.resolve(state.process_group)
     if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or "nccl" not in dist.get_backend(group):
         return ""
-    if options.mesh is not None or options.onebit is not None or options.feedback not in ("auto", "none"):
+    if options.mesh is not None or options.feedback not in ("auto", "none"):
         return ""  # a mesh has no feedback
     return (
         f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside each '

@@ -17,7 +17,7 @@ from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, wait_in
-from thinwire.errors import CodecError, CollectiveError
+from thinwire.errors import CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.averager import Averager, GradientSet, over_groups, sum_bytes
 from thinwire.integrations.decisions import Decisions
@@ -370,8 +370,6 @@ def compress_fsdp(
     asked = DDPOptions(gradients, **options)
     if asked.feedback == "auto" and not replicated:
         asked = replace(asked, feedback="none")
-    if asked.onebit is not None:
-        raise CodecError("OneBitAdam sends its momentum through DDP: use compress_ddp, or another optimiser")
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)

@@ -240,7 +240,7 @@ def train_command(
     validation loss less fp32's, in nats.
 
     Codecs may name their error feedback: lloyd2@none, @classic, @ef21; and with @none+moments that gradients travel in
-    Adam's units. There are also auto, auto:2.5 and onebit, the
+    Adam's units. There are also auto, auto:2.5, the
     controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
 
     With --parallel fsdp2 every block is sharded, and a name says how gradients and weights travel: lloyd4 (weights as
@@ -301,7 +301,7 @@ def train_command(
     only = {"--device": device, "--size": size, "--resume": resume, "--minutes": minutes, "--compile": compile or None}
     _refuse(only, "goes with --parallel simulated")
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, kind, chosen.value, apart)
+        train_bench.lineup(task.value, named, chosen.value, apart)
     ranks = world or train_bench.WORLD
     run = partial(train_bench.run, task.value, ranks, named, kind, seeds, flags.shaped(link), steps, quick)
     _deliver(partial(run, parallel=chosen.value, batch=batch, every=apart), json, csv)
