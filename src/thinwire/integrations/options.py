@@ -24,7 +24,7 @@ from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
-OnNonfinite = Literal["propagate", "raise", "skip"]
+OnNonfinite = Literal["propagate", "raise"]
 Weigh = Literal["auto", "none", "moments"]
 Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
