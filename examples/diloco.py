@@ -2,15 +2,19 @@
 
     torchrun --nproc-per-node 2 examples/diloco.py
     torchrun --nproc-per-node 2 examples/diloco.py --codec lloyd2 --fragments 4 --overlap 2
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/diloco.py --checkpoint run
 
 A small network learns to guess the next byte of Python's help pages: on GPUs where every rank has one, else on the CPU.
 Every rank stands for a site: between two rounds nothing travels. The bytes are set beside those of DDP in fp32.
+With --checkpoint every rank saves its state after each round, and a restarted run continues from it, bit for bit.
 """
 
 import argparse
 import os
+from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +50,30 @@ def tell(line: str) -> None:
         print(line, flush=True)
 
 
+class Checkpoints:
+    """A file per rank and round, written in one move: a killed process leaves whole files."""
+
+    def __init__(self, name: str, **parts: Any) -> None:
+        self.name = f"{name}.rank{dist.get_rank()}"
+        self.parts = parts  # the model, its optimizer and DiLoCo
+
+    def save(self, step: int, every: int) -> None:
+        new = Path(f"{self.name}.new")
+        torch.save({name: part.state_dict() for name, part in self.parts.items()}, new)
+        new.replace(f"{self.name}.step{step}.pt")
+        Path(f"{self.name}.step{step - 2 * every}.pt").unlink(missing_ok=True)
+
+    def load(self, device: torch.device) -> None:
+        """Continue from the newest step that every rank has: ranks are at most one round apart."""
+        steps = [int(path.stem.rpartition("step")[2]) for path in Path().glob(f"{self.name}.step*.pt")]
+        newest = torch.tensor(max(steps, default=0), device=device)
+        dist.all_reduce(newest, dist.ReduceOp.MIN)
+        if newest:
+            saved = torch.load(f"{self.name}.step{newest}.pt", map_location=device, weights_only=True)
+            for name, part in self.parts.items():
+                part.load_state_dict(saved[name])
+
+
 def run(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     layers = (nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 256))
@@ -54,13 +82,18 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     how = {"every": options.every, "codec": options.codec, "fragments": options.fragments, "overlap": options.overlap}
     losses: list[float] = []
     with thinwire.DiLoCo(model, optimizer, **how) as diloco:  # the one line; the loop is an ordinary one
-        for step in range(options.steps):
+        checkpoints = Checkpoints(options.checkpoint, model=model, optimizer=optimizer, diloco=diloco)
+        if options.checkpoint:
+            checkpoints.load(device)
+        for step in range(diloco.steps, options.steps):
             x, y = batch(step, device)
             loss = cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+            if options.checkpoint and (step + 1) % options.every == 0:
+                checkpoints.save(step + 1, options.every)
             if step % 20 == 19:
                 tell(f"step {step + 1:4}  loss {mean(losses[-10:]):.3f}  rounds {diloco.rounds}")
     sent = diloco.stats().bytes_sent
@@ -82,6 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--codec", default="lloyd4")
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--overlap", type=int, default=0)
+    parser.add_argument("--checkpoint", default="", help="save to files NAME.rank0... and continue from them")
     chosen = parser.parse_args()
     run(chosen, start())
     dist.destroy_process_group()

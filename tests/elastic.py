@@ -119,7 +119,7 @@ def _made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def _save(path: Path, step: int, rank: int, weights: Any, states: Any, compression: Any) -> None:
-    from thinwire.integrations import rejoin
+    from thinwire.integrations import checkpoint
 
     if rank == 0:
         write = torch.save
@@ -131,10 +131,10 @@ def _save(path: Path, step: int, rank: int, weights: Any, states: Any, compressi
                 _die("writing", step, rank)
             write(state, file)
 
-        rejoin.torch.save = half  # type: ignore[assignment]
+        checkpoint.torch.save = half  # type: ignore[assignment]
         state = {"step": step + 1, "model": weights, "optimizer": states, "thinwire": compression}
-        rejoin.write(path, state)
-        rejoin.torch.save = write
+        checkpoint.write(path, state)
+        checkpoint.torch.save = write
 
 
 def _is_due(moment: str, step: int) -> bool:

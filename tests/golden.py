@@ -165,7 +165,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "lloyd3 none": {"codec": "lloyd3", "feedback": "none"},
     "lloyd2 none": {"codec": "lloyd2", "feedback": "none"},
     "lloyd2 classic": {"codec": "lloyd2", "feedback": "classic"},
-    "lloyd2 classic int8": {"codec": "lloyd2", "feedback": "classic", "residual_dtype": torch.int8},
     "lloyd2 ef21": {"codec": "lloyd2", "feedback": "ef21"},
     "int4 classic": {"codec": "int4", "feedback": "classic"},
     "schedule": {"codec": {0: "none", 1: "int8", 3: "lloyd2"}, "optimizer": "adaptive"},

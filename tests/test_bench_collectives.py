@@ -180,7 +180,7 @@ def test_the_exact_result_is_what_the_verb_means(verb: str) -> None:
         assert len(expected) == bench.output_numel(case)
 
 
-KEY = "int8 one_shot 1"  # of the entry
+KEY = "int8 one_shot"  # of the entry
 
 
 def samples(ms: float, digest: str = "a") -> CallSample:

@@ -179,8 +179,8 @@ def test_pairs_of_codecs_need_hosts_of_several_ranks(monkeypatch: pytest.MonkeyP
         assert isinstance(case, CollectiveCase)
         return [entry.key for entry in case.entries]
 
-    assert entries(NcclRanks(4, 1, 2)) == ["int8/lloyd4 hierarchical 1", "plain plain 1"]
-    assert entries(NcclRanks(4, 1, 4)) == ["plain plain 1"]
+    assert entries(NcclRanks(4, 1, 2)) == ["int8/lloyd4 hierarchical", "plain plain"]
+    assert entries(NcclRanks(4, 1, 4)) == ["plain plain"]
     a_gpu(monkeypatch)
     with pytest.raises(record.BenchError, match="say how many nodes"):
         bench.run_on_nccl([2], [2], verbs=["all_reduce"], codecs=["int8/lloyd4"])
@@ -281,7 +281,7 @@ def test_a_report_tells_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_gloo_leave_what_a_gpu_does_empty() -> None:
     case = CollectiveCase("all_reduce", 2, None, 1000, bench.entries(["int8"], "all_reduce", 2))
-    part = {name: CallSample([1.0], [1.0]) for name in (bench.FP32, bench.BF16, "int8 one_shot 1", "nothing")}
+    part = {name: CallSample([1.0], [1.0]) for name in (bench.FP32, bench.BF16, "int8 one_shot", "nothing")}
     (row,) = bench.rows_of(case, [part, part])
     assert {name: row[name] for name in GPU_COLUMNS} == {**dict.fromkeys(GPU_COLUMNS), "backend": "gloo"}
     assert "asked" not in row

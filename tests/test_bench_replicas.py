@@ -16,7 +16,6 @@ from thinwire.integrations.averager import Averager, gradients_in
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import ParameterNames
 from thinwire.integrations.options import DDPOptions
-from thinwire.optim import OneBitAdam
 from thinwire.tools.bench import simulated, tasks
 from thinwire.tools.cli.app import app
 
@@ -65,22 +64,6 @@ def test_replicas_read_the_bits_that_ranks_do(ranks: RankPool, codec: str, feedb
     assert averager.feedback == feedback
 
 
-def test_a_frozen_onebit_adam_sends_the_momentum_of_every_replica() -> None:
-    network = Weights()
-    optimizer = OneBitAdam(network.parameters(), lr=0.0, warmup_steps=1)
-    averager = simulated.Averager(network, DDPOptions("int8", optimizer=optimizer, measure_every=0), 2)
-    rows_WN = averager.new_rows()
-    for step in range(2):
-        rows_WN[0] = 1.0
-        rows_WN[1] = 3.0
-        averager.average(rows_WN, step)
-        for parameter, gradient in zip(averager.parameters, averager.views(rows_WN[0]), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    kept = [optimizer.state[parameter]["exp_avg"] for parameter in network.parameters()]
-    assert all(torch.allclose(one, torch.full_like(one, 0.1 * 2 + 0.09 * 2), rtol=0.02) for one in kept)
-
-
 def test_bits_are_dealt_out_by_the_errors_of_all_replicas() -> None:
     averager = simulated.Averager(Weights(), DDPOptions("auto:3", feedback="none", measure_every=0), 2)
     rows_WN = averager.new_rows()
@@ -125,7 +108,6 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pyt
         (["--link", "1gbit"], "simulated replicas have no link"),
         (["--codecs", "powersgd1"], "simulated replicas have no powersgd1"),
         (["--optimizer", "sgd"], "is trained with adamw or muon, got 'sgd'"),
-        (["--optimizer", "muon", "--codecs", "onebit"], "onebit is an Adam"),
         (["--resume", "no/such/folder/runs"], "cannot be written: name a file in a folder that exists"),
         (["--task", "gpt", "--size", "3m"], "goes with --parallel simulated"),
         (["--task", "gpt", "--parallel", "simulated", "--size", "3m"], "goes with --task bytes"),

@@ -42,7 +42,7 @@ def a_plan(
     parallel: str = "ddp",
 ) -> TrainPlan:
     small = replace(tasks.find(task, quick=True), seeds=seeds, steps=steps)
-    return TrainPlan(small, bench.lineup(task, names, None, parallel), 2, link, "adam", bench.QUICK, parallel)
+    return TrainPlan(small, bench.lineup(task, names, parallel), 2, link, "adam", bench.QUICK, parallel)
 
 
 def number(row: record.Row, name: str) -> float:
@@ -163,7 +163,7 @@ def test_names_of_gradients_and_weights() -> None:
     assert schemes.parse_sharded("mixed") == TrainScheme("mixed", None, peer=True, weights="bf16")
 
 
-@pytest.mark.parametrize("name", ["", "int8/", "/int8", "powersgd1", "onebit", "int8/int9", "int8/int8@ef21"])
+@pytest.mark.parametrize("name", ["", "int8/", "/int8", "powersgd1", "int8/int9", "int8/int8@ef21"])
 def test_what_is_no_scheme_of_fsdp2(name: str) -> None:
     with pytest.raises(CodecError):
         schemes.parse_sharded(name)
@@ -173,19 +173,14 @@ def test_a_run_begins_with_fp32_and_has_everything_once() -> None:
     assert [s.name for s in bench.lineup("gpt", ["int8", "none", "int8", "lloyd2@none"])] == [
         "none", "int8", "lloyd2@none",
     ]  # fmt: skip
-    assert "onebit" in {s.name for s in bench.lineup("digits")}
-    assert "onebit" not in {s.name for s in bench.lineup("digits", optimizer="sgd")}
-    with pytest.raises(CodecError, match="onebit is an Adam and is compared with Adam: use --optimizer adam"):
-        bench.lineup("mlp", ["onebit"])
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--task", "cifar"], "'cifar' is not one of"),
-        (["--codecs", "int8,int9"], "besides codecs there are auto, onebit, sign"),
+        (["--codecs", "int8,int9"], "besides codecs there are auto, sign"),
         (["--codecs", "lloyd2@maybe"], "feedback must be one of auto, none, classic, ef21, got 'maybe'"),
-        (["--codecs", "onebit", "--optimizer", "sgd"], "onebit is an Adam"),
         (["--codecs", "lloyd4/int8"], "gradients/weights goes with --parallel fsdp2"),
         (["--parallel", "fsdp2", "--codecs", "powersgd1"], "besides codecs there are auto, none, bf16, mixed"),
         (["--parallel", "fsdp2", "--codecs", "int8/int8@ef21"], "as differences with @replica, got @ef21"),
@@ -317,14 +312,14 @@ def quick_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-NAMES = "bf16,int8,lloyd2,lloyd2@none,onebit,powersgd1,auto:2.5,sign,int2"
+NAMES = "bf16,int8,lloyd2,lloyd2@none,powersgd1,auto:2.5,sign,int2"
 
 
 def test_a_quick_run_and_the_same_losses_again(quick_run: Callable[..., record.Record], ranks: RankPool) -> None:
     found = quick_run("--codecs", NAMES, "--steps", "6", "--seeds", "1")
     assert [row["codec"] for row in found.rows] == ["none", *(name.partition("@")[0] for name in NAMES.split(","))]
     feedbacks = {(row["codec"], row["feedback"]) for row in found.rows}
-    assert {("lloyd2", "none+moments"), ("lloyd2", "none"), ("onebit", "classic"), ("int8", "none")} <= feedbacks
+    assert {("lloyd2", "none+moments"), ("lloyd2", "none"), ("int8", "none")} <= feedbacks
     assert [row["codec"] for row in found.rows if row["control"]] == ["sign", "int2"]
     assert [row["codec"] for row in found.rows if row["peer"]] == ["bf16", "powersgd1"]
     for row in found.rows:

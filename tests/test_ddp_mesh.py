@@ -20,7 +20,6 @@ from replicas import Given, Group, Shapes, backward, draw, flat, learn, mean_of,
 from thinwire import Lloyd, codec, compress_ddp
 from thinwire.collectives import traffic
 from thinwire.log import announce_once
-from thinwire.optim import OneBitAdam
 
 Shape = tuple[int, int]
 MESHES: list[Shape] = [(2, 1), (1, 3), (3, 1), (2, 2)]
@@ -270,7 +269,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "inside alone": ({"mesh": None, "inside": "int8"}, "inside='int8' goes with a mesh of nodes"),
     "an algorithm": ({"algorithm": "two_phase"}, "with a mesh the algorithm is 'hierarchical'"),
     "feedback": ({"feedback": "classic"}, "have no error feedback: leave out feedback='classic'"),
-    "one bit": ({"codec": "lloyd1", "optimizer": "onebit"}, "OneBitAdam needs error feedback, which sums on a mesh"),
     "rows": ({"mesh": "rows"}, "must list its ranks in the same order, got [[3, 1], [0, 2]]: sort each row"),
     "other ranks": ({"mesh": "half"}, "the mesh must hold the ranks of DDP's group, [0, 1, 2, 3], got one of [0, 1]"),
     "no codec": ({"inside": "int99"}, "int99"),
@@ -287,8 +285,6 @@ def refusals(group: Group) -> dict[str, str]:
         asked = {"codec": "int8", "mesh": "whole", **options}
         asked["mesh"] = meshes.get(asked["mesh"], asked["mesh"]) if isinstance(asked["mesh"], str) else asked["mesh"]
         model = wrap(Given(), group)
-        if asked.get("optimizer") == "onebit":
-            asked["optimizer"] = OneBitAdam(model.parameters(), warmup_steps=1)
         try:
             compress_ddp(model, **asked)
             backward(model, draw(group.rank()))

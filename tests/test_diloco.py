@@ -1,14 +1,10 @@
 """DiLoCo: rounds against a plain reference, codecs, feedback, fragments, overlap, sites, checkpoints, faults."""
 
 import io
-import json
-import os
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import assert_same, in_time, looking_soon, worlds
-from programs import TESTS, Ended
 from ranks import RankPool
 from replicas import Group, batch, flat, learn, message_of, network, same_everywhere
-from sites import DIES_AT, EVERY, LEAVES_AT, STEPS as SITE_STEPS
-from test_faults import until
 from thinwire import CollectiveError, DiLoCo
-from thinwire.collectives import transport
 from thinwire.feedback import Ledger, Piece
-from thinwire.tools.bench import launch, link as links
 
 STEPS = 13
 RATE = 0.05
@@ -441,7 +432,6 @@ def at_odds(group: Group) -> list[str]:
         message_of(lambda: DiLoCo(model, None, every=4, beta=0.5 if first else 0.9)),
         message_of(lambda: DiLoCo(model, None, partial(torch.optim.SGD, lr=0.5 if first else 0.7), every=4)),
         message_of(lambda: DiLoCo(model, None, (torch.optim.SGD if first else torch.optim.Adam), every=4)),
-        message_of(lambda: DiLoCo(model, None, every=4, deadline=None if first else 3)),
         message_of(lambda: DiLoCo(model, None, every=4, residual_dtype=torch.float32 if first else torch.bfloat16)),
         message_of(lambda: DiLoCo(model, None, every=4)),
     ]
@@ -659,8 +649,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "auto": ({"every": 4, "codec": "auto"}, "times steps of DDP"),
     "budget": ({"every": 4, "codec": "auto:3", "fragments": 3}, "needs fragments=1, got 3"),
     "budget later": ({"every": 4, "codec": {0: "int8", 2: "auto:3"}, "fragments": 2}, "needs fragments=1, got 2"),
-    "connections": ({"every": 4, "connections": 0}, "connections must be from 1 to 64"),
-    "one connection": ({"every": 4, "connections": 2, "codec": "none"}, "torch's own sum has one connection"),
     "pattern": ({"every": 4, "policy": {"nope": "int8"}}, "matches none"),
 }
 
@@ -693,6 +681,12 @@ def refused(group: Group) -> dict[str, str]:
     return found
 
 
+@pytest.mark.parametrize("option", ["connections", "deadline", "snapshot"])
+def test_options_that_are_gone_are_unknown(option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        DiLoCo(network(), None, every=3, **{option: 1})  # type: ignore[arg-type]
+
+
 def test_misuse_is_refused(ranks: RankPool) -> None:
     told = {name: words for name, (_, words) in REFUSED.items()}
     told |= {"several": "got list: of several pass the one that steps last"}
@@ -710,272 +704,3 @@ def test_misuse_is_refused(ranks: RankPool) -> None:
     found = ranks(2).run(refused)[0]
     assert {name: found[name] for name, words in told.items() if words not in found[name]} == {}
     assert issubclass(CollectiveError, ValueError)
-
-
-# Averages that are late.
-
-
-def straggling(group: Group, deadline: float | None, passed: Path | None = None) -> tuple[int, Tensor]:
-    """Rounds that were late, and parameters; rank 1 goes into the second round when rank 0 has `passed` it."""
-    model = network()
-    optimizer = inner(model)
-    handle = DiLoCo(model, optimizer, every=3, codec="none", deadline=deadline)
-    for step in range(9):
-        while passed is not None and group.rank() == 1 and step == 5 and not passed.exists():
-            time.sleep(0.01)
-        learn(model, optimizer, group.rank(), range(step, step + 1))
-        if passed is not None and group.rank() == 0 and step == 5:
-            passed.touch()
-    handle.close()
-    return handle.late, flat(list(model.parameters()))
-
-
-def test_an_average_that_is_late_is_applied_when_the_next_round_begins(ranks: RankPool, tmp_path: Path) -> None:
-    calm = ranks(2).run(straggling, None)
-    patient = ranks(2).run(straggling, 120.0)
-    hasty = ranks(2).run(straggling, 0.2, tmp_path / "passed")  # where rank 0 waited for rank 1, none would go on
-    for found in (calm, patient, hasty):
-        assert_same(found[0][1], found[1][1])
-    assert [late for late, _ in (*calm, *patient)] == [0, 0, 0, 0]
-    assert hasty[0][0] == hasty[1][0] >= 1  # more on a busy machine
-    assert_same(patient[0][1], calm[0][1])
-    assert not torch.equal(hasty[0][1], calm[0][1])
-
-
-def two_of_them(group: Group) -> list[tuple[int, Tensor]]:
-    """Two models whose averages are due together, of which rank 0 waits for one to save it."""
-    models = [network(), network()]
-    optimizers = [inner(model) for model in models]
-    handles = [DiLoCo(m, o, every=2, overlap=1, deadline=1.0) for m, o in zip(models, optimizers, strict=True)]
-    for step in range(20):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            learn(model, optimizer, group.rank(), range(step, step + 1))
-        if group.rank() == 0 and step == 3:
-            handles[0].state_dict()
-    for handle in handles:
-        handle.close()
-    return [(handle.late, flat(list(m.parameters()))) for handle, m in zip(handles, models, strict=True)]
-
-
-def test_ranks_agree_on_lateness_with_two_models_and_where_one_rank_saves(ranks: RankPool) -> None:
-    for one, other in zip(*ranks(2).run(two_of_them), strict=True):
-        assert one[0] == other[0]
-        assert_same(one[1], other[1])
-
-
-def over_a_lossy_link(deadline: float) -> tuple[int, int, Tensor]:
-    """Rounds, those that were late, and parameters, of a rank on a link of 2 Mbit."""
-    model = nn.Linear(512, 512)
-    optimizer = inner(model)
-    with DiLoCo(model, optimizer, every=2, connections=2, deadline=deadline) as diloco:
-        for step in range(6):
-            optimizer.zero_grad()
-            x = torch.randn(8, 512, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            model(x).square().mean().backward()
-            optimizer.step()
-    return diloco.rounds, diloco.late, flat(list(model.parameters()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("deadline", "late"), [(0.1, 3), (60.0, 0)])
-def test_rounds_on_a_lossy_link_are_late_on_all_ranks_or_on_none(deadline: float, late: int) -> None:
-    """A round takes half a second: 131 kB at 2 Mbit, and 50 ms of delay; every fiftieth frame is lost."""
-    try:
-        with launch.ranks(2, links.parse("2mbit+50ms+2%")) as world:
-            found = world.run(over_a_lossy_link, deadline)
-    except links.LinkError as error:
-        pytest.skip(str(error))
-    assert [(rounds, missed) for rounds, missed, _ in found] == [(3, late)] * 2
-    assert_same(found[0][2], found[1][2])
-
-
-@pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), "soon"])
-def test_what_is_no_deadline(deadline: Any) -> None:
-    with pytest.raises(CollectiveError, match="deadline must be a number of seconds above 0, or None"):
-        DiLoCo(network(), None, every=3, deadline=deadline)
-
-
-# Several connections.
-
-
-def over_connections(group: Group, connections: int) -> tuple[Tensor, int, str]:
-    """Parameters after training, messages that went in pieces, and what ranks are told that ask for other numbers."""
-    transport._SPREAD_FROM = 16
-    pieces = []
-    made = transport._Pieces.__init__
-    transport._Pieces.__init__ = lambda self, works: (pieces.append(len(works)), made(self, works))[1]  # type: ignore[misc, func-returns-value, assignment]
-    try:
-        model = network()
-        optimizer = inner(model)
-        with DiLoCo(model, optimizer, every=3, codec="lloyd4", connections=connections, deadline=60):
-            learn(model, optimizer, group.rank(), range(6))
-    finally:
-        transport._Pieces.__init__ = made  # type: ignore[method-assign]
-        transport._SPREAD_FROM = 1 << 16
-    assert set(pieces) <= {connections}
-    told = message_of(lambda: DiLoCo(network(), None, every=3, connections=2 + group.rank()))
-    return flat(list(model.parameters())), len(pieces), told
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_several_connections_carry_the_same_bytes(ranks: RankPool, world: int) -> None:
-    one = ranks(world).run(over_connections, 1)
-    three = ranks(world).run(over_connections, 3)
-    for (got, pieces, told), (want, none, _) in zip(three, one, strict=True):
-        assert_same(got, want)
-        assert (pieces > 0, none) == (True, 0)
-        assert "connections=2" in told
-        assert "connections=3" in told
-
-
-def opened(group: Group, folder: str) -> list[tuple[int, int]]:
-    """Groups and threads: before, with four connections, closed, after an error in the loop, and in the constructor."""
-    model = network()
-    how: dict[str, Any] = {"every": 3, "connections": 4}
-    DiLoCo(model, None, **how).close()  # threads that torch and thinwire keep once they were needed
-
-    def counted() -> tuple[int, int]:
-        return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))
-
-    def ended() -> tuple[int, int]:
-        until(lambda: counted() <= found[0])
-        return counted()
-
-    found = [counted()]
-    with DiLoCo(model, None, **how) as diloco:
-        with torch.no_grad():
-            next(model.parameters()).add_(group.rank())
-        diloco.synchronize()
-        found.append(counted())
-    found.append(ended())
-    with suppress(KeyError), DiLoCo(model, None, **how):
-        raise KeyError
-    found.append(ended())
-    snapshot = Path(folder, str(group.rank()))
-    snapshot.write_bytes(b"damaged")
-    assert "expected what DiLoCo wrote there" in message_of(lambda: DiLoCo(model, None, snapshot=snapshot, **how))
-    found.append(ended())
-    assert bool(diloco.state_dict(gather=True)) == (group.rank() == 0)  # over the group that was given
-    return found
-
-
-def test_connections_are_closed_with_what_opened_them(ranks: RankPool, tmp_path: Path) -> None:
-    for before, inside, *after in ranks(2).run(opened, str(tmp_path)):
-        assert inside[0] == before[0] + 4
-        assert inside[1] >= before[1] + 4
-        assert all(one <= before for one in after), (before, after)
-
-
-# Ranks that die, come back, join and leave.
-
-
-@pytest.mark.thorough
-@pytest.mark.program(str(TESTS / "sites.py"))
-def test_sites_die_come_back_join_and_leave(program: Ended) -> None:
-    """See tests/sites.py. Three kills, two joins: every start is from a whole state, and all end with the same."""
-    assert program.status == 0, program.told
-    print(program.out)
-    assert f"{SITE_STEPS // EVERY} rounds, 3 kills, 2 joins" in program.out
-    found = json.loads((program.folder / "found.json").read_text())
-    lines = found["lines"]
-    assert (found["status"], found["left"]) == (dict.fromkeys("abc", 0), -9), program.told
-    starts = {name: [line for line in lines[name] if line["what"] == "start"] for name in lines}
-    ends = [lines[name][-1] for name in lines]
-    assert ends == ends[:1] * 3
-    assert (ends[0]["what"], ends[0]["steps"], ends[0]["rounds"]) == ("end", SITE_STEPS, SITE_STEPS // EVERY)
-    assert starts["c"][0]["world"] == 3  # without a file
-    assert starts["c"][0]["rounds"] in (1, 2)  # a may have applied the round in which b was killed
-    worlds = {line["rounds"]: line["world"] for line in lines["b"] if line["what"] == "round"}
-    assert (worlds[LEAVES_AT - 1], worlds[LEAVES_AT + 1], worlds[DIES_AT]) == (3, 2, 3)  # c left, and came back
-    assert starts["a"][-1]["rounds"] == DIES_AT  # as it knew before it was killed
-    known = [(line["rounds"], line["outer"]) for name in lines for line in lines[name] if line["what"] == "round"]
-    for line in (line for begun in starts.values() for line in begun):  # no half of a step
-        assert not line["rounds"] or (line["rounds"], line["outer"]) in known, line
-
-
-def generation(group: Group, folder: str, sites: str, until: int) -> tuple[int, Tensor, int, Tensor, bool]:
-    """Ranks that start as these sites and train up to a step: where they begin and where they end."""
-    site = sites[group.rank()]
-    torch.manual_seed(ord(site))
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    how: Any = {"every": 2, "codec": "lloyd2", "feedback": "classic", "fragments": 2}
-    handle = DiLoCo(model, optimizer, **how, snapshot=f"{folder}/{site}.pt")
-    begun = handle.steps
-    first = flat(list(model.parameters()))
-    knows = bool(optimizer.state)
-    learn(model, optimizer, ord(site), range(begun, until))
-    handle.closed = True  # killed: it does not average once more
-    outer = flat([p for settings in handle.outer_optimizer.param_groups for p in settings["params"]])
-    return begun, first, handle.rounds, outer, knows
-
-
-def test_ranks_come_back_join_and_leave(ranks: RankPool, tmp_path: Path) -> None:
-    """tests/sites.py has real processes. Every generation begins with the newest state that one of its ranks has."""
-    folder = str(tmp_path)
-    ranks(2).run(generation, folder, "ab", 4)
-    old = (tmp_path / "b.pt").read_bytes()
-    ended = ranks(2).run(generation, folder, "ab", 8)
-    assert_same(ended[0][3], ended[1][3])
-    (tmp_path / "b.pt").write_bytes(old)  # as if b had missed two rounds
-    later = ranks(3).run(generation, folder, "bca", 12)
-    for begun, first, rounds, outer, _ in later:
-        assert (begun, rounds) == (8, 12)
-        assert_same(first, ended[0][3])
-        assert_same(outer, later[0][3])
-    assert [knows for *_, knows in later] == [True, False, True]  # what its inner optimizer knew
-    last = ranks(2).run(generation, folder, "cb", 14)  # a has left
-    assert all(begun == 12 and torch.equal(first, later[0][3]) for begun, first, *_ in last)
-    assert_same(last[0][3], last[1][3])
-
-
-def one_file(group: Group, folder: str) -> list[str]:
-    """Two ranks that write one file; files that DiLoCo did not write; the first rank's file alone is none."""
-    model = network()
-    own = Path(folder, f"{group.rank()}.pt")
-    tried = partial(DiLoCo, model, inner(model), every=4)
-    found = [message_of(partial(tried, snapshot=f"{folder}/shared.pt"))]
-    for content in (b"no state", b"hello"):  # what torch.load raises depends on the bytes
-        own.write_bytes(content)
-        found.append(message_of(partial(tried, snapshot=own)))
-    torch.save({"model": 1}, own)
-    found.append(message_of(partial(tried, snapshot=own)))
-    found.append(message_of(partial(tried, snapshot=own / "inside a file.pt")))
-    if group.rank() == 1:
-        own.unlink()
-    found.append(message_of(partial(tried, snapshot=own)))
-    return found
-
-
-def test_files_that_are_no_snapshots_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    (shared, *damaged), (*_, elsewhere) = ranks(2).run(one_file, str(tmp_path))
-    assert "expected what DiLoCo wrote, got something else on rank 0" in elsewhere
-    assert "expected a file of its own for every rank, got one that several write" in shared
-    for message in damaged:
-        assert "expected what DiLoCo wrote there" in message
-        assert "remove the file" in message
-
-
-def started_anew(group: Group, folder: str, feedback: str) -> tuple[Tensor, Tensor, int]:
-    """What two halves of a run give, of which the second knows the first from its file alone; and the whole."""
-
-    def run(halves: list[range], path: str | None) -> Tensor:
-        for steps in halves:
-            model = network()
-            optimizer = inner(model)
-            handle = DiLoCo(model, optimizer, every=3, codec="lloyd2", feedback=feedback, snapshot=path)  # type: ignore[arg-type]
-            assert handle.steps == steps.start
-            learn(model, optimizer, group.rank(), steps)
-            handle.closed = True  # as if it had been killed
-        return flat(list(model.parameters()))
-
-    whole = run([range(12)], None)
-    found = run([range(6), range(6, 12)], f"{folder}/{feedback}{group.rank()}.pt")
-    return whole, found, len(list(Path(folder).glob(f"{feedback}{group.rank()}.pt.*")))
-
-
-@pytest.mark.parametrize("feedback", ["none", "classic", "ef21"])
-def test_a_run_from_its_files_has_the_same_bits(ranks: RankPool, tmp_path: Path, feedback: str) -> None:
-    for whole, found, left in ranks(3).run(started_anew, str(tmp_path), feedback):
-        assert_same(found, whole)
-        assert left == 0

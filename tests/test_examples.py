@@ -52,6 +52,7 @@ RUNS = [
     Run("fsdp2.py", 4.4, 4.4, steps=8),
     Run("hsdp.py", 4.4, 3.3, steps=8),
     Run("diloco.py", 2.9, 50.0),
+    Run("onebit_adam.py", 2.9, 12.0),
     Run("moe_all_to_all.py", 4.4, 3.8, steps=8),
     Run("qat.py", 2.9, 7.0),
     Run("lightning_ddp.py", 3.3, 14.0, steps=15),  # in each of two epochs
@@ -165,10 +166,22 @@ def check(run: Run, out: str) -> None:
 PROMISES = {
     "lightning_ddp.py": ["resumed weights differ by 0$"],
     "diloco.py": ["all ranks have the same model: True"],
+    "onebit_adam.py": ["all ranks have the same model: True"],
     "ddp.py": ["resumed weights differ by 0$"],
     "hsdp.py": ["2 nodes of [12]: lloyd4 across, bf16 inside"],
     "qat.py": [r"a new batch: (2\.\d+), with packed integers \1\n"],
 }
+
+
+def test_diloco_continues_from_its_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    words = commands("diloco.py")[0]
+    last = [printed(ranks, "diloco.py", tmp_path, [*words, "--steps", "40", "--fragments", "2"]).splitlines()[-3:-1]]
+    for steps in ("20", "40"):
+        more = ["--steps", steps, "--fragments", "2", "--checkpoint", "run"]
+        out = printed(ranks, "diloco.py", tmp_path, [*words, *more]).splitlines()
+    assert re.match(r"step +40 +loss \d", out[0]), out  # it took no other steps
+    last.append(out[-3:-1])
+    assert [line.split(",")[0] for line in last[0]] == [line.split(",")[0] for line in last[1]]  # the same losses
 
 
 def test_powersgd_and_thinwire_side_by_side(ranks: RankPool, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from thinwire.collectives import auto_quantize, board as boards, checksums, tran
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
-from thinwire.integrations import rejoin
 from thinwire.qat.agreement import Agreement
 
 Group = dist.ProcessGroup
@@ -147,52 +146,38 @@ def test_a_lost_rank_is_named_and_the_others_go_on(
         assert told["freed"] is True, told
 
 
-def lose_beside_training(group: Group, kind: str, folder: str) -> str:
+def lose_beside_training(group: Group, kind: str) -> str:
     """Rank 2 ends where ranks only agree on something; what is said to the others."""
-    diloco = functools.partial(thinwire.DiLoCo, nn.Linear(40, 40), None, every=1, codec="int8")
-    begin = functools.partial(diloco, snapshot=f"{folder}/{group.rank()}")
-
-    def end(*_: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if kind == "agree":  # on a state, once all know that there is one
-        begin().step()
+    diloco = thinwire.DiLoCo(nn.Linear(40, 40), None, every=1, codec="int8")
     ddp = DistributedDataParallel(nn.Linear(40, 40))
     state = thinwire.compress_ddp(ddp, "lloyd2")
     ddp(torch.ones(2, 40)).sum().backward()
     if group.rank() == 2:
-        if kind in ("meet", "agree"):
-            with patch.object(rejoin, kind, end):
-                begin()
-        elif kind == "close":
-            diloco(connections=2).synchronize()
-        end()
+        os.kill(os.getpid(), signal.SIGKILL)
     calls: dict[str, Callable[[], Any]] = {
-        "close": lambda: diloco(connections=2).close(),
+        "synchronize": diloco.synchronize,
         "gather": lambda: state.state_dict(gather=True),
         "load": lambda: importlib.import_module("thinwire.integrations.accelerate").load_shared(state, {}),
         "qat": lambda: Agreement().total(torch.ones(7)),
     }
-    error = failure(calls.get(kind, begin))
+    error = failure(calls[kind])
     return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("meet", "all_gather("),
-        ("agree", "broadcast("),
-        ("close", "DiLoCo.close("),
+        ("synchronize", "DiLoCo.synchronize("),
         ("gather", "state_dict("),
         ("load", "load_state_dict("),
         ("qat", "qat("),
     ],
 )
 @in_time
-def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, tmp_path: Path, kind: str, said: str) -> None:
+def test_a_rank_that_is_lost_beside_training_is_named(ranks: RankPool, kind: str, said: str) -> None:
     if kind == "load":
         pytest.importorskip("accelerate")
-    for text in ranks.fresh(3).run(lose_beside_training, kind, str(tmp_path), lost=2):
+    for text in ranks.fresh(3).run(lose_beside_training, kind, lost=2):
         where = rf"{re.escape(said)}.* for the first time \(operation \d+ of group '.+'\)"
         assert re.match(rf"PeerError: rank [01] lost rank [012] in {where}", text), text
 
@@ -502,8 +487,6 @@ def damage(group: Group, variable: str) -> list[str]:
     found: list[str] = []
     with patch.dict(os.environ, {variable: "1"}), patch.object(checksums, "sums_of", damaged):
         member = dist.new_group()
-        if not variable.startswith("THINWIRE"):
-            thinwire.use_checksums(member)
         for _ in range(2):
             x = torch.full((100_000,), 127.0)
             error = failure(functools.partial(thinwire.all_reduce, x, group=member, **HOW))
@@ -513,7 +496,7 @@ def damage(group: Group, variable: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG", "NOTHING"])
+@pytest.mark.parametrize("variable", ["THINWIRE_CHECKSUM", "THINWIRE_DEBUG"])
 def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, variable: str) -> None:
     (before, here), (other, there) = ranks(2).run(damage, variable)
     assert before == other == "[254.0]"
@@ -522,20 +505,16 @@ def test_a_checksum_tells_of_a_flipped_bit_and_who_sent_it(ranks: RankPool, vari
         assert "bytes from rank 0 was damaged on the way: bytes 0 to " in text
 
 
-def checked(group: Group) -> list[str]:
-    """What is said when one rank alone asks for checksums, and when they come too late."""
-    member = dist.new_group()
-    if group.rank():
-        thinwire.use_checksums(member)
-    alone = failure(lambda: thinwire.all_reduce(torch.ones(5), group=member, **HOW))
-    return [str(alone), str(failure(lambda: thinwire.use_checksums(member)))]
+def checked(group: Group) -> str:
+    """What is said when one rank alone asks for checksums."""
+    with patch.dict(os.environ, {"THINWIRE_CHECKSUM": str(group.rank())}):
+        return str(failure(lambda: thinwire.all_reduce(torch.ones(5), group=dist.new_group(), **HOW)))
 
 
-def test_checksums_are_for_all_ranks_and_from_the_start(ranks: RankPool) -> None:
-    for alone, late in ranks(2).run(checked):
+def test_checksums_are_for_all_ranks(ranks: RankPool) -> None:
+    for alone in ranks(2).run(checked):
         assert "checksums=0; rank 1 runs thinwire" in alone
         assert "checksums=1" in alone
-        assert "use_checksums: expected a group without collectives" in late
 
 
 # --- what a failure leaves --------------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from thinwire.collectives.operations import AllReduce, Setting
 from thinwire.collectives.plan import lanes_scratch
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.two_phase import TwoPhase
-from thinwire.feedback import EF21, Classic, CodedMemory, Gaps, Ledger, Piece, deal, new_memory
+from thinwire.feedback import EF21, Classic, Gaps, Ledger, Memory, Piece, deal
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = (torch.float32, torch.bfloat16)
 each_dtype = over("dtype", DTYPES)
 Bounds = tuple[int, int]
 
@@ -44,14 +44,9 @@ def dyadic(n: int, *seeds: int) -> Tensor:
 # --- memories ---------------------------------------------------------------------------------------------------------
 
 
-def coded(values: Tensor) -> Tensor:
-    """What 8 bits keep of a span."""
-    return cases.decoded(BlockInt(8), cases.wire_of(BlockInt(8), values), values.numel())
-
-
 def kept(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What a memory of `dtype` keeps of a span."""
-    return coded(values) if dtype == torch.int8 else values.to(dtype).float()
+    return values.to(dtype).float()
 
 
 def spans_of(edges: Sequence[int]) -> list[Bounds]:
@@ -69,7 +64,7 @@ fines = st.sampled_from([True, False, torch.tensor(True), torch.tensor(False)])
 )
 def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls: list[tuple[str, int, Any]]) -> None:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    memory = new_memory(edges[-1], dtype, CPU)
+    memory = Memory(edges[-1], dtype, CPU)
     model = torch.zeros(edges[-1])
     for turn, (verb, which, fine) in enumerate(calls):
         if verb == "fill":
@@ -95,7 +90,7 @@ def test_a_memory_does_what_it_says(dtype: torch.dtype, sizes: list[int], calls:
 @over("memory_dtype", DTYPES)
 def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype) -> None:
     """What a 16-bit sum would round away is in no residual."""
-    memory = new_memory(4, memory_dtype, CPU)
+    memory = Memory(4, memory_dtype, CPU)
     memory.fill(torch.ones(4))
     out = torch.empty(4)
     memory.add_to((0, 4), torch.full((4,), 2.0**-10, dtype=dtype), 4.0, out)
@@ -103,68 +98,19 @@ def test_a_message_is_made_in_fp32(dtype: torch.dtype, memory_dtype: torch.dtype
 
 
 def test_a_memory_takes_what_its_dtype_says() -> None:
-    sizes = {dtype: new_memory(1024, dtype, CPU) for dtype in DTYPES}
+    sizes = {dtype: Memory(1024, dtype, CPU) for dtype in DTYPES}
     for memory in sizes.values():
         memory.put((0, 1024), normal(1024), True)
-    nbytes = {dtype: memory.nbytes for dtype, memory in sizes.items()}
-    assert nbytes == {torch.float32: 4096, torch.bfloat16: 2048, torch.int8: BlockInt(8).wire_bytes(1024)}
-
-
-def test_coded_memory_takes_nothing_before_it_is_written_and_8_bits_after() -> None:
-    memory = CodedMemory(1000, CPU)
-    assert memory.nbytes == 0
-    assert_same(memory.read(), torch.zeros(1000))
-    values = normal(1000)
-    memory.fill(values)
-    assert_same(memory.read(), values)
-    for span in ((0, 500), (500, 1000)):
-        memory.put(span, values[slice(*span)], True)
-    assert memory.nbytes == 2 * BlockInt(8).wire_bytes(500)
-    memory.fill(torch.zeros(1000))
-    assert memory.nbytes == 0
-    assert_same(memory.read(), torch.zeros(1000))
+    assert {dtype: memory.nbytes for dtype, memory in sizes.items()} == {torch.float32: 4096, torch.bfloat16: 2048}
 
 
 def test_what_a_memory_was_filled_with_is_a_copy() -> None:
     for dtype in DTYPES:
-        memory = new_memory(8, dtype, CPU)
+        memory = Memory(8, dtype, CPU)
         values = torch.ones(8)
         memory.fill(values)
         values.zero_()
         assert_same(memory.read().float(), torch.ones(8), str(dtype))
-
-
-@generated(70)
-@given(
-    kind=st.sampled_from(cases.FINITE), n=st.integers(1, 700), exponent=st.integers(-100, 60), seed=st.integers(0, 9)
-)
-def test_eight_bits_survive_being_read_and_written(kind: str, n: int, exponent: int, seed: int) -> None:
-    """A memory that is saved and loaded, or kept by `fine`, stays the same bytes."""
-    x = (cases.CONTENTS[kind](n, seeded(seed, n)) * 2.0**exponent).clamp(-cases.FLOAT_MAX, cases.FLOAT_MAX)
-    wire = cases.wire_of(BlockInt(8), x)
-    assert_same(cases.wire_of(BlockInt(8), cases.decoded(BlockInt(8), wire, n)), wire, f"{kind} of {n}")
-
-
-@each_dtype
-def test_a_memory_keeps_its_numbers_when_its_spans_change(dtype: torch.dtype) -> None:
-    """Chunks depend on the codec: a schedule that changes it cuts the same lane anew."""
-    memory = new_memory(1024, dtype, CPU)
-    n = 1024
-    before = spans_of([0, 512, 1024])
-    after = spans_of([0, 256, 768, 1024])
-    for begin, end in before:
-        memory.put((begin, end), normal(end - begin, begin), True)
-    want = memory.read().float().clone()
-    got = torch.empty(n)
-    for begin, end in after:
-        memory.add_to((begin, end), torch.zeros(end - begin), 1.0, got[begin:end])
-    assert_same(got, want, "read by other spans")
-    nbytes = memory.nbytes
-    for begin, end in after:
-        memory.put((begin, end), want[begin:end], True)
-    step = want.abs().max() / 127 if dtype == torch.int8 else torch.tensor(0.0)  # coded twice, by other blocks
-    assert (memory.read().float() - want).abs().max() <= step
-    assert memory.nbytes <= nbytes + 64 * len(after)  # a header and a scale more
 
 
 # --- whether wires are finite, and codes at the ends ------------------------------------------------------------------
@@ -369,7 +315,7 @@ def test_reading_gives_copies() -> None:
 
 @over("dtype", [torch.float64, torch.float16, torch.uint8, None])
 def test_a_ledger_says_which_dtypes_it_keeps(dtype: Any) -> None:
-    with pytest.raises(CodecError, match=r"float32, bfloat16 or int8, got"):
+    with pytest.raises(CodecError, match=r"float32 or bfloat16, got"):
         Ledger(dtype)
 
 
@@ -500,8 +446,8 @@ class Ranks:
         self.numel = sum(piece.numel for piece in pieces)
         self.reducer = {"one_shot": OneShot, "two_phase": TwoPhase}[reducer]
         self.cut = Cut(self.numel, chunk or max(self.numel, 1))
-        self.memories = [new_memory(self.numel, dtype, CPU) for _ in range(world)]
-        self.means = [new_memory(self.numel, torch.float32, CPU) for _ in range(world)]
+        self.memories = [Memory(self.numel, dtype, CPU) for _ in range(world)]
+        self.means = [Memory(self.numel, torch.float32, CPU) for _ in range(world)]
         gaps = Gaps(pieces)
         self.carries: list[Classic | EF21] = [
             Classic(memory, world, gaps) if kind == "classic" else EF21(memory, mean, world, gaps)

@@ -25,7 +25,6 @@ from ranks import RankPool
 from replicas import Group, message_of
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.integrations.fsdp import rows
-from thinwire.optim import OneBitAdam
 
 # --- a network --------------------------------------------------------------------------------------------------------
 
@@ -697,9 +696,6 @@ def refusals(group: Group) -> dict[str, str]:
         "inside": message_of(lambda: compress_fsdp(model, inside="int8")),
         "no weights": message_of(lambda: compress_fsdp(model, replica=True)),
         "a word": message_of(lambda: compress_fsdp(model, weights="int4", replica="no")),  # type: ignore[arg-type]
-        "one bit": message_of(
-            lambda: compress_fsdp(model, optimizer=OneBitAdam(nn.Linear(2, 2).parameters(), warmup_steps=1))
-        ),
         "no codec": message_of(lambda: compress_fsdp(model, "int99")),
         "no codec of weights": message_of(lambda: compress_fsdp(model, weights="int99")),
         "no codec inside": message_of(lambda: compress_fsdp(model, inside="int99")),
@@ -735,7 +731,6 @@ REFUSED = {
     "inside": "inside='int8' goes with replicas of shards",
     "no weights": "replica=True keeps copies to send weights as differences",
     "a word": "replica must be True, False or None, got 'no'",
-    "one bit": "OneBitAdam sends its momentum through DDP",
     "no codec": "int99",
     "no codec of weights": "int99",
     "no codec inside": "int99",

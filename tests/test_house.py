@@ -29,7 +29,7 @@ FLOORS = [
     {"wire"},
     {"kernels"},
     {"codecs"},
-    {"collectives", "feedback", "optim"},
+    {"collectives", "feedback"},
     {"functional", "qat"},
     {"integrations"},
     {"integrations.fsdp"},

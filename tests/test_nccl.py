@@ -58,7 +58,6 @@ from thinwire import (
 from thinwire.collectives import transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.work import new_future
-from thinwire.optim import OneBitAdam
 
 Device = torch.device
 Options = Mapping[str, Any]  # of compress_ddp
@@ -969,7 +968,7 @@ def test_every_rank_is_told_and_the_group_stays_usable(ranks: RankPool, world: i
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 
-FLOATS = (torch.float32, torch.bfloat16, torch.int8)  # of residuals
+FLOATS = (torch.float32, torch.bfloat16)  # of residuals
 TRAININGS: list[Options] = [
     {"codec": "none"},
     *({"codec": codec, "feedback": "none", "exempt": "none"} for codec in ("bf16", "int8", "lloyd4")),
@@ -1035,7 +1034,7 @@ SOME: list[Options] = [{"codec": "int8", "feedback": "none"}, {"codec": "lloyd2"
 POISONED: list[Options] = [
     *SOME,
     {"codec": "lloyd2", "feedback": "ef21"},
-    {"codec": "int4", "feedback": "classic", "residual_dtype": torch.int8},
+    {"codec": "int4", "feedback": "classic", "residual_dtype": torch.bfloat16},
 ]
 
 
@@ -1138,34 +1137,6 @@ def test_a_network_learns_and_its_replicas_stay_alike(ranks: RankPool, world: in
         for codec, (alike, losses) in zip(codecs, answers, strict=True):
             assert alike, codec
             assert sum(losses[-5:]) / 5 <= sum(bare[-5:]) / 5 + 0.1 * losses[0], codec
-
-
-def onebit(group: Group, algorithm: Any) -> dict[str, bool]:
-    """What has to hold of momentum that travels in one bit."""
-    place = on_nccl(group)
-    model = wrap(network(), place.group, device=place.device)
-    stepper = OneBitAdam(model.parameters(), lr=3e-3, warmup_steps=6)
-    handle = compress_ddp(model, "lloyd1", optimizer=stepper, algorithm=algorithm)
-    learn(model, stepper, place.rank, range(6))
-    parameters = list(model.parameters())
-    early = [stepper.state[p]["exp_avg_sq"].clone() for p in parameters]
-    before = flat(parameters).clone()
-    learn(model, stepper, place.rank, range(6, 16))
-    momenta, late = ([stepper.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
-    return {
-        "variances are frozen": all(map(torch.equal, early, late)),
-        "momentum is what arrived": torch.equal(flat([p.grad for p in parameters]), flat(momenta)),
-        "ranks are alike": same_everywhere(group, *parameters, *momenta),
-        "feedback is on": handle.stats().feedback == "classic",
-        "it goes on": not torch.equal(before, flat(parameters)) and bool(flat(parameters).isfinite().all()),
-    }
-
-
-@each_world
-@pytest.mark.parametrize("algorithm", SUMS)
-def test_momentum_travels_in_one_bit(ranks: RankPool, world: int, algorithm: str) -> None:
-    for found in ranks(world).run(onebit, algorithm):
-        assert [what for what, holds in found.items() if not holds] == []
 
 
 def hooked(place: Place) -> Outputs:

@@ -184,7 +184,6 @@ TRAININGS: list[tuple[Options, dict[str, Any]]] = [
     (CLASSIC, {"poisoned": 3}),
     (EF21, {"poisoned": 3, "cap": ONE, "ready": BACKWARDS}),  # memories of what is set aside
     ({**CLASSIC, "residual_dtype": BF16}, {"cap": ONE, "ready": BACKWARDS}),
-    ({**CLASSIC, "residual_dtype": torch.int8}, {}),  # has no program
     ({"codec": "int4", "feedback": "classic", "exempt": "none"}, {}),
     ({"codec": "lloyd2", "feedback": "none"}, {}),  # in two phases the first has another scale
     (CLASSIC, {"dtypes": BF16, "poisoned": 3}),

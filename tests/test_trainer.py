@@ -179,24 +179,6 @@ def test_a_model_that_is_wrapped_anew_is_compressed(ranks: RankPool) -> None:
         assert steps == 2
 
 
-def one_bit(group: Group) -> tuple[bool, float]:
-    from thinwire.integrations.transformers import Compress
-
-    model = llama()
-    compress = Compress("lloyd1")
-    with launched(group):
-        optimizer = thinwire.optim.OneBitAdam(model.parameters(), lr=1e-3, warmup_steps=2)
-        trainer = trainer_of(Run(None, {"max_steps": 6}), model, [compress], optimizers=(optimizer, None))
-        trainer.train()
-        return optimizer.frozen, compress.handle.stats().ratio
-
-
-def test_one_bit_adam_is_known_inside_accelerate_s_optimizer(ranks: RankPool) -> None:
-    for frozen, ratio in ranks(2).run(one_bit):
-        assert frozen
-        assert ratio > 2.5
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

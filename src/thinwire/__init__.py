@@ -8,7 +8,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from thinwire import functional as functional, hooks as hooks, optim as optim, qat as qat
+    from thinwire import functional as functional, hooks as hooks, qat as qat
     from thinwire.codecs import (
         BlockInt as BlockInt,
         ByName as ByName,
@@ -35,7 +35,6 @@ if typing.TYPE_CHECKING:
         measure as measure,
         reduce_scatter_single as reduce_scatter_single,
         reduce_scatter_tensor as reduce_scatter_tensor,
-        use_checksums as use_checksums,
     )
     from thinwire.errors import (
         BackendError as BackendError,
@@ -44,7 +43,6 @@ if typing.TYPE_CHECKING:
         DisagreementError as DisagreementError,
         MissingPackageError as MissingPackageError,
         NonfiniteError as NonfiniteError,
-        OptimizerError as OptimizerError,
         PeerError as PeerError,
         QatError as QatError,
         QatStateError as QatStateError,
@@ -70,21 +68,21 @@ __version__ = "0.1.0"  # pyproject.toml reads it from here
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",
     "thinwire.collectives": "Work all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor use_checksums",
+    "all_to_all all_to_all_single broadcast explain measure reduce_scatter_single reduce_scatter_tensor",
     "thinwire.errors": "BackendError CodecError CollectiveError DisagreementError MissingPackageError "
-    "NonfiniteError OptimizerError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
+    "NonfiniteError PeerError QatError QatStateError QatTypeError ThinwireError WireError",
     "thinwire.feedback": "RowCopy RowFeedback",
     "thinwire.integrations": "DDPHandle DDPState DiLoCo FSDPState Stats compress_ddp compress_fsdp ddp_hook",
     "thinwire.kernels": "use_backend",
 }
 _ROOMS = ("codecs", "collectives", "errors", "feedback", "integrations", "kernels", "wire")  # thinwire.errors and so on
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(["functional", "hooks", "optim", "qat", *_MODULE_OF])
+__all__ = sorted(["functional", "hooks", "qat", *_MODULE_OF])
 
 if not typing.TYPE_CHECKING:  # which would let a checker take any name
 
     def __getattr__(name: str) -> object:
-        """A public name, from its module; `functional`, `hooks`, `optim` and `qat` are modules themselves."""
+        """A public name, from its module; `functional`, `hooks` and `qat` are modules themselves."""
         if name not in __all__ and name not in _ROOMS:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         if name in _MODULE_OF:

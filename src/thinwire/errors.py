@@ -9,7 +9,6 @@ ThinwireError
 ├── QatError             (ValueError)    a model, quantiser, tensor or setting that thinwire.qat cannot serve
 │   ├── QatTypeError     (TypeError)     one of the wrong type
 │   └── QatStateError    (RuntimeError)  something that cannot be done now, or not at all
-├── OptimizerError       (ValueError)    a setting, parameter or gradient that an optimiser cannot take
 ├── RecordError          (ValueError)    a benchmark record that is not one
 ├── AdviceError          (ValueError)    a job, link or machine that cannot be, or a quantity without its unit
 ├── WireError            (ValueError)    a wire of the wrong length, dtype, device, version or codec
@@ -43,10 +42,6 @@ class QatTypeError(QatError, TypeError):
 
 class QatStateError(QatError, RuntimeError):
     """thinwire.qat cannot do this now (a quantiser without a scale, say), or not at all (a second derivative)."""
-
-
-class OptimizerError(ThinwireError, ValueError):
-    """An optimiser of thinwire.optim cannot take a setting, a parameter or a gradient."""
 
 
 class RecordError(ThinwireError, ValueError):

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.codecs import BlockInt
 from thinwire.errors import CodecError
 
 Span = tuple[int, int]  # elements begin <= i < end of a lane
 Fine = bool | Tensor
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Memory:
@@ -33,8 +32,8 @@ class Memory:
         self._values = torch.zeros(numel, dtype=dtype, device=device)
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The numbers themselves, for kernels that remember as they decode; None if they are kept in another way."""
+    def tensor(self) -> Tensor:
+        """The numbers themselves, for kernels that remember as they decode."""
         return self._values
 
     @property
@@ -78,83 +77,6 @@ class Memory:
     def fill(self, values: Tensor) -> None:
         """Set all of it."""
         self._values.copy_(values)
-
-
-class CodedMemory(Memory):
-    """One number per element in 8 bits, one wire per span. A span that was not written is zero."""
-
-    _codec = BlockInt(8)
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self._numel = numel
-        self._device = device
-        self._wires: dict[Span, Tensor] = {}
-        self._loose: Tensor | None = None  # values whose spans are not known yet
-
-    @property
-    def tensor(self) -> None:
-        return None
-
-    @property
-    def nbytes(self) -> int:
-        loose = 0 if self._loose is None else self._loose.nbytes
-        return loose + sum(wire.nbytes for wire in self._wires.values())
-
-    def put(self, span: Span, values: Tensor, fine: Fine) -> None:
-        if isinstance(fine, Tensor):
-            values = torch.where(fine, values, self._of(span))
-            fine = True
-        if not fine or not values.numel():
-            return
-        self._settle(span)
-        if span not in self._wires:
-            nbytes = self._codec.wire_bytes(values.numel())
-            self._wires[span] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._codec.encode(values, self._wires[span])
-
-    def add(self, span: Span, values: Tensor, fine: Fine) -> None:
-        self.put(span, self._of(span) + values, fine)
-
-    def read(self) -> Tensor:
-        values = torch.zeros(self._numel, device=self._device) if self._loose is None else self._loose.clone()
-        for (begin, end), wire in self._wires.items():
-            self._codec.decode(wire, values[begin:end])
-        return values
-
-    def fill(self, values: Tensor) -> None:
-        """Set all of it; it takes 8 bits as its spans are written."""
-        self._wires.clear()
-        self._loose = values.float().clone() if values.any() else None
-
-    def _of(self, span: Span) -> Tensor:
-        begin, end = span
-        self._loosen(span)
-        if span not in self._wires:
-            return torch.zeros(end - begin, device=self._device) if self._loose is None else self._loose[begin:end]
-        values = torch.empty(end - begin, device=self._device)
-        self._codec.decode(self._wires[span], values)
-        return values
-
-    def _loosen(self, span: Span) -> None:
-        """Where spans are cut anew, all values become loose."""
-        begin, end = span
-        if span not in self._wires and any(low < end and begin < high for low, high in self._wires):
-            self._loose = self.read()
-            self._wires.clear()
-
-    def _settle(self, span: Span) -> None:
-        """Drop the loose values once wires stand for all of them."""
-        self._loosen(span)
-        if self._loose is None:
-            return
-        self._loose[span[0] : span[1]] = 0
-        if sum(end - begin for begin, end in {*self._wires, span}) >= self._numel:
-            self._loose = None
-
-
-def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
-    """Zeros kept as `dtype`."""
-    return CodedMemory(numel, device) if dtype == torch.int8 else Memory(numel, dtype, device)
 
 
 class Gaps:
@@ -286,7 +208,7 @@ class Ledger:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in DTYPES:
-            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, got {dtype}")
+            raise CodecError(f"residuals are kept as float32 or bfloat16, got {dtype}")
         self.dtype = dtype
         self._lanes: dict[tuple[Piece, ...], Memory] = {}
         self._at: dict[str, tuple[Memory, int, int]] = {}
@@ -309,7 +231,7 @@ class Ledger:
 
     def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
         known = self.read([piece.name for piece in pieces if piece.name is not None])
-        memory = new_memory(sum(piece.numel for piece in pieces), self.dtype, device)
+        memory = Memory(sum(piece.numel for piece in pieces), self.dtype, device)
         if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
             memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))
@@ -374,7 +296,7 @@ class RowFeedback:
         if kind not in KINDS:
             raise CodecError(f"feedback must be one of {', '.join(KINDS)}, got {kind!r}")
         if dtype not in DTYPES or (kind == "ef21" and dtype != torch.float32):
-            raise CodecError(f"residuals are kept as float32, bfloat16 or int8, with 'ef21' as float32: got {dtype}")
+            raise CodecError(f"residuals are kept as float32 or bfloat16, with 'ef21' as float32: got {dtype}")
         self.kind = kind
         self._numel = 0  # of the buffer, once it is known
         self._ledgers = {"residual": Ledger(dtype), "mean": Ledger()}

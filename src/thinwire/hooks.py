@@ -105,45 +105,37 @@ def _channel(bucket_size: int) -> int:
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook` on a float16 bucket, divided by a power of two first so that a sum over ranks fits where their mean does.
+    """`hook` on the bucket cast to float16; its answer in the bucket's dtype.
 
-    A mean beyond 65504 is infinite there; fp16_compress_hook has scales and keeps it.
+    A number beyond 65504 becomes infinite, and so does a sum of them; fp16_compress_hook has scales and keeps it.
     """
     return _named(partial(_in_sixteen_bits, torch.float16, hook), f"fp16_compress_wrapper({_name(hook)})")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """`hook` on a bfloat16 bucket."""
+    """`hook` on the bucket cast to bfloat16; its answer in the bucket's dtype."""
     return _named(partial(_in_sixteen_bits, torch.bfloat16, hook), f"bf16_compress_wrapper({_name(hook)})")
 
 
 def _in_sixteen_bits(dtype: torch.dtype, hook: Hook, state: Any, bucket: GradBucket) -> Future[Tensor]:
     """The hook's result in the bucket's own dtype, written into the bucket."""
     numbers = _numbers(bucket)
-    factor = _headroom(state) if dtype == torch.float16 else 1.0
-    narrow = (numbers if factor == 1.0 else numbers / factor).to(dtype)
+    narrow = numbers.to(dtype)
     if _is_pair(bucket):
         result: Any = hook(state, (narrow, bucket[1]))  # type: ignore[arg-type, index]
         if isinstance(result, Future):
             result = result.wait()
-        numbers.copy_(narrow if result is None else _tensor(result)).mul_(factor)
+        numbers.copy_(narrow if result is None else _tensor(result))
         return cast("Future[Tensor]", bucket[0])  # type: ignore[index]
     buffer = bucket.buffer()
     bucket.set_buffer(narrow)
 
     def finish(future: Future[Tensor]) -> Tensor:
-        numbers.copy_(_tensor(future.value())).mul_(factor)
+        numbers.copy_(_tensor(future.value()))
         bucket.set_buffer(buffer)
         return buffer
 
     return hook(state, bucket).then(finish)
-
-
-def _headroom(state: Any) -> float:
-    """A power of two, no less than the ranks: if a mean fits float16, the sum of numbers divided by it does too."""
-    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
-    world = dist.get_world_size() if group is None else group.size()  # a state may be anything: then of all ranks
-    return float(1 << (world - 1).bit_length())
 
 
 def _tensor(result: Any) -> Tensor:

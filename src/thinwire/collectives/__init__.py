@@ -5,7 +5,7 @@ module of its kind (reduce, gather, exchange), its bytes in `cost.py`, and expor
 """
 
 from thinwire.collectives.auto_quantize import DQuantType, auto_quantize
-from thinwire.collectives.channel import Traffic, traffic, use_checksums
+from thinwire.collectives.channel import Traffic, traffic
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.exchange import all_to_all, all_to_all_single
 from thinwire.collectives.gather import all_gather, all_gather_into_tensor, all_gather_single, broadcast
@@ -38,5 +38,4 @@ __all__ = [
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "traffic",
-    "use_checksums",
 ]

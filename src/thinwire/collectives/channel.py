@@ -251,7 +251,6 @@ def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
 
 @dataclass
 class _GroupState:
-    checked: bool = False  # checksums follow its messages
     tags: Tags = field(default_factory=Tags)
     transports: dict[torch.device, Transport] = field(default_factory=dict)
     channels: dict[tuple[torch.device, str | None], Channel] = field(default_factory=dict)  # by device and inner group
@@ -333,22 +332,8 @@ def _new_channel(
 def _transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     state = _groups.setdefault(group, _GroupState())
     if device not in state.transports:
-        state.transports[device] = transports.transport(group, device, state.tags, checked=state.checked)
+        state.transports[device] = transports.transport(group, device, state.tags)
     return state.transports[device]
-
-
-def use_checksums(group: Group = None) -> None:
-    """Let checksums follow every message of a group on gloo: a bit that flips on the way raises WireError.
-
-    All ranks of the group call it, before its first collective. `THINWIRE_CHECKSUM=1` does the same for all groups.
-    """
-    members = transports.resolve(group)
-    state = _groups.setdefault(members, _GroupState())
-    if state.transports:
-        raise CollectiveError(
-            "use_checksums: expected a group without collectives so far, got one in use: call it earlier"
-        )
-    state.checked = True
 
 
 def known_channel(group: dist.ProcessGroup, device: torch.device) -> Channel | None:

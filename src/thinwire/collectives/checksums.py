@@ -1,6 +1,6 @@
 """Checksums of messages: a bit that flips on the way is an error that names the sender.
 
-On gloo every message of wires is followed by one with a CRC-32 of each of its pieces, where use_checksums,
+On gloo every message of wires is followed by one with a CRC-32 of each of its pieces, where
 THINWIRE_CHECKSUM=1 or THINWIRE_DEBUG=1 asks for it.
 """
 

@@ -24,8 +24,8 @@ from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
 Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
-# Is told (span, message, decoded, codec, x) where feedback made the message of x, else None.
-Watch = Callable[[Span, Tensor, Tensor, Codec, Tensor | None], None]
+# Called with the span, the message and what its wire decodes to.
+Watch = Callable[[Span, Tensor, Tensor], None]
 
 
 class Key(NamedTuple):
@@ -181,16 +181,13 @@ class LaneChunk:
             if owed is not None:  # one pass encodes the sum, and leaves in x what was lost of it
                 codec.encode(owed, wire, step=step, residual=x)
                 return
-        given = None
-        if carry is not None and watch is not None:
-            given = self.source[part.begin : part.end].clone()  # the message may take its place
         x = self.message(part)
         codec.encode(x, wire, step=step)
         if carry is None and watch is None:
             return
         read = decoded(codec, wire, x.numel(), step, x.dtype)
         if watch is not None:
-            watch(self.span(part), x, read, codec, given)
+            watch(self.span(part), x, read)
         if carry is not None:
             carry.sent(x, read)
 

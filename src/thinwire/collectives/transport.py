@@ -46,8 +46,6 @@ _ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn c
 _MOMENT = timedelta(milliseconds=1)
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host waits in every call
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
-_SPREAD_FROM = 1 << 16  # bytes; shorter messages take the first connection
-_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 class Waitable(Protocol):
@@ -213,10 +211,9 @@ class Transport:
 class PairTransport(Transport):
     """gloo: tagged messages between pairs. See [Note: Pairs, not collectives]."""
 
-    def __init__(self, group: dist.ProcessGroup, tags: Tags, *, checked: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
-        self.checked = checked or checksums.wanted()
-        self._beside = _beside.get(group, ())  # groups whose connections carry a part of every long message
+        self.checked = checksums.wanted()
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
@@ -226,17 +223,10 @@ class PairTransport(Transport):
 
     def _exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         tags_out, tags_in = _tags(tag, lengths)
-        works = [self._start("recv", *message, own) for message, own in zip(receives, tags_in, strict=False)]
-        works += [self._start("send", *message, own) for message, own in zip(sends, tags_out, strict=False)]
-        return Moving(works, [rank for rank, _ in (*receives, *sends)])
-
-    def _start(self, verb: str, rank: int, part: Tensor, tag: int) -> Waitable:
-        """Send or receive a message; a long one in equal pieces, one per connection."""
         group = self.group
-        if not self._beside or part.numel() < _SPREAD_FROM:
-            return _start(getattr(group, verb), rank, part, tag)
-        pieces = zip((group, *self._beside), part.chunk(1 + len(self._beside)), strict=False)
-        return _Pieces([_start(getattr(one, verb), rank, piece, tag) for one, piece in pieces])
+        works = [_start(group.recv, *message, own) for message, own in zip(receives, tags_in, strict=False)]
+        works += [_start(group.send, *message, own) for message, own in zip(sends, tags_out, strict=False)]
+        return Moving(works, [rank for rank, _ in (*receives, *sends)])
 
     def _exchange_checked(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths) -> Moving:
         """Every message is followed by its checksums."""
@@ -272,9 +262,8 @@ class PairTransport(Transport):
         """A message that is given up on closes all connections of gloo's, at both ends; some may be closed already."""
         for rank in range(self.world):
             if rank != self.rank:
-                for group in (self.group, *self._beside):
-                    with contextlib.suppress(RuntimeError, CollectiveError):
-                        group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
+                with contextlib.suppress(RuntimeError, CollectiveError):
+                    self.group.recv([torch.empty(1)], rank, _LAST_TAG).wait(_MOMENT)
 
 
 def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
@@ -288,17 +277,6 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
         for own in lengths
     )
     return sent, received
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """One message under way in pieces."""
-
-    works: Sequence[Waitable]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> Waitable:
@@ -553,50 +531,19 @@ def resolve(group: object) -> dist.ProcessGroup:
     raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
-def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags, *, checked: bool = False) -> Transport:
+def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
     name = backend(group, device)
-    if checked and name != "gloo":
-        raise CollectiveError(f"use_checksums: checksums go with messages on gloo, this group runs on {name!r}")
     if name == "nccl":
         # NCCL connects in a group's first call, which all ranks have to make.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return StreamTransport(group, tags, device)
     if name == "gloo":
         made = PairTransport if device.type == "cpu" else StagedTransport
-        return made(group, tags, checked=checked)
+        return made(group, tags)
     raise CollectiveError(
         f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}: make a group with "
         "backend='gloo' or 'nccl' (torch.distributed.new_group) and pass it as group="
     )
-
-
-def spread(group: dist.ProcessGroup, connections: int) -> dist.ProcessGroup:
-    """A new group of the same ranks, whose long messages travel in pieces over so many connections per pair of ranks.
-
-    All ranks of the group call it. torch's own verbs on it have one connection, as ever.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    timeout = timedelta(seconds=timeout_s(group))
-    local = len(ranks) < dist.get_world_size()  # the other ranks do not call
-    how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": local}
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **how) for _ in range(connections)]
-    _beside[groups[0]] = groups[1:]
-    return groups[0]
-
-
-def close_spread(group: dist.ProcessGroup) -> None:
-    """End a group that `spread` made; its connections are closed when nobody holds it any more.
-
-    One that is a part of the world stays: torch would give the next of the same ranks its name, and with it the
-    addresses in the store that are no longer true.
-    """
-    if not dist.is_initialized() or group.size() < dist.get_world_size():
-        return
-    beside = _beside.pop(group, [])
-    for one in (group, *beside):
-        with contextlib.suppress(ValueError):  # it went with all groups
-            dist.destroy_process_group(one)
-    beside.clear()  # the group's transport has the same list
 
 
 # What torch 2.11 to 2.15 call the backends that they build on NCCL.

@@ -1,7 +1,6 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
 
 import functools
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,7 +22,7 @@ from thinwire.integrations import lanes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.integrations.stats import SECONDS, BucketMeter, Drift, Stats, StepErrors, Tally
+from thinwire.integrations.stats import SECONDS, BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
 
@@ -127,7 +126,6 @@ class Averager:
         self.memories = Memories(options.residual_dtype)
         self.errors = StepErrors()
         self.tally = Tally()
-        self._drift = Drift()
         self.group: dist.ProcessGroup | None = None  # of the present step
         self.peers: Sequence[dist.ProcessGroup] = ()  # groups that decide alike, besides: those of other shards
         self.elsewhere: Iterable[str] = ()  # parameters of which they may have a part where this rank has none
@@ -152,9 +150,6 @@ class Averager:
         self._step = step
         self.tally.timed = self._timed and device.type == "cpu"
         by_name = self.errors.by_name()
-        drifted = self._drift.look(self.errors.fed_back)
-        if drifted:
-            warnings.warn(f"rank {group.rank()}: {drifted}", stacklevel=2)
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
@@ -187,7 +182,7 @@ class Averager:
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.decisions.measuring:
-            watches = [self.errors.watch(n.pieces, output.device, n.spec.feedback).lost for n in bucket.lanes]
+            watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         parts = zip(tensors, bucket.carries, watches, strict=True)
         loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
         meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
@@ -268,7 +263,6 @@ class Averager:
             **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
             scratch_bytes=sum(c.scratch.nbytes + (c.rooms.nbytes if c.rooms else 0) for c in channels),
-            skipped=tally.skipped,
         )
 
     @property

@@ -10,8 +10,10 @@ Where other parameters are frozen than before, no bits can be the same, and the 
 import contextlib
 import functools
 import io
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +127,17 @@ def spread(state: Mapping[str, Any] | None, source: int, group: dist.ProcessGrou
     broadcast(saved, group=group, group_src=source, algorithm="plain")
     found: State = torch.load(io.BytesIO(saved.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
     return found
+
+
+def write(path: Path, state: State) -> None:
+    """Write a state to a file in one move: a process that is killed leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")  # what a killed process left of it is overwritten
+    with new.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -24,7 +24,7 @@ from thinwire.integrations.averager import Averager, Future, gradients_in, over_
 from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.names import Names, ParameterNames, find_ddp, living, plain_name
-from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
+from thinwire.integrations.nonfinite import NonfiniteGuard, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.stats import Handle, Stats
 from thinwire.log import announce_once
@@ -61,26 +61,22 @@ class DDPState(Handle):
         super().__init__()
         self.process_group = process_group
         # An optimiser may hold the model, which must not hold itself alive.
-        self.options = replace(options, optimizer=options.onebit or options.family)
+        self.options = replace(options, optimizer=options.family)
         self.step = 0
         self._names = names
         self._names.needs_model = options.rules.by_name
         self._decisions = Decisions(options, names, whole=True)
         self._averager = Averager(options, self._decisions)
         self._restorer = Restorer(self._averager.average)
-        self._guard = None
-        if options.on_nonfinite != "propagate":
-            self._guard = Guard(options.on_nonfinite, self._averager.tally)
+        self._guard = NonfiniteGuard() if options.on_nonfinite == "raise" else None
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None  # with this hook; once looked for
-        self._means: list[tuple[Sequence[Tensor], Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
+        self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
         self._ended = True  # whether the next bucket is the first of a step
 
     def name_parameters(self, model: nn.Module) -> None:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
         self._decisions.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
-        if self._decisions.onebit is not None:  # now rather than when its warm-up ends
-            self._decisions.onebit.groups_of(self._names.tensors().values())
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
         """Start to average a bucket; the future holds its buffer."""
@@ -105,9 +101,9 @@ class DDPState(Handle):
                 if gone := self._restorer.end_step():
                     self._averager.forget(gone)
         if self._guard is not None:
-            self._means.append((bucket.parameters(), buffer, future))
+            self._means.append((buffer, future))
             if bucket.is_last():
-                self._judge_later(self._guard, group)
+                self._check_later(self._guard, group)
         return future
 
     def _average(self, parameters: Sequence[Tensor], buffer: Tensor, *, alone: bool) -> "Future[Tensor]":
@@ -118,33 +114,29 @@ class DDPState(Handle):
             future = new_future(buffer.device)
             future.set_result(buffer)
             return future
-        onebit = self._decisions.onebit
-        if onebit is not None and onebit.frozen:
-            onebit.put_momentum(parameters, _gradients(parameters, buffer))
         names, shapes = self._names.of(parameters)
         undo = self._weigh(parameters, names, buffer)
         future = self._restorer.average(gradients_in(buffer, names, shapes), buffer)
         return future if undo is None else future.then(undo)
 
-    def _judge_later(self, guard: Guard, group: dist.ProcessGroup) -> None:
+    def _check_later(self, guard: NonfiniteGuard, group: dist.ProcessGroup) -> None:
         """At the end of the backward pass, when all means are there."""
         step = self.step - 1
         means = self._means
         self._means = []
 
-        def judge() -> None:
-            found = torch.cat([which_are_finite([buffer]) for _, buffer, _ in means])
+        def check() -> None:
+            found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
             if bool(found.all()):  # all ranks have the same means, and see the same
                 return
-            place = Place(group.rank(), group.size())
-            own = guard.code(place, spoiled=True)
+            own = guard.code(group.rank(), group.size(), spoiled=True)
             (least,) = over_groups("on_nonfinite", (group,), found.device, [float(own)], dist.ReduceOp.MIN)
-            guard.judge(int(least), place, step, [p for parameters, _, _ in means for p in parameters])
+            guard.check(int(least), group.size(), step)
 
-        if not after_backward(judge):  # a rank that has no more data, under Join: it meets the others' gradients
-            for _, buffer, future in means:
+        if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
+            for buffer, future in means:
                 wait_in(group, future, buffer)
-            judge()
+            check()
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
         """Bring gradients into Adam's units, see [Note: Moments]; what brings the means back, if there are any."""
@@ -175,7 +167,7 @@ class DDPState(Handle):
         self._ended = False
         self._means.clear()
         if self._guard is not None:
-            self._guard.forget()
+            self._guard.begin()
         if self._decisions.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
         if self.closed:
@@ -324,19 +316,18 @@ def compress_ddp(model: nn.Module, codec: CodecChoice = "int8", **options: Unpac
         uncompressed, bf16, int8 and lloyd4 on real steps and keeps the fastest within `error_budget`; or "auto:2.5",
         which gives 2.5 bits per element on average, more to layers that lose more, again every `replan_every` steps.
     feedback: "auto" (by codec and optimiser), "none", "classic" or "ef21".
-    residual_dtype: what feedback remembers is kept as float32, bfloat16 or int8 ("ef21": float32).
+    residual_dtype: what feedback remembers is kept as float32 or bfloat16 ("ef21": float32).
     exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
         "none", name patterns, or a function of name and shape.
     policy: codecs by name pattern, {"*.embed*": "int8"}. The first pattern that matches holds, before exemptions. A
         last "*" stands for `codec`.
     warmup_steps: the first steps, uncompressed.
     optimizer: one or several, for feedback="auto" below 4 bits. Without it thinwire watches which optimisers step the
-        model's parameters, and sends int8 until it has seen them. A thinwire.optim.OneBitAdam sends its momentum.
+        model's parameters, and sends int8 until it has seen them.
     error_budget: the relative error of one rounding that codec="auto" may accept.
     measure_every: how often `stats()` measures errors; 0 is never.
-    on_nonfinite: what a gradient with NaN or Inf does: "propagate" (all ranks get NaN), "raise" (all ranks raise the
-        same NonfiniteError at the end of backward), or "skip" (`.grad` of all parameters becomes None on all ranks, so
-        that the optimiser's step does nothing; `stats().skipped` counts it). With a GradScaler, "propagate".
+    on_nonfinite: what a gradient with NaN or Inf does: "propagate" (all ranks get NaN) or "raise" (all ranks raise the
+        same NonfiniteError at the end of backward). With a GradScaler, "propagate".
     weigh: "moments" brings gradients into Adam's units before they are encoded, and back: they are divided by the root
         of its second moment. "auto" does so below 4 bits where an Adam or RMSprop of whole parameters is known. What
         has feedback is not weighed.
@@ -380,7 +371,7 @@ def _mesh_hint(state: DDPState) -> str:
     group = transport.resolve(state.process_group)
     if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not transport.on_nccl(group):
         return ""
-    if options.mesh is not None or options.onebit is not None or options.feedback not in ("auto", "none"):
+    if options.mesh is not None or options.feedback not in ("auto", "none"):
         return ""  # a mesh has no feedback
     return (
         f'{inside} ranks share a host: mesh=init_device_mesh("cuda", ({hosts}, {inside})) sums gradients inside each '

@@ -16,13 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.codecs import BlockInt, Codec, Identity, TopK, registry
 from thinwire.collectives.lane import LaneSpec
-from thinwire.errors import CollectiveError, OptimizerError
+from thinwire.errors import CollectiveError
 from thinwire.feedback import KINDS
 from thinwire.integrations import auto, policy
 from thinwire.integrations.moments import Agree, Moments
 from thinwire.integrations.names import Names, ParameterNames, ParameterSize
 from thinwire.integrations.options import DDPOptions
-from thinwire.optim import OneBitAdam
 
 _MEANWHILE = BlockInt(8)  # travels while the feedback depends on an optimiser that was not seen yet
 _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
@@ -42,13 +41,12 @@ class Decisions:
         self._feedback = options.feedback if options.mesh is None else "none"
         self.schedule = options.schedule
         self.rules = options.rules
-        self.onebit = options.onebit
         self.family = options.family  # of the optimiser, once all ranks know it
         self.sizes = names.sizes
         self._names = names
         self.moments = Moments(options.optimizers)
         self._outer = outer
-        fed_back = self._feedback in KINDS and self.onebit is None  # what has feedback is not weighed
+        fed_back = self._feedback in KINDS  # what has feedback is not weighed
         self._weigh = options.weigh if whole and not fed_back else "none"
         self._expects = self.moments.expected  # whether moments are, once all ranks know the optimiser
         self._weighed: dict[Names, list[int]] = {}  # as `weighed` gives them, while `_weighed_by` holds
@@ -109,7 +107,7 @@ class Decisions:
         if errors and isinstance(self._choice, policy.Budget) and due:
             self._deal_bits(errors, self._choice.bits, agree)
         told = self._share_family(step, agree) if self._scout is not None and step > 0 else ""
-        if step > 0 and self.weighs and self.onebit is None:
+        if step > 0 and self.weighs:
             self.moments.look(self._names.tensors(), agree)
             if self.moments.settled and not self.moments.shared:
                 told = told or "no second moments that all ranks have were found: gradients are not weighed by them"
@@ -120,9 +118,9 @@ class Decisions:
             self._dealt = False
         self._choice = choice
         self.step = step
-        news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) and not self._warming_up else ""
+        news = self._settle_race(agree) if isinstance(self._choice, policy.Trial) else ""
         self.raced = bool(news)
-        self._base = Identity() if self._warming_up else self._present_base(choice)
+        self._base = self._present_base(choice)
         if self._weighed_by != (self.setting, self.moments.shared):
             self._weighed_by = self.setting, self.moments.shared
             self._weighed.clear()
@@ -155,10 +153,6 @@ class Decisions:
             )
         return ""
 
-    @property
-    def _warming_up(self) -> bool:
-        return self.onebit is not None and not self.onebit.frozen
-
     def _present_base(self, choice: policy.Choice) -> Codec:
         if not isinstance(choice, policy.Trial):
             return _base_of(choice)
@@ -176,8 +170,7 @@ class Decisions:
     @property
     def setting(self) -> tuple[object, ...]:
         """Changes when any parameter's codec or feedback does."""
-        frozen = self.onebit is not None and self.onebit.frozen
-        return self._base, tuple(self._widths.items()), self.family, frozen, self.weighs
+        return self._base, tuple(self._widths.items()), self.family, self.weighs
 
     @property
     def compresses(self) -> bool:
@@ -189,8 +182,6 @@ class Decisions:
         """Whether gradients are weighed by moments, or will be once all ranks have some."""
         if self._weigh == "none":
             return False
-        if self.onebit is not None:
-            return self.onebit.frozen
         if self.moments.settled and not self.moments.shared:
             return False
         return self._weigh == "moments" or (self._few_bits and self.family == "adaptive" and self._expects)
@@ -198,27 +189,26 @@ class Decisions:
     def weighed(self, names: Names) -> list[int]:
         """Which of these parameters' gradients are weighed at this step.
 
-        None that has feedback, unless their units are frozen: what it remembers would be multiplied by the growth of
-        the moments, which grow by it in turn, without end.
+        None that has feedback: what it remembers would be multiplied by the growth of the moments, which grow by it in
+        turn, without end.
         """
         if not self.weighs:
             return []
         if names not in self._weighed:
-            known = self.sizes if self.onebit is not None else self.moments.shared & self.sizes.keys()
+            known = self.moments.shared & self.sizes.keys()
             found = {i: self._travels(name) for i, name in enumerate(names) if name in known}
-            frozen = self.onebit is not None
-            able = {i: policy.bits_of(chosen) < 16 and (frozen or not kind) for i, (chosen, kind) in found.items()}
+            able = {i: policy.bits_of(chosen) < 16 and not kind for i, (chosen, kind) in found.items()}
             self._weighed[names] = [i for i in able if able[i]]
         return self._weighed[names]
 
     @property
     def in_units(self) -> bool:
         """Whether any gradient of this step was weighed by moments."""
-        return self.onebit is None and any(self._weighed.values())
+        return any(self._weighed.values())
 
     def roots(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What the gradients of these parameters, which are all weighed, are divided by."""
-        return self.moments.roots(parameters) if self.onebit is None else self.onebit.roots(parameters)
+        return self.moments.roots(parameters)
 
     @property
     def measuring(self) -> bool:
@@ -266,8 +256,6 @@ class Decisions:
         bits = policy.bits_of(chosen)
         if self._feedback != "auto":
             return policy.feedback_of(self._feedback, chosen, self.family)
-        if self.onebit is not None:
-            return "classic" if bits < 4 else ""
         if isinstance(choice, policy.Budget) and bits < 16 and not isinstance(chosen, TopK):
             # Widths change under way, and what is remembered must not be left behind: one rule for all of them.
             if choice.bits >= 4:
@@ -327,11 +315,6 @@ def _saw(
     mine = [name for name in stepped if name is not None]
     if decisions is None or not mine:
         return
-    if isinstance(optimizer, OneBitAdam) and optimizer is not decisions.onebit:
-        raise OptimizerError(
-            "OneBitAdam steps this model, and its gradients travel in few bits instead of its "
-            "momentum: pass compress_ddp(..., optimizer=) the optimiser"
-        )
     decisions.moments.saw(optimizer)
     family = policy.family(optimizer)
     for name in mine:

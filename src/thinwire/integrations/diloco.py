@@ -1,10 +1,10 @@
-"""DiLoCo: ranks train alone for many steps, and average what they learnt, compressed.
+"""DiLoCo: ranks train alone for many steps and average, compressed, what they learned.
 
-    diloco = thinwire.DiLoCo(model, optimizer, every=30)     # the rest of the loop stays
+    diloco = thinwire.DiLoCo(model, optimizer, every=30)     # the rest of the loop stays as it is
 
-Every rank, or every site of several, has a copy of the outer parameters. Each `every` optimizer steps the difference
+Every rank, or every site of several, has a copy of the outer parameters. Every `every` optimizer steps the difference
 between them and its own parameters, the outer gradient, is averaged over the ranks. The outer optimizer steps with it,
-on every rank alike, and the rank goes on from the result. The average takes the road of DDP's gradients (averager).
+identically on every rank, and the rank continues from the result. Averages travel like DDP's gradients (averager.py).
 """
 
 import functools
@@ -12,7 +12,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -21,16 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thinwire.codecs import Identity
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, transport
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import channel_of
+from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import checkpoint, policy as policies, rejoin
-from thinwire.integrations.averager import Averager, GradientSet, over_groups
+from thinwire.integrations import checkpoint, policy as policies
+from thinwire.integrations.averager import Averager, Future, GradientSet, over_groups
 from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.fragments import Deadline, Fragment, Round, bare, cut, is_finite, trained
 from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
 from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, settings_of
 from thinwire.integrations.policy import CodecLike, Exempt
@@ -41,38 +39,88 @@ OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
 _VERSION = 1
 _LR = 0.7
 _MOMENTUM = 0.9
-_MOST_CONNECTIONS = 64
 
 _open: "weakref.WeakSet[DiLoCo]" = weakref.WeakSet()
+
+
+class _Fragment:
+    """Parameters that are averaged together, and their outer copies in fp32 (fp64 if any of them is in fp64)."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = tuple(name for name, _ in named)
+        self.parameters = [parameter for _, parameter in named]
+        self.shapes = [tensor.shape for tensor in self.own()]
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        self.outer = [nn.Parameter(tensor.detach().to(self.dtype, copy=True)) for tensor in self.own()]
+
+    def own(self) -> list[Tensor]:
+        """This rank's parameters; of a sharded one, its shard."""
+        return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters]
+
+    def has_learned(self) -> bool:
+        """Whether this rank's parameters differ from the outer ones."""
+        return not all(map(_is_unchanged, self.own(), self.outer))
+
+    @property
+    def stopped(self) -> str:
+        """A parameter that was frozen before the last round, as on all ranks; "" if there is none."""
+        found = zip(self.names, self.parameters, self.own(), self.outer, strict=True)
+        return next((name for name, p, own, copy in found if not p.requires_grad and _is_unchanged(own, copy)), "")
+
+    def put(self, buffer: Tensor) -> None:
+        """Set the outer copies and this rank's parameters."""
+        with torch.no_grad():
+            for copy, own, values in zip(self.outer, self.own(), self.split(buffer), strict=True):
+                copy.copy_(values)
+                own.copy_(values)
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().to(self.dtype).reshape(-1) for tensor in tensors])
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        parts = buffer.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(eq=False)
+class _Round:
+    """An average of outer gradients in flight."""
+
+    fragment: int
+    due: int  # the inner step after which it is applied
+    sent: Tensor  # this rank's parameters when it began
+    average: Tensor
+    future: "Future[Tensor] | None"
+    group: dist.ProcessGroup
+
+    def wait(self) -> Tensor:
+        if self.future is not None:
+            wait_in(self.group, self.future, self.average)
+            self.future = None
+        return self.average
 
 
 class DiLoCo(Handle):
     """Training across sites, with `every` steps between messages.
 
-    Call it after the model is wrapped or sharded, on all ranks. It counts the steps of `inner_optimizer`, and needs
-    nothing else in the loop; at the end, `close()` averages once more, so that all ranks have the same model. As a
+    Create it after the model is wrapped or sharded, on all ranks. It counts the steps of `inner_optimizer` and needs
+    nothing else in the loop; at the end `close()` averages once more, so that all ranks have the same model. As a
     context manager it closes itself.
 
     model: any module; under DistributedDataParallel or fully_shard inside a site, pass `group`.
-    inner_optimizer: what trains between rounds. None: call `step()` after every step yourself. With a GradScaler do so,
-        since a step that it skips on one rank alone is a step all the same.
+    inner_optimizer: what trains between rounds. None: call `step()` after every step yourself. Do so with a GradScaler:
+        a step that it skips on one rank still counts as a step.
     outer_optimizer: what steps with averaged outer gradients: an optimizer over the model's parameters, which is moved
         to their outer copies, or a function of a list of tensors that makes one. None is SGD with Nesterov momentum 0.9
-        and a rate of 0.7.
+        and a learning rate of 0.7.
     every: steps between two averages of a parameter.
     codec: as for compress_ddp, without "auto"; "auto:2.5" without fragments.
     feedback: "auto" (none; for topk classic, EF21 before an outer Adam), "none", "classic" or "ef21".
-    beta: what is left of a residual after a round; 1 forgets nothing.
-    fragments: parameters in so many groups, which are averaged by turns, so that traffic comes evenly.
-    overlap: so many steps are trained while an average is under way; it is applied after them.
-    group: ranks that average, one per site; None is the world. Inside a site DDP or FSDP2 does what it does.
+    beta: the share of a residual that is kept after a round; 1 keeps all of it.
+    fragments: number of groups of parameters, which are averaged in turn to spread the traffic evenly.
+    overlap: number of steps that are trained while an average is in flight; it is applied after them.
+    group: the ranks that average, one per site; None is the world. Inside a site DDP or FSDP2 works as usual.
     exempt, policy, residual_dtype: as for compress_ddp.
-    snapshot: a file of this rank's own, written after every round. Ranks that start go on from the newest state that
-        any of them has in its file, those without one too; `steps` says where that is. One rank per site.
-    deadline: seconds that a rank waits for an average when it is due. If it is late on any rank, all train on, and
-        apply it when the next round begins. None waits as long as it takes.
-    connections: TCP connections between two ranks, over which averages travel in pieces; for gloo. More than one help
-        where a link is long and fast, or loses packets, and one connection does not fill it.
     """
 
     def __init__(
@@ -91,28 +139,23 @@ class DiLoCo(Handle):
         exempt: Exempt = "auto",
         policy: Mapping[str, CodecLike] | None = None,
         residual_dtype: torch.dtype = torch.float32,
-        snapshot: str | Path | None = None,
-        deadline: float | None = None,
-        connections: int = 1,
     ) -> None:
         super().__init__()
-        self._inner = _stepping(inner_optimizer)
-        named = trained(model)
-        _check_alone(named)
-        _check(every, fragments, overlap, beta, deadline, len(named))
+        self.steps = 0  # of the inner optimizer
+        self.rounds = 0  # averages of a fragment that have begun
+        self.skipped = 0  # averages that were not finite
         self.every = every
         self.overlap = overlap
         self.beta = beta
-        self.steps = 0  # of the inner optimizer
-        self.rounds = 0  # averages of a fragment, begun
-        self.skipped = 0  # averages that were not finite
-        self.late = 0  # averages that were not there in time
-        self._group = transport.resolve(group)
-        _check_connections(connections, self._group, named[0][1].device)
-        _check_sharded(self._inner, self._group)
         self._model = model
+        self._inner = _stepping(inner_optimizer)
+        self._group = transport.resolve(group)
+        named = _trained(model)
+        _check(every, fragments, overlap, beta, len(named))
+        _check_alone(named)
+        _check_sharded(self._inner, self._group)
         _buffers_of(model)  # raises before anything is sent
-        self._fragments = [Fragment(part) for part in cut(named, fragments)]
+        self._fragments = [_Fragment(part) for part in _cut(named, fragments)]
         self.outer_optimizer = self._outer_optimizer(outer_optimizer, {id(p) for p in model.parameters()})
         options = DDPOptions(
             codec,
@@ -121,39 +164,49 @@ class DiLoCo(Handle):
             policy=policy,
             optimizer=policies.family(self.outer_optimizer),
             residual_dtype=residual_dtype,
-            measure_every=len(self._fragments) * 10 + 1,  # another fragment each time
+            measure_every=fragments * 10 + 1,  # another fragment each time
         )
-        _check_codec(options, fragments, connections)
+        _check_codec(options, fragments)
+        everything = [(plain_name(name), p) for name, p in _bare(model).named_parameters()]  # as on other ranks
+        options.rules.check_names([name for name, _ in everything])
+        self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._names = ParameterNames()
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        everything = [(plain_name(name), p) for name, p in bare(model).named_parameters()]  # as on other ranks
-        options.rules.check_names([name for name, _ in everything])
-        self._frozen = [(name, p) for name, p in everything if not p.requires_grad]
         self._averager = Averager(options, Decisions(options, self._names, outer=True))
-
-        self._under_way: list[Round] = []
-        numbers = f"{options.agreed}, beta={float(beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
-        waits = f"deadline={deadline and float(deadline)}, snapshot={snapshot is not None}, connections={connections}"
-        key = self._compare(f"{numbers}, {waits}")
-        self._given = self._group
-        if connections > 1:
-            self._group = transport.spread(self._group, connections)
-        self._snapshot = None if snapshot is None else Path(snapshot)
-        try:
-            self._deadline = None if deadline is None else Deadline(self._group, key, deadline)
-            self._share()
-            self._spread([*_buffers_of(model), *(p for p in model.parameters() if not p.requires_grad)])
-            if self._snapshot is not None:
-                self._rejoin(self._snapshot)
-        except BaseException:
-            self._let_go()
-            raise
+        self._in_flight: list[_Round] = []
+        self._start(options)
         _open.add(self)
-        self._hook: Any = None
-        if self._inner is not None:
-            self._hook = self._inner.register_step_post_hook(lambda *_: self.step())
+        self._hook = None if self._inner is None else self._inner.register_step_post_hook(lambda *_: self.step())
+
+    def _start(self, options: DDPOptions) -> None:
+        """Raise on all ranks unless they agree on everything; then all begin with the first rank's model."""
+        pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
+        shapes = [(name, *shape) for name, shape in pairs]
+        numel = sum(shape.numel() for _, shape in pairs)
+        model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
+        timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
+        how = f"{options.agreed}, beta={float(self.beta)}, outer_optimizer={settings_of(self.outer_optimizer)}"
+        Call(channel_of(self._group, self._device), f"DiLoCo({model}, {timing}, {how})", anew=True)
+        for fragment in self._fragments:
+            buffer = fragment.flat(fragment.outer)
+            broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
+            fragment.put(buffer)
+        self._share([*_buffers_of(self._model), *(p for p in self._model.parameters() if not p.requires_grad)])
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks the first one's tensors, of any dtype."""
+        for tensor in tensors:
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            if own.numel():
+                buffer = own.detach().contiguous().view(-1).view(torch.uint8)
+                broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
+                own.copy_(buffer.view(own.dtype).view(own.shape))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._fragments[0].outer[0].device
 
     def _outer_optimizer(self, given: OuterOptimizer, known: set[int]) -> Optimizer:
         """What steps the outer copies; `known` are the model's parameters, those included that have none."""
@@ -198,78 +251,6 @@ class DiLoCo(Handle):
             if "param_names" in settings:
                 settings["param_names"] = [settings["param_names"][at] for at in kept]
 
-    def _compare(self, options: str) -> str:
-        """Raise on all ranks unless they are to average the same parameters at the same steps, in the same way.
-
-        Gives a key for the group's store that this object alone has, the same on all ranks.
-        """
-        pairs = [pair for part in self._fragments for pair in zip(part.names, part.shapes, strict=True)]
-        shapes = [(name, *shape) for name, shape in pairs]
-        numel = sum(shape.numel() for part in self._fragments for shape in part.shapes)
-        model = f"{len(shapes)} parameters of {numel} elements, {zlib.crc32(repr(shapes).encode()):08x}"
-        timing = f"every={self.every}, fragments={len(self._fragments)}, overlap={self.overlap}"
-        channel = channel_of(self._group, self._device)
-        call = Call(channel, f"DiLoCo({model}, {timing}, {options})", anew=True)
-        return channel.board.key(call.place.number)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._fragments[0].outer[0].device
-
-    def _share(self) -> None:
-        """All ranks begin with the first one's parameters."""
-        for fragment in self._fragments:
-            buffer = fragment.flat(fragment.outer)
-            broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
-            self._put(fragment, buffer)
-
-    def _rejoin(self, path: Path) -> None:
-        """Go on from the newest state that a rank of the group has in its file, if any has one."""
-        group = self._group
-        if dist.get_world_size() != group.size():
-            raise CollectiveError(
-                f"snapshot: expected one rank per site, got {dist.get_world_size()} ranks of which {group.size()} "
-                "average: with several save state_dict() yourself"
-            )
-        state, told = rejoin.meet(path, group, self._device)
-        if all(one.rounds < 0 for one in told):
-            return
-        shared, source = rejoin.agree(state, told, group, self._device)
-        self.load_state_dict(shared)
-        for fragment in self._fragments:
-            self._put(fragment, fragment.flat(fragment.outer))
-        for buffer, saved in zip(_buffers_of(self._model), shared["buffers"], strict=True):
-            buffer.copy_(saved)
-        if state is not None and state["inner"] is not None and self._inner is not None:
-            bare_optimizer(self._inner).load_state_dict(state["inner"])
-        behind = sum(one.rounds < self.rounds for one in told)
-        if group.rank() == 0:
-            new = f"; {behind} of {group.size()} ranks catch up or are new" if behind else ""
-            announce(f"DiLoCo: goes on after round {self.rounds}, step {self.steps}, as rank {source} knows it{new}")
-
-    def _save(self) -> None:
-        """Write the snapshot, if there is to be one."""
-        if self._snapshot is not None:
-            inner = None if self._inner is None else bare_optimizer(self._inner).state_dict()
-            buffers = [buffer.detach().cpu().clone() for buffer in _buffers_of(self._model)]
-            rejoin.write(self._snapshot, {**self.state_dict(), "under_way": [], "inner": inner, "buffers": buffers})
-
-    def _spread(self, tensors: Sequence[Tensor]) -> None:
-        """All ranks have the first one's, of any dtype."""
-        for tensor in tensors:
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            if own.numel():
-                buffer = own.detach().contiguous().view(-1).view(torch.uint8)
-                broadcast(buffer, group=self._group, group_src=0, algorithm="plain")
-                own.copy_(buffer.view(own.dtype).view(own.shape))
-
-    def _put(self, fragment: Fragment, buffer: Tensor) -> None:
-        """Outer copies and own parameters = these."""
-        with torch.no_grad():
-            for copy, own, values in zip(fragment.outer, fragment.own(), fragment.split(buffer), strict=True):
-                copy.copy_(values)
-                own.copy_(values)
-
     def step(self) -> None:
         """A step of the inner optimizer is done: begin and apply the rounds that are due."""
         if self.closed:
@@ -285,7 +266,6 @@ class DiLoCo(Handle):
         count = len(self._fragments)
         turns = [at for at in range(count) if self.steps % self.every == at * self.every // count % self.every]
         for index in turns:
-            self._settle([one for one in self._under_way if one.late])
             if name := self._fragments[index].stopped:
                 raise CollectiveError(
                     f"DiLoCo: {name} does not learn any more, and the outer optimizer, with its momentum, would move "
@@ -295,13 +275,13 @@ class DiLoCo(Handle):
         self._apply_due()
 
     def _begin(self, index: int, due: int) -> None:
-        for earlier in self._under_way:
+        for earlier in self._in_flight:
             earlier.wait()  # before new decisions are made from what it measured
         fragment = self._fragments[index]
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            memories = self._averager.memories  # what EF21 has sent is no loss: its means have to stay the sum of it
+            memories = self._averager.memories  # EF21's means must stay the sum of what was sent: they do not decay
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
         self._averager.begin_step(self._group, self.rounds, gradient.device)
@@ -309,28 +289,23 @@ class DiLoCo(Handle):
         if self._group.size() > 1:
             future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
         self.rounds += 1
-        self._under_way.append(Round(index, due, sent, gradient, future, self._group))
+        self._in_flight.append(_Round(index, due, sent, gradient, future, self._group))
         self._write_logs(self.rounds, self._group.rank())
 
     def _apply_due(self) -> None:
-        for done in [one for one in self._under_way if one.due <= self.steps and not one.late]:
-            if self._deadline is not None and not self._deadline.is_met(done.future):
-                done.late = True
-                self.late += 1
-            else:
-                self._settle([done])
+        self._settle([one for one in self._in_flight if one.due <= self.steps])
 
-    def _settle(self, rounds: Sequence[Round]) -> None:
+    def _settle(self, rounds: Sequence[_Round]) -> None:
         for done in rounds:
-            self._under_way.remove(done)
+            self._in_flight.remove(done)
             self._apply(done)
 
     @torch.no_grad()
-    def _apply(self, done: Round) -> None:
+    def _apply(self, done: _Round) -> None:
         """Step with the average, and move this rank's parameters by what the outer ones differ from what it sent."""
         fragment = self._fragments[done.fragment]
         average = done.wait()
-        if not is_finite(average):
+        if not _is_finite(average):
             self._drop(done.fragment)
             return
         for copy, gradient in zip(fragment.outer, fragment.split(average), strict=True):
@@ -342,7 +317,6 @@ class DiLoCo(Handle):
         outer = fragment.flat(fragment.outer).add_(trained)
         for own, values in zip(fragment.own(), fragment.split(outer), strict=True):
             own.copy_(values)
-        self._save()
 
     def _drop(self, index: int) -> None:
         """Leave out a round whose average is not finite, as every rank sees: all go on from the outer parameters.
@@ -354,25 +328,25 @@ class DiLoCo(Handle):
         if self._group.rank() == 0:
             announce(f"DiLoCo: round {self.rounds} is not finite on some rank, and is dropped on all")
         for at, fragment in enumerate(self._fragments):
-            if at == index or not is_finite(fragment.flat(fragment.own())):
-                self._put(fragment, fragment.flat(fragment.outer))
-                for one in (one for one in self._under_way if one.fragment == at):
-                    one.sent = fragment.flat(fragment.own())  # it has learnt nothing since
+            if at == index or not _is_finite(fragment.flat(fragment.own())):
+                fragment.put(fragment.flat(fragment.outer))
+                for one in (one for one in self._in_flight if one.fragment == at):
+                    one.sent = fragment.flat(fragment.own())  # it has learned nothing since
         remembered = [] if self._inner is None else list(bare_optimizer(self._inner).state.values())
         for state in remembered:
-            if not all(is_finite(value) for value in state.values() if isinstance(value, Tensor)):
+            if not all(_is_finite(value) for value in state.values() if isinstance(value, Tensor)):
                 state.clear()
 
     def synchronize(self) -> None:
         """Average everything now, on all ranks; they then have the same parameters, and the first one's buffers."""
-        self._settle(list(self._under_way))
-        own = [float(fragment.has_learnt()) for fragment in self._fragments]
-        learnt = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
-        for index, on_any_rank in enumerate(learnt):
+        self._settle(list(self._in_flight))
+        own = [float(fragment.has_learned()) for fragment in self._fragments]
+        learned = over_groups("DiLoCo.synchronize", (self._group,), self._device, own, dist.ReduceOp.MAX)
+        for index, on_any_rank in enumerate(learned):
             if on_any_rank:  # an outer step without it would follow the momentum alone
                 self._begin(index, self.steps)
-                self._settle(list(self._under_way))
-        self._spread(_buffers_of(self._model))
+                self._settle(list(self._in_flight))
+        self._share(_buffers_of(self._model))
 
     def close(self) -> None:
         """Average once more, on all ranks, and stop."""
@@ -382,17 +356,6 @@ class DiLoCo(Handle):
         self.closed = True
         if self._hook is not None:
             self._hook.remove()
-        if self._group is not self._given:
-            # When all have come here, nobody waits for a message there any more.
-            over_groups("DiLoCo.close", (self._group,), self._device, [0.0], dist.ReduceOp.MAX)
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Close connections that were opened for this alone. What may follow goes over the group that was given."""
-        if self._group is not self._given:
-            self._averager.group = None
-            transport.close_spread(self._group)
-            self._group = self._given
 
     def __enter__(self) -> Self:
         return self
@@ -402,7 +365,6 @@ class DiLoCo(Handle):
             self.close()
         else:  # other ranks may not come
             self.closed = True
-            self._let_go()
 
     def stats(self) -> Stats:
         """What rounds cost so far on this rank; `steps` counts averages of a fragment."""
@@ -419,9 +381,9 @@ class DiLoCo(Handle):
         Every rank saves its own. gather: every rank calls it, the first rank gets one state with what all remember, the
             others an empty one; all load that one. It has no rounds under way: save where there are none.
         """
-        for one in self._under_way:
+        for one in self._in_flight:
             one.wait()  # it changes residuals until it is done
-        if gather and self._under_way:
+        if gather and self._in_flight:
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
@@ -437,11 +399,8 @@ class DiLoCo(Handle):
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "compression": compression,
             "under_way": [
-                {
-                    **{"fragment": one.fragment, "due": one.due, "late": one.late},
-                    **{"sent": one.sent.cpu(), "average": one.average.cpu()},
-                }
-                for one in self._under_way
+                {"fragment": one.fragment, "due": one.due, "sent": one.sent.cpu(), "average": one.average.cpu()}
+                for one in self._in_flight
             ],
         }
 
@@ -468,21 +427,21 @@ class DiLoCo(Handle):
             checkpoint.ranks_needed(self._group.rank(), self._group.size(), compression["world"], known, advice)
             skipped = int(state["skipped"])
             under_way = [self._resumed(one) for one in state["under_way"]]
-            for one in self._under_way:
+            for one in self._in_flight:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
             self.rounds, *_ = checkpoint.load([compression], self._group, self._names, self._averager)
         self.steps = int(state["steps"])
         self.skipped = skipped
-        self._under_way = under_way
+        self._in_flight = under_way
         with torch.no_grad():
             for name, copy in self._copies.items():
                 copy.copy_(state["outer"][name])
 
-    def _resumed(self, saved: Mapping[str, Any]) -> Round:
+    def _resumed(self, saved: Mapping[str, Any]) -> _Round:
         device = self._fragments[saved["fragment"]].outer[0].device
         sent, average = (saved[name].to(device) for name in ("sent", "average"))
-        return Round(saved["fragment"], saved["due"], sent, average, None, self._group, saved["late"])
+        return _Round(saved["fragment"], saved["due"], sent, average, None, self._group)
 
 
 def _stepping(given: Optimizer | None) -> Optimizer | None:
@@ -529,31 +488,7 @@ def _check_sharded(inner: Any, group: dist.ProcessGroup) -> None:
         )
 
 
-def _check_connections(connections: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    if not is_int(connections) or not 1 <= connections <= _MOST_CONNECTIONS:
-        raise CollectiveError(f"connections must be from 1 to {_MOST_CONNECTIONS}, got {connections!r}")
-    if connections > 1 and transport.backend(group, device) != "gloo":
-        raise CollectiveError(
-            "connections: NCCL opens its own, got a group on NCCL: leave it at 1, and see NCCL_NSOCKS_PERTHREAD"
-        )
-
-
-def _check_codec(options: DDPOptions, fragments: int, connections: int) -> None:
-    choices = options.schedule.choices
-    if connections > 1 and all(isinstance(choice, Identity) for choice in choices):
-        raise CodecError(
-            f"codec={options.codec!r}: torch's own sum has one connection, got connections={connections}: leave it at "
-            "1, or take a codec"
-        )
-    if any(isinstance(choice, policies.Trial) for choice in choices):
-        raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
-    if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in choices):
-        raise CodecError(
-            f"codec={options.codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}"
-        )
-
-
-def _check(every: int, fragments: int, overlap: int, beta: float, deadline: float | None, parameters: int) -> None:
+def _check(every: int, fragments: int, overlap: int, beta: float, parameters: int) -> None:
     if not is_int(every) or every < 1:
         raise CollectiveError(f"every must be a number of steps above 0, got {every!r}")
     if not is_int(fragments) or not 1 <= fragments <= min(every, parameters):
@@ -565,5 +500,57 @@ def _check(every: int, fragments: int, overlap: int, beta: float, deadline: floa
         raise CollectiveError(f"overlap must be a number of steps below every={every}, got {overlap!r}")
     if not isinstance(beta, float | int) or not 0 <= beta <= 1 or math.isnan(beta):
         raise CollectiveError(f"beta must be from 0 to 1, got {beta!r}")
-    if deadline is not None and (not isinstance(deadline, float | int) or not 0 < deadline < math.inf):
-        raise CollectiveError(f"deadline must be a number of seconds above 0, or None, got {deadline!r}")
+
+
+def _check_codec(options: DDPOptions, fragments: int) -> None:
+    choices = options.schedule.choices
+    if any(isinstance(choice, policies.Trial) for choice in choices):
+        raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
+    if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in choices):
+        raise CodecError(
+            f"codec={options.codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}"
+        )
+
+
+def _is_unchanged(own: Tensor, copy: Tensor) -> bool:
+    """Whether a rank's parameter still equals the outer one."""
+    return torch.equal(own, copy.to(own.dtype))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.to_local() if isinstance(tensor, DTensor) else tensor).all())
+
+
+def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter that learns, by its name without wrappers; a sharded one, if this rank has elements of it."""
+    if not isinstance(model, nn.Module):
+        raise CollectiveError(f"expected a model, got {type(model).__name__}: pass the nn.Module")
+    named = [(plain_name(name), p) for name, p in _bare(model).named_parameters() if p.requires_grad]
+    found: list[tuple[str, Tensor]] = []
+    found += [(name, p) for name, p in named if not isinstance(p, DTensor) or p.to_local().numel()]
+    complex_ones = [name for name, p in found if p.is_complex()]
+    if complex_ones or not found:
+        what = f"complex ones ({complex_ones[0]})" if complex_ones else "none that learns"
+        raise CollectiveError(f"DiLoCo averages real parameters, got {what}")
+    return found
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _cut(named: Sequence[tuple[str, Tensor]], count: int) -> list[list[tuple[str, Tensor]]]:
+    """`count` consecutive parts of about equal size, none of them empty."""
+    total = sum(parameter.numel() for _, parameter in named)
+    found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
+    index = 0
+    seen = 0
+    for at, one in enumerate(named):
+        numel = one[1].numel()
+        left = len(named) - at  # every later part needs one
+        full = seen + numel / 2 >= total * (index + 1) / count or left < count - index
+        if found[index] and index + 1 < count and full:
+            index += 1
+        found[index].append(one)
+        seen += numel
+    return found

@@ -1,44 +1,32 @@
-"""Steps whose gradients hold NaN or Inf: what `on_nonfinite` of compress_ddp and compress_fsdp makes of them.
+"""on_nonfinite="raise": gradients with NaN or Inf raise the same NonfiniteError on all ranks.
 
 [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass is
-over. A callback that such a callback asks for comes after all of them. There gradients may be looked at and dropped,
-and an error comes out of `backward()` as it is, with nothing left half done: the next step works.
+over. A callback that such a callback queues runs after all of them. An error raised there leaves `backward()` as it is,
+with nothing half done: the next step works.
 
 "propagate", the default, looks at nothing, so that nobody waits for a GPU.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
 from thinwire.errors import NonfiniteError
-from thinwire.integrations.stats import Tally
-from thinwire.log import announce
 
 
-class Place(NamedTuple):
-    """Which rank of how many this one is, in messages."""
+class NonfiniteGuard:
+    """Looks at this rank's gradients before they are averaged, and compares with all ranks afterwards."""
 
-    rank: int
-    world: int
+    def __init__(self) -> None:
+        self.begin()
 
-
-class Guard:
-    """Looks at the gradients of every step before and after they are averaged. Its `choice` is "raise" or "skip"."""
-
-    def __init__(self, choice: str, tally: Tally) -> None:
-        self._choice = choice
-        self._tally = tally
-        self.forget()
-
-    def forget(self) -> None:
+    def begin(self) -> None:
         """A step begins."""
         self._names: list[str] = []  # of parameters, in the order of the backward pass
-        self._fine: list[Tensor] = []  # which of them this rank's gradients are finite of
+        self._fine: list[Tensor] = []  # which of them have finite gradients on this rank
 
     @property
     def looked(self) -> bool:
@@ -50,35 +38,29 @@ class Guard:
         self._names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
         self._fine.append(which_are_finite(gradients))
 
-    def code(self, place: Place, *, spoiled: bool) -> int:
-        """One number per rank; the least of all ranks tells where the first bad gradient was.
+    def code(self, rank: int, world: int, *, spoiled: bool) -> int:
+        """One number per rank; the least of all ranks says where the first bad gradient is.
 
         spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
         """
         fine = torch.cat(self._fine).tolist()
         first = fine.index(False) if False in fine else len(fine) + (not spoiled)
-        return first * place.world + place.rank
+        return first * world + rank
 
-    def judge(self, least: int, place: Place, step: int, parameters: Iterable[Tensor]) -> None:
-        """Raise, or drop the gradients of `parameters`, if the least code of all ranks says so."""
-        first, rank = divmod(least, place.world)
+    def check(self, least: int, world: int, step: int) -> None:
+        """Raise if the least code of all ranks says that something is not finite."""
+        first, rank = divmod(least, world)
         names = self._names
-        self.forget()
+        self.begin()
         if first > len(names):
             return
         what = "a sum over ranks overflowed"
         if first < len(names):
             what = f"the gradient of {names[first]} on rank {rank} holds NaN or Inf, the first that backward brought"
-        if self._choice == "raise":
-            raise NonfiniteError(
-                f"step {step}: {what}. Look for its origin with torch.autograd.set_detect_anomaly(True), or pass "
-                "on_nonfinite='skip' to go on without such steps"
-            )
-        for parameter in parameters:
-            parameter.grad = None
-        if not self._tally.skipped and not place.rank:
-            announce(f"step {step} is skipped: {what}; stats().skipped counts such steps")
-        self._tally.skipped += 1
+        raise NonfiniteError(
+            f"step {step}: {what}. Look for its origin with torch.autograd.set_detect_anomaly(True), or pass "
+            "on_nonfinite='propagate' and skip steps whose gradient norm is not finite"
+        )
 
 
 def which_are_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -89,11 +71,11 @@ def which_are_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(real, math.inf)).isfinite()
 
 
-def after_backward(judge: Callable[[], None]) -> bool:
-    """Call `judge` when means are in `.grad`, see [Note: After backward]; False if no backward pass is running."""
+def after_backward(check: Callable[[], None]) -> bool:
+    """Call `check` when means are in `.grad`, see [Note: After backward]; False if no backward pass is running."""
     queue = Variable._execution_engine.queue_callback
     try:
-        queue(lambda: queue(judge))
+        queue(lambda: queue(check))
     except RuntimeError:
         return False
     return True

@@ -20,12 +20,11 @@ from thinwire.integrations import policy as policies
 from thinwire.integrations.moments import has_moments
 from thinwire.integrations.names import bare_optimizer
 from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
-from thinwire.optim import OneBitAdam
 
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
-OnNonfinite = Literal["propagate", "raise", "skip"]
+OnNonfinite = Literal["propagate", "raise"]
 Weigh = Literal["auto", "none", "moments"]
 Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -87,7 +86,7 @@ class DDPOptions:
                 f"{self.residual_dtype}"
             )
         check_algorithm(self.algorithm, ALGORITHMS)
-        if self.weigh == "moments" and self.feedback in KINDS and self.onebit is None:
+        if self.weigh == "moments" and self.feedback in KINDS:
             raise CodecError(
                 f"weigh='moments' goes without feedback, which would be remembered in units that change, got "
                 f"feedback={self.feedback!r}: leave out one of them"
@@ -131,10 +130,7 @@ class DDPOptions:
     @property
     def _kind(self) -> str:
         """What of the optimisers changes messages."""
-        if self.onebit is None:
-            return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
-        settings = self.onebit.param_groups[0]
-        return f"OneBitAdam after {settings['steps']} of {settings['warmup_steps']} steps, betas {settings['betas']}"
+        return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
 
     @property
     def rules(self) -> Rules:
@@ -147,15 +143,10 @@ class DDPOptions:
         return [bare_optimizer(one) for one in listed]
 
     @property
-    def onebit(self) -> OneBitAdam | None:
-        """The optimiser, where it sends its momentum."""
-        return next((one for one in self.optimizers if isinstance(one, OneBitAdam)), None)
-
-    @property
     def family(self) -> str | None:
-        """The leading family of the optimisers that were passed; momentum is linear in the gradients."""
+        """The leading family of the optimisers that were passed."""
         families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
-        return "linear" if self.onebit is not None else policies.leading(families) if families else None
+        return policies.leading(families) if families else None
 
     @property
     def nodes(self) -> Nodes | None:
@@ -179,10 +170,6 @@ class DDPOptions:
             raise CollectiveError(
                 "sums inside nodes and then across have no error feedback: "
                 f"leave out feedback={self.feedback!r}, or the mesh"
-            )
-        if self.onebit is not None:
-            raise CollectiveError(
-                "OneBitAdam needs error feedback, which sums on a mesh do not have: leave the mesh out"
             )
         return Nodes(mesh, chosen)
 

@@ -1,18 +1,5 @@
-"""What compression did so far: bytes, errors, times; and who is told: handles, logs, a warning where feedback grows.
+"""What compression did: bytes, errors and times; handles and the logs they write to."""
 
-[Note: Drift] A codec loses a share d of the squares of what it encodes. Classic feedback encodes x + r, where r is what
-the last message lost, so |r'| <= sqrt(d) (|x| + |r|): with gradients of size |x| it never holds more than
-sqrt(d) / (1 - sqrt(d)) |x|. EF21 encodes the difference to what was sent before, which moves by up to 2 |x|: it holds
-no more than twice that. A residual beyond the bound says that the codec loses more of these gradients than of Gaussian
-ones, for which d is measured: a few large numbers make the others of their block vanish, say. Old gradients then drown
-the new ones.
-
-A residual smaller than its gradient drowns nothing, whatever d: the bound is never below 1. After a burst of large
-gradients what is owed is sent off in a few steps: so two measured steps in a row have to show the residual, and the
-second at least half of the squares of the first.
-"""
-
-import functools
 import itertools
 import json
 import math
@@ -24,15 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
-from thinwire.collectives.lane import decoded
 from thinwire.errors import CollectiveError
 from thinwire.feedback import Piece
 
 Target = Any  # a path, a SummaryWriter, a W&B run, or a function of a dict
 SECONDS = ("encode_s", "wire_s", "reduce_s", "decode_s")  # of Stats, as they are shown
-_NUMBERS = 1 << 14  # by which a codec is judged
-_SHOWN = 3  # parameters that a warning names
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,6 @@ class Stats:
     wire_s: float | None  # from a bucket's first message to its last, less the work meanwhile
     residual_bytes: int  # memory of the feedback
     scratch_bytes: int  # memory of wires under way, shared by everything on this group
-    skipped: int = 0  # steps that on_nonfinite="skip" left out
     replica_bytes: int = 0  # memory of the copies of weights that differences are sent to
 
     @property
@@ -75,7 +57,6 @@ class Stats:
     def __str__(self) -> str:
         seconds = {name.removesuffix("_s"): getattr(self, name) for name in SECONDS}
         bad = f", {self.nonfinite} chunks not finite" if self.nonfinite else ""
-        bad += f", {self.skipped} steps skipped" if self.skipped else ""
         replicas = f", {self.replica_bytes:,} of copies of weights" if self.replica_bytes else ""
         lines = {
             "codec": f"{self.codec}, feedback {self.feedback}",
@@ -101,7 +82,6 @@ class Tally:
     bytes_sent: int = 0
     bytes_plain: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
-    skipped: int = 0  # steps that were left out, see nonfinite.py
     timed: bool = True  # not on a GPU, where the host does not wait to know
     nonfinite: Tensor | int = 0
     notes: list[Tensor] = field(default_factory=list)  # of programs: (the last chunk not finite, how many were) of each
@@ -148,33 +128,25 @@ class BucketMeter:
 
 
 class ErrorWatch:
-    """Sums, by parameter, of the squares of what was given, sent and lost (collectives.lane.Watch)."""
+    """Sums, by parameter, of the squares of what was sent and lost (collectives.lane.Watch)."""
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device, feedback: str = "") -> None:
-        self.feedback = feedback
-        self.codec: Codec | None = None
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self.names = [piece.name for piece in pieces]
         self._edges = [0, *itertools.accumulate(piece.numel for piece in pieces)]
         self.lost_P = torch.zeros(len(pieces), dtype=torch.float64, device=device)
         self.sent_P = torch.zeros_like(self.lost_P)
-        self.given_P = torch.zeros_like(self.lost_P)
         self.looked = False  # whether anything was seen
 
-    def lost(
-        self, span: tuple[int, int], message: Tensor, decoded: Tensor, codec: Codec, given: Tensor | None = None
-    ) -> None:
-        """`message`, which feedback made of `given` if there is any, was encoded as what says `decoded`."""
+    def lost(self, span: tuple[int, int], message: Tensor, decoded: Tensor) -> None:
+        """`message` was encoded as what decodes to `decoded`."""
         begin, end = span
         self.looked = True
-        self.codec = codec
         for i, (low, high) in enumerate(itertools.pairwise(self._edges)):
             part = slice(max(low, begin) - begin, min(high, end) - begin)
             if part.start < part.stop:
                 sent = message[part].double()
                 self.sent_P[i] += sent.square().sum()
                 self.lost_P[i] += (sent - decoded[part]).square().sum()
-                if given is not None:
-                    self.given_P[i] += given[part].double().square().sum()
 
 
 class StepErrors:
@@ -185,14 +157,9 @@ class StepErrors:
         self._watches: list[ErrorWatch] = []
         self._loaded: dict[str, float] = {}  # by parameter, of a checkpoint
 
-    def watch(self, pieces: Sequence[Piece], device: torch.device, feedback: str = "") -> ErrorWatch:
-        self._watches.append(ErrorWatch(pieces, device, feedback))
+    def watch(self, pieces: Sequence[Piece], device: torch.device) -> ErrorWatch:
+        self._watches.append(ErrorWatch(pieces, device))
         return self._watches[-1]
-
-    @property
-    def fed_back(self) -> list[ErrorWatch]:
-        """Those of lanes with feedback, if this step was measured."""
-        return [watch for watch in self._watches if watch.feedback and watch.looked]
 
     def by_name(self) -> dict[str, float]:
         """Squared errors by parameter that the next step decides from, if this one was measured."""
@@ -218,54 +185,6 @@ class StepErrors:
         """Forget this step, and go on with the errors by parameter of a checkpoint."""
         self._watches = []
         self._loaded = dict(errors)
-
-
-@functools.cache
-def residual_bound(codec: Codec, feedback: str, device: torch.device) -> float:
-    """How many times its gradients a residual may be, by the kernels of a device. See [Note: Drift]."""
-    x = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(1)).to(device)
-    wire = torch.empty(codec.wire_bytes(_NUMBERS), dtype=torch.uint8, device=device)
-    codec.encode(x, wire, step=0)
-    root = float((x - decoded(codec, wire, _NUMBERS, 0)).norm() / x.norm())
-    held = root / (1.0 - root) if root < 1.0 else math.inf
-    return max(1.0, 2.0 * held if feedback == "ef21" else held)
-
-
-class Drift:
-    def __init__(self) -> None:
-        self._over: dict[str, float] = {}  # squares of residuals that were too large at the last measured step
-        self._told: set[str] = set()
-
-    def look(self, watches: Sequence[ErrorWatch]) -> str:
-        """What is to be told after a measured step, which these saw; "" if nothing."""
-        if not watches:
-            return ""
-        sums: dict[str, tuple[float, float, float]] = {}  # squares of what was lost and of what was given; the bound
-        for watch in watches:
-            assert watch.codec is not None
-            bound = residual_bound(watch.codec, watch.feedback, watch.lost_P.device)
-            for known, *squares in zip(watch.names, watch.lost_P.tolist(), watch.given_P.tolist(), strict=True):
-                if known is not None:
-                    lost, given, _ = sums.get(known, (0.0, 0.0, bound))
-                    sums[known] = lost + squares[0], given + squares[1], bound
-        over: dict[str, float] = {}
-        times: dict[str, str] = {}  # the residual, and its bound, in multiples of the gradient
-        for name, (lost, given, bound) in sums.items():
-            if given > 0.0 and math.isfinite(lost) and lost > bound * bound * given:
-                over[name] = lost
-                times[name] = f"{name} ({math.sqrt(lost / given):.1f} times, at most {bound:.1f} expected)"
-        lasting = [name for name, lost in over.items() if lost >= 0.5 * self._over.get(name, math.inf)]
-        self._over = over
-        news = [name for name in lasting if name not in self._told]
-        self._told.update(news)
-        if not news:
-            return ""
-        shown = ", ".join(times[name] for name in news[:_SHOWN])
-        more = f" and {len(news) - _SHOWN} more" if len(news) > _SHOWN else ""
-        return (
-            f"error feedback remembers many times the present gradients of {shown}{more}. Old gradients drown the new "
-            f"ones there: give them more bits, policy={{{news[0]!r}: 'int4'}}, or name them in exempt="
-        )
 
 
 class Handle:

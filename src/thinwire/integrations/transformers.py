@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations import rejoin
+from thinwire.integrations import checkpoint
 from thinwire.integrations.names import living
 from thinwire.integrations.options import CodecChoice, check_options
 
@@ -110,7 +110,7 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         saved = self.handle.state_dict(gather=True)
         if not saved:
             return
-        rejoin.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
+        checkpoint.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
 
 
 def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:

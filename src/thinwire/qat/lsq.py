@@ -65,7 +65,6 @@ class LSQ(nn.Module):
     scale_gradient = True  # the paper's factor; a subclass may do without
     learns_offset = False  # whether there is an offset where integers are not symmetric
     floor_share = 1 / 64  # of the least scale at the start, below which none falls; in a subclass 0 => no floor
-    on_grid = False  # whether x is on the grid already, and somebody else applies the rule to gradients
     scale: nn.Parameter
     offset: nn.Parameter | None
     init_left: Tensor
@@ -107,7 +106,7 @@ class LSQ(nn.Module):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x on the grid. With `rows`, x holds those rows, one each, of the table whose scales these are."""
-        if not (self._ready or self._started(x)) or self.on_grid:
+        if not (self._ready or self._started(x)):
             return self._untouched(x)
         scale = self.floored()
         offset: Tensor | None = self.offset

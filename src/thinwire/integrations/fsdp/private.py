@@ -59,39 +59,14 @@ class ShardedParameter(NamedTuple):
     shape: torch.Size  # of all of it
     numel: int  # of a part, padding included
     held: int  # of this rank's part, without
-    module: nn.Module  # which it belongs to
-    attribute: str  # its name in that module
     in_tensor_parallel: bool  # whether it is itself a part of a parameter, which tensor parallelism cuts
     source: Any  # torch's own FSDPParam
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank holds of it, without padding."""
-        found: Tensor = self.source.sharded_param.to_local()
-        return found
 
     @property
     def gradient(self) -> Tensor | None:
         """This rank's part of the mean, once it is there."""
         found: Any = self.source.sharded_param.grad
         return None if found is None else found.to_local()
-
-    @property
-    def shard_rank(self) -> int:
-        """Which part of it this rank holds."""
-        return int(self.source.mesh_info.shard_mesh_rank)
-
-    @property
-    def shard_world(self) -> int:
-        """How many parts it is cut into."""
-        return int(self.source.mesh_info.shard_mesh_size)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether one module has it, FSDP alone cuts it, along its first dimension, and shards stay on the device."""
-        source = self.source
-        alone = not (source._module_info.shared_modules or self.in_tensor_parallel or source.offload_to_cpu)
-        return alone and source.fsdp_placement.dim == 0
 
     def held_by(self, rank: int) -> int:
         """Elements of another rank's part, without padding."""
@@ -185,8 +160,6 @@ class ParameterGroup:
             shape=source._orig_size,
             numel=source.padded_sharded_param_size.numel(),
             held=source.sharded_size.numel(),
-            module=module,
-            attribute=attribute,
             in_tensor_parallel=source.is_dtensor,
             source=source,
         )
@@ -225,17 +198,11 @@ class ParameterGroup:
 
 
 class ScatterComm(DefaultAllocMixin, ReduceScatter):
-    """Reduces the gradients of a group through `reduce`, whose parameters `expect` was told just before.
+    """Reduces the gradients of a group through `reduce`; just before, `expect` gets the arguments by name."""
 
-    `finish` then gets this rank's.
-    """
-
-    def __init__(
-        self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool], finish: Callable[[Tensor], None]
-    ) -> None:
+    def __init__(self, expect: "Callable[[ReduceCall], None]", reduce: Callable[..., bool]) -> None:
         self.expect = expect
         self._reduce = reduce
-        self._finish = finish
         self._plain = DefaultReduceScatter()
 
     def __call__(
@@ -243,7 +210,6 @@ class ScatterComm(DefaultAllocMixin, ReduceScatter):
     ) -> Any:
         if not self._reduce(output_tensor, input_tensor, group, op):
             self._plain(output_tensor, input_tensor, group, op)
-        self._finish(output_tensor)
 
 
 class GatherComm(DefaultAllocMixin, AllGather):

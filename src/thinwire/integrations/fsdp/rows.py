@@ -24,14 +24,12 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
 from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.codes import CodedWeight
 from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter, gather_exactly
 from thinwire.integrations.names import ROW, Names, ParameterSize
 from thinwire.integrations.policy import Rules
 from thinwire.integrations.stats import Tally
 from thinwire.kernels.rows import Bad
 
-_CODED = "coded"  # in place of a feedback: the lane of weights that travel as codes
 _MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that are compressed
 
@@ -145,7 +143,7 @@ class Scatterer(Averager):
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
             if self.decisions.measuring:
-                watch = self.errors.watch([*lane.pieces] * world, device, lane.spec.feedback).lost
+                watch = self.errors.watch([*lane.pieces] * world, device).lost
             found.append(LaneWatch(carry, watch, self.tally.checked))
         return found
 
@@ -181,23 +179,10 @@ def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class Gatherer:
-    """Gathers the weights of one parameter group, rounded; or what became of them since, see [Note: Differences].
+    """Gathers the weights of one parameter group, rounded, or their differences: see [Note: Differences]."""
 
-    Those of quantised layers, `coded`, are gathered exactly: [Note: Codes] in codes.py.
-    """
-
-    def __init__(
-        self,
-        group: ParameterGroup,
-        codec: Codec,
-        rules: Rules,
-        tally: Tally,
-        coded: Sequence[CodedWeight],
-        *,
-        differences: bool,
-    ) -> None:
+    def __init__(self, group: ParameterGroup, codec: Codec, rules: Rules, tally: Tally, *, differences: bool) -> None:
         self._group = group
-        self._coded = coded
         self._parameters = group.parameters()
         self._width = sum(parameter.numel for parameter in self._parameters)  # of a row
         self._codec = codec
@@ -209,39 +194,19 @@ class Gatherer:
         self._rank = 0
         self._padding: Tensor | None = None  # which elements of the own row it is
         self._loaded: Tensor | None = None  # the own row of a copy that is still to be gathered
-        self._messages: dict[object, tuple[Columns, GatherMessage | None]] = {}
+        self._messages: dict[object, tuple[Columns, GatherMessage]] = {}
 
     def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
         """output = the rows of all ranks, of which `input` is the own; False if torch is to do it."""
         plain_bytes = (group.size() - 1) * input.nbytes
-        larger = self._group.is_resharded  # what these hold was gathered before
-        if input.dtype not in DTYPES or self._width != input.numel() or larger:
-            for weight in self._coded:
-                weight.quantizer.on_grid = larger and weight.quantizer.on_grid
+        if input.dtype not in DTYPES or self._width != input.numel() or self._group.is_resharded:
             self._tally.sent(plain_bytes, plain_bytes)
             return False
         if not self.differences:
             self._send(output, input, group, 0)
         else:
             self._send_differences(output, input, group)
-        if self._coded:
-            self._send_codes(output.view(group.size(), -1), group)
         return True
-
-    def _send_codes(self, rows: Tensor, group: dist.ProcessGroup) -> None:
-        """Write the numbers of quantised weights into all ranks' rows."""
-        sizes = [weight.wire_bytes for weight in self._coded]
-        own = torch.empty(sum(sizes), dtype=torch.uint8, device=rows.device)
-        for weight, wire in zip(self._coded, own.split(sizes), strict=True):
-            weight.encode(wire)
-        wires = own.new_empty(group.size(), own.numel())
-        gather_exactly(wires.view(-1), own, group)
-        self._tally.sent((group.size() - 1) * own.numel(), 0)  # their share of the plain bytes is counted with the rest
-        starts = dict(zip((p.name for p in self._parameters), _starts(self._parameters), strict=True))
-        for weight, wires_WN in zip(self._coded, wires.split(sizes, 1), strict=True):
-            start = starts[weight.weight.name]
-            weight.decode(wires_WN, rows[:, start : start + weight.weight.numel])
-            weight.quantizer.on_grid = True
 
     def _send_differences(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         plain_bytes = (group.size() - 1) * input.nbytes
@@ -298,34 +263,21 @@ class Gatherer:
         rows = output.view(group.size(), -1)
         inputs = columns.split(input.view(1, -1))
         outputs = columns.blank(rows)
-        coded = [lane.spec.feedback == _CODED for lane in columns.lanes]
-        if message is not None:
-            others = [not skipped for skipped in coded]
-            message.run([*itertools.compress(outputs, others)], [*itertools.compress(inputs, others)], step)
-        for part in itertools.compress(outputs, coded) if self.differences else ():
-            part.zero_()  # no difference
+        message.run(outputs, inputs, step)
         columns.join(outputs, rows)
-        sent = 0 if message is None else message.sent_bytes
-        self._tally.sent(sent, (group.size() - 1) * input.nbytes)
+        self._tally.sent(message.sent_bytes, (group.size() - 1) * input.nbytes)
 
-    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, GatherMessage | None]:
+    def _new_message(self, like: Tensor, group: dist.ProcessGroup) -> tuple[Columns, GatherMessage]:
         specs = []
-        coded = {weight.weight.name for weight in self._coded}
         for parameter in self._parameters:
             codec = self._rules.codec_of(parameter.name, parameter.shape, like.dtype, self._codec)
-            specs.append(LaneSpec(parameter.numel, codec, codec, _CODED if parameter.name in coded else ""))
+            specs.append(LaneSpec(parameter.numel, codec, codec))
         found = lanes.lanes_of([parameter.name for parameter in self._parameters], specs, whole=True)
         columns = Columns(found, self._width, like.device)
-        others = [lane.spec for lane in found if lane.spec.feedback != _CODED]
-        return columns, GatherMessage(others, like, group) if others else None
-
-
-def _starts(parameters: Sequence[ShardedParameter]) -> list[int]:
-    """Where each begins in a row."""
-    return [0, *itertools.accumulate(parameter.numel for parameter in parameters)][:-1]
+        return columns, GatherMessage([lane.spec for lane in found], like, group)
 
 
 def _padding(parameters: Sequence[ShardedParameter]) -> Tensor:
     """Which elements of a rank's own row belong to no parameter."""
-    starts = zip(_starts(parameters), parameters, strict=True)
-    return torch.cat([torch.arange(at + p.held, at + p.numel) for at, p in starts])
+    ends = itertools.accumulate(parameter.numel for parameter in parameters)
+    return torch.cat([torch.arange(end - p.numel + p.held, end) for end, p in zip(ends, parameters, strict=True)])

@@ -17,12 +17,11 @@ from thinwire.codecs import Cast, Codec, Identity, registry
 from thinwire.collectives import checks
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, wait_in
-from thinwire.errors import CodecError, CollectiveError
+from thinwire.errors import CollectiveError
 from thinwire.integrations import policy as policies
 from thinwire.integrations.averager import Averager, GradientSet, over_groups, sum_bytes
 from thinwire.integrations.decisions import Decisions
 from thinwire.integrations.fsdp import checkpoint
-from thinwire.integrations.fsdp.codes import CodedWeight, coded_weights
 from thinwire.integrations.fsdp.private import (
     GatherComm,
     ParameterGroup,
@@ -34,7 +33,7 @@ from thinwire.integrations.fsdp.private import (
 )
 from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
 from thinwire.integrations.names import PADDING, ParameterNames, ParameterSize, describe
-from thinwire.integrations.nonfinite import Guard, Place, after_backward, which_are_finite
+from thinwire.integrations.nonfinite import NonfiniteGuard, after_backward, which_are_finite
 from thinwire.integrations.options import CodecChoice, DDPOptions, SharedKeywords, check_known, spelled_out
 from thinwire.integrations.policy import CodecLike, Rules
 from thinwire.integrations.stats import Handle, Stats, Tally
@@ -122,12 +121,11 @@ class FSDPState(Handle):
         self._scatterer = shards
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gatherers: list[Gatherer] = []
-        self._coded: list[CodedWeight] = []
         self._told: set[str] = set()
         self._guard = None
-        if options.on_nonfinite != "propagate":
-            self._guard = Guard(options.on_nonfinite, self._averager.tally)
-            self._check_meshes(options.on_nonfinite)
+        if options.on_nonfinite == "raise":
+            self._guard = NonfiniteGuard()
+            self._check_meshes()
 
     @property
     def step(self) -> int:
@@ -145,35 +143,14 @@ class FSDPState(Handle):
         watch_reductions()
         for group in self._groups:
             gather = None
-            coded: list[CodedWeight] = []
             if not isinstance(self.weights, Identity):
-                coded = self._coded_weights(group)
                 narrow = policies.bits_of(self.weights) < _NARROW
                 kept = replica if replica is not None else narrow and group.keeps_weights
-                gatherer = Gatherer(group, self.weights, rules, self._averager.tally, coded, differences=bool(kept))
+                gatherer = Gatherer(group, self.weights, rules, self._averager.tally, differences=bool(kept))
                 self._gatherers.append(gatherer)
                 gather = GatherComm(functools.partial(self._gather, gatherer))
-            finish = functools.partial(self._apply_rules, coded)
-            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce, finish)
+            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
             group.install(scatter, gather)
-
-    def _coded_weights(self, group: ParameterGroup) -> list[CodedWeight]:
-        """Those of quantised layers, which travel as their integers."""
-        if group.shards is None or group.shards.size() == 1:
-            return []
-        coded, reasons = coded_weights(group)
-        for name, why in reasons.items():
-            self._tell(f"{name} travels as numbers, not as the codes of its quantiser: {why}")
-        self._coded += coded
-        return coded
-
-    def _apply_rules(self, coded: Sequence[CodedWeight], gradients: Tensor) -> None:
-        """Of quantised layers: [Note: Codes] in codes.py."""
-        if coded:
-            parts = gradients.split([parameter.numel for parameter in self._expected])
-            held = {p.name: part[: p.held] for p, part in zip(self._expected, parts, strict=True)}
-            for weight in coded:
-                weight.apply_rule(held)
 
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Gradients of a group are reduced next."""
@@ -185,7 +162,7 @@ class FSDPState(Handle):
         if self._guard is not None:
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
-            after_backward(functools.partial(self._judge, self._guard))
+            after_backward(functools.partial(self._check_finite, self._guard))
         if "replicas" in self._legs and group.replicas is not None:
             # What these do at this step holds inside a node too, and is decided before the first sum there.
             self._legs["replicas"].expect(given, now=call.sums_replicas)
@@ -197,19 +174,19 @@ class FSDPState(Handle):
                 plain_bytes = sum_bytes(numel, call.dtype, group.replicas.size())
                 self._averager.tally.sent(plain_bytes, plain_bytes)
 
-    def _check_meshes(self, choice: str) -> None:
+    def _check_meshes(self) -> None:
         """Raise unless the ranks that share the first group's parameters share all."""
         meshes = {(group.shards, group.replicas) for group in self._groups}
         sharing = any(parameter.in_tensor_parallel for group in self._groups for parameter in group.parameters())
         if len(meshes) > 1 or sharing:
             why = "tensor parallelism" if sharing else "parameter groups on different meshes"
             raise CollectiveError(
-                f"on_nonfinite={choice!r} needs all ranks to look at the same parameters, and this model has {why}: "
-                "use 'propagate', and skip steps whose norm of gradients is not finite"
+                f"on_nonfinite='raise' needs all ranks to look at the same parameters, and this model has {why}: "
+                "use 'propagate', and skip steps whose gradient norm is not finite"
             )
 
-    def _judge(self, guard: Guard) -> None:
-        """Compare with the other ranks what this backward pass has met, once."""
+    def _check_finite(self, guard: NonfiniteGuard) -> None:
+        """Compare with the other ranks what this backward pass brought, once."""
         if not guard.looked:
             return
         held = [parameter for group in self._groups for parameter in group.parameters()]
@@ -218,11 +195,10 @@ class FSDPState(Handle):
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # FSDP2 reduces on streams of its own, and may not have waited for them
         spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
-        place = Place(dist.get_rank(), dist.get_world_size())
         groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
-        own = float(guard.code(place, spoiled=spoiled))
+        own = float(guard.code(dist.get_rank(), dist.get_world_size(), spoiled=spoiled))
         (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
-        guard.judge(int(least), place, self.step - 1, [parameter.source.sharded_param for parameter in held])
+        guard.check(int(least), dist.get_world_size(), self.step - 1)
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """The sum over shards; False if torch is to do it."""
@@ -308,8 +284,6 @@ class FSDPState(Handle):
             group.restore()
         self._averager.go_on({}, {}, {}, {})
         self._gatherers.clear()
-        for weight in self._coded:
-            weight.quantizer.on_grid = False
 
 
 def _no_less(inside: Codec, across: CodecLike) -> Codec:
@@ -345,8 +319,7 @@ def compress_fsdp(
     gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
         replicas of shards (HSDP) it is the codec between replicas.
     weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
-        copy of all weights and receive differences: see `replica`. With any codec but "none", weights of quantised
-        layers (`thinwire.qat`) travel as their integers, exactly.
+        copy of all weights and receive differences: see `replica`.
     feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
         has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
         codec and optimiser, as for compress_ddp.
@@ -357,8 +330,8 @@ def compress_fsdp(
         a whole step or a parameter, does so inside a node too.
     replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
         gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
-    on_nonfinite: as for compress_ddp. "raise" and "skip" need one mesh for all parameters, and cost one small
-        all_reduce per backward pass.
+    on_nonfinite: as for compress_ddp. "raise" needs one mesh for all parameters, and costs one small all_reduce
+        per backward pass.
     warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.
     """
     check_known("compress_fsdp", SharedKeywords, options)
@@ -370,8 +343,6 @@ def compress_fsdp(
     asked = DDPOptions(gradients, **options)
     if asked.feedback == "auto" and not replicated:
         asked = replace(asked, feedback="none")
-    if asked.onebit is not None:
-        raise CodecError("OneBitAdam sends its momentum through DDP: use compress_ddp, or another optimiser")
     if not replicated and within != Cast("bf16"):
         raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
     gathered = registry.codec(weights)

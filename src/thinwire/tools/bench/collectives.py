@@ -12,7 +12,7 @@ and across them in the second; a single one is summed flat, whoever is where.
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 from typing import Any
@@ -65,11 +65,10 @@ class Entry:
     codec: Codec  # of a hierarchy: of what goes across nodes
     algorithm: str
     inside: Codec | None = None  # of a hierarchy
-    connections: int = 1  # between two ranks, of gloo
 
     @property
     def key(self) -> str:
-        return f"{self.name} {self.algorithm} {self.connections}"
+        return f"{self.name} {self.algorithm}"
 
 
 @dataclass(frozen=True)
@@ -121,17 +120,10 @@ def run(
     quick: bool = False,
     nodes: int | None = None,
     progress: Progress = iter,
-    *,
-    connections: Sequence[int] = (1,),
 ) -> Record:
-    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows.
-
-    Codecs are measured on each number of connections between two ranks; plain has one.
-    """
+    """A record of kind "collectives", on gloo; without `rounds`, as many as the clock allows."""
     if link is not None:
         links.check()
-    if nodes is not None and max(connections) > 1:
-        raise BenchError("a mesh of nodes has one connection between two ranks: leave out nodes, or connections")
     check_pairs(nodes is not None, codecs, verbs)
     for world in worlds:
         if nodes is not None and (nodes < 2 or world % nodes or world == nodes):
@@ -140,7 +132,7 @@ def run(
         raise BenchError("nodes differ from ranks by what their link carries: name one")
     cases = []
     for world, verb, numel in product(worlds, verbs, numels or [default_numel(link, quick)]):
-        found = entries(codecs, verb, world, connections=connections)
+        found = entries(codecs, verb, world)
         cases.append(CollectiveCase(verb, world, link, divisible(verb, world, numel), found, nodes))
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
     with timing.threads(launch.THREADS):
@@ -207,17 +199,10 @@ def divisible(verb: str, world: int, numel: int) -> int:
     return numel if verb in IN_PLACE else max(world, numel - numel % world)
 
 
-def entries(
-    names: Sequence[str], verb: str, world: int, every: bool = False, connections: Sequence[int] = (1,)
-) -> tuple[Entry, ...]:
-    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain".
-
-    Each on every number of connections; plain has one.
-    """
+def entries(names: Sequence[str], verb: str, world: int, every: bool = False) -> tuple[Entry, ...]:
+    """The entries of codecs, which always compress (sums in `every` algorithm, if asked), of "auto" and of "plain"."""
     algorithms = ALGORITHMS if every and verb == "all_reduce" else (compressing(verb, world),)
-    found = [_entry(name, algorithm) for name in names for algorithm in algorithms]
-    each = (replace(one, connections=1 if one.name == PLAIN else count) for one in found for count in connections)
-    return tuple(dict.fromkeys(each))
+    return tuple(dict.fromkeys(_entry(name, algorithm) for name in names for algorithm in algorithms))
 
 
 def _entry(name: str, algorithm: str) -> Entry:
@@ -282,7 +267,6 @@ def rows_of(case: CollectiveCase, parts: Parts) -> Iterator[Row]:
             "verb": case.verb,
             "codec": entry.name,
             "algorithm": samples[0].algorithm,
-            "connections": entry.connections,
             "world": case.world,
             "nodes": case.nodes,
             "link": case.told_link,
@@ -354,17 +338,14 @@ class _RankBench:
         self.exact = exact(rank, case, device)
         # Nodes, and the ranks inside them.
         self.mesh = init_device_mesh(device.type, (case.nodes, case.world // case.nodes)) if case.nodes else None
-        whole = transport.resolve(None)
-        counts = sorted({entry.connections for entry in case.entries} - {1})
-        self.groups = {1: whole, **{count: transport.spread(whole, count) for count in counts}}
+        self.group = transport.resolve(None)
         self.torch = average if case.averages else TORCH[case.verb]
         self.calls: dict[str, Call] = {FP32: lambda: self.torch(self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
         self.samples = {name: CallSample(algorithm="plain") for name in (FP32, BF16)}
         for entry in case.entries:
             self._call(entry.key)  # auto decides at its first call
-            group = self.groups[entry.connections]
-            self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out, group))
+            self.samples[entry.key] = CallSample(algorithm=_algorithm(case, entry, self.out, self.group))
 
     def _in_bf16(self) -> Call:
         """torch's verb on bfloat16 copies, the casts included. Buffers are made once, which favours it."""
@@ -382,8 +363,7 @@ class _RankBench:
     def _compressed(self, entry: Entry) -> Call:
         verb = getattr(collectives, self.case.verb)
         given = {"all_reduce": (self.out,), "broadcast": (self.out, 0)}.get(self.case.verb, (self.out, self.source))
-        group = self.groups[entry.connections]
-        how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm, "group": group}
+        how: dict[str, Any] = {"codec": entry.codec, "algorithm": entry.algorithm, "group": self.group}
         if self.case.averages:
             how["op"] = dist.ReduceOp.AVG
         if entry.inside is not None:
@@ -402,7 +382,7 @@ class _RankBench:
 
     def sent(self) -> int:
         """Bytes that thinwire sent: in the group of all, inside the node and across."""
-        groups = [*self.groups.values(), *([] if self.mesh is None else self.mesh.get_all_groups())]
+        groups = [self.group, *([] if self.mesh is None else self.mesh.get_all_groups())]
         return sum(collectives.traffic(group).sent for group in groups)
 
     def restore(self) -> None:

@@ -27,7 +27,7 @@ from thinwire.tools.bench.train import TrainingRun
 
 SIMULATED = "simulated"
 WORLD = 8
-CODECS = (BF16, "int8", "lloyd4", "lloyd2", "lloyd2@none", schemes.ONEBIT, "auto:2.5", *schemes.CONTROLS)
+CODECS = (BF16, "int8", "lloyd4", "lloyd2", "lloyd2@none", "auto:2.5", *schemes.CONTROLS)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def plan_of(
 ) -> Plan:
     """The uncompressed scheme first, then those asked for, or the usual ones; errors where something does not fit."""
     kind = task.trained_with(optimizer)
-    usual = [name for name in CODECS if name != schemes.ONEBIT or kind in schemes.ADAMS]
-    lined_up = train.lineup(task.name, names or usual, kind)
+    lined_up = train.lineup(task.name, names or CODECS)
     if odd := [scheme.name for scheme in lined_up if scheme.label in schemes.RANKS or scheme.codec == "auto"]:
         raise CodecError(f"simulated replicas have no {', '.join(odd)}: nothing is timed, and PowerSGD is torch's own")
     return Plan(task, lined_up, world, kind, device, compiled)
@@ -200,9 +199,7 @@ class Trainer:
         if plan.compiled:
             for block in task.blocks(self._network):
                 block.compile()
-        warmup = round(schemes.WARMUP * task.steps)
-        parameters = self._network.parameters()
-        self._optimizer = schemes.optimizer_for(run.scheme, plan.optimizer, parameters, warmup)
+        self._optimizer = schemes.optimizer_for(plan.optimizer, self._network.parameters())
         options = DDPOptions(
             run.scheme.codec or NONE,
             feedback=cast(Feedback, run.scheme.feedback if run.scheme.codec else "none"),

@@ -21,7 +21,6 @@ from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import auto, compress_ddp, policy
 from thinwire.integrations.options import Feedback, Weigh
-from thinwire.optim import OneBitAdam
 from thinwire.tools.bench import turns
 from thinwire.tools.bench.tasks import Batch, Task
 from thinwire.tools.bench.timing import Call, Effort
@@ -33,7 +32,6 @@ DILOCO = "diloco"
 NONE = "none"
 BF16 = "bf16"
 MIXED = "mixed"
-ONEBIT = "onebit"
 RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
 PEERS = (NONE, BF16, *RANKS)
 SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
@@ -42,10 +40,9 @@ MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 MOMENTUM = 0.9
 ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
-WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
-_SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD and onebit have begun
+_SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD has begun
 _WIDE = 8  # bits; weights that are rounded to fewer ought to fail
 _RACED = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 2
 
@@ -88,7 +85,7 @@ def parse(text: str) -> TrainScheme:
         return TrainScheme(text, None, "classic" if text in RANKS else "none", peer=text != NONE)
     if text in CONTROLS:
         return TrainScheme(text, CONTROLS[text], "none", "none", control=True)
-    return _compressed(text, (ONEBIT, *CONTROLS, *PEERS))
+    return _compressed(text, (*CONTROLS, *PEERS))
 
 
 def parse_sharded(text: str) -> TrainScheme:
@@ -125,8 +122,6 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
     if asked not in policy.FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(policy.FEEDBACKS)}, got {asked!r}")
-    if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked, weigh="auto")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
@@ -136,10 +131,8 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     return TrainScheme(f"{spelt}@{asked}{weighed}{unit}" if named else spelt, spelt, asked, weigh=weigh)
 
 
-def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
+def optimizer_for(kind: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
     decay = ADAMS.get(kind, 0.0)
-    if scheme.label == ONEBIT:
-        return OneBitAdam(parameters, lr=0.0, weight_decay=decay, warmup_steps=max(1, warmup_steps))
     if kind == "muon":
         return MuonAndAdamW(parameters, lr=0.0)
     if kind in ADAMS:
@@ -236,17 +229,15 @@ class Replica:
             self._handle.close()
 
 
-def replica_of(
-    task: Task, scheme: TrainScheme, network: nn.Module, kind: str, warmup_steps: int = 1, every: int | None = None
-) -> Replica:
+def replica_of(task: Task, scheme: TrainScheme, network: nn.Module, kind: str, every: int | None = None) -> Replica:
     """This rank's replica, with an optimiser of its own; of FSDP2 in shards, of DiLoCo with rounds."""
     if scheme.weights is None and every is None:
-        return Replica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
+        return Replica(scheme, network, optimizer_for(kind, network.parameters()))
     from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
 
     if scheme.weights is not None:
         sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
-    optimizer = optimizer_for(scheme, kind, network.parameters(), warmup_steps)
+    optimizer = optimizer_for(kind, network.parameters())
     if every is not None:
         return sharded.OuterReplica(scheme, network, optimizer, every)
     return sharded.ShardedReplica(scheme, network, optimizer)

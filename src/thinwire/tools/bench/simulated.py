@@ -111,11 +111,6 @@ class Averager:
             self._setting = self.decisions.setting
             self._lanes = self._new_lanes()
             self._new = True
-        onebit = self.decisions.onebit
-        if onebit is not None and onebit.frozen:
-            for row in rows_WN:
-                onebit.zero_grad()  # it would refuse the gradients of a second replica
-                onebit.put_momentum(self.parameters, self.views(row))
         if all(isinstance(lane.lane.spec.codec, Identity) for lane in self._lanes):
             rows_WN[0] = rows_WN.mean(0)
             return
@@ -181,7 +176,7 @@ class Averager:
                     carry.message((0, x.numel()), x, message)
                 wire = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8, device=self.device)
                 codec.encode(message, wire, step=step)
-                watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step), codec)
+                watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
 
     def _new_lanes(self) -> list[Lane]:
         specs = [self.decisions.spec(name, size) for name, size in self.sizes.items()]

@@ -22,18 +22,17 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import CodecError
 from thinwire.tools.bench import launch, link as links, schemes, tasks, timing, turns
 from thinwire.tools.bench.link import ShapedLink
 from thinwire.tools.bench.record import CURVE, Curve, Progress, Record, Row, collect
-from thinwire.tools.bench.schemes import BF16, DDP, DILOCO, FSDP2, NONE, ONEBIT, Replica, StepSample, TrainScheme
+from thinwire.tools.bench.schemes import BF16, DDP, DILOCO, FSDP2, NONE, Replica, StepSample, TrainScheme
 from thinwire.tools.bench.tasks import Task, Total
 from thinwire.tools.bench.timing import Call, Effort
 from thinwire.tools.bench.turns import NOTHING
 
 WORLD = 4
 CODECS = {
-    "digits": ("int8", "lloyd4", "lloyd2", "lloyd2@none", ONEBIT, *schemes.CONTROLS),
+    "digits": ("int8", "lloyd4", "lloyd2", "lloyd2@none", *schemes.CONTROLS),
     "gpt": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
     "mlp": ("int8", "lloyd4", "lloyd2", "auto", BF16, *schemes.RANKS),
     "wide": ("int8", "lloyd4", "lloyd2", *schemes.CONTROLS),
@@ -118,7 +117,7 @@ def run(
 ) -> Record:
     """A record of kind "train", on gloo; what is None is the task's own."""
     found = tasks.find(task, quick=quick, seeds=seeds, steps=steps, rows=batch)
-    lined_up = lineup(task, codecs, optimizer, parallel, every)
+    lined_up = lineup(task, codecs, parallel, every)
     effort = QUICK if quick else FULL
     plan = TrainPlan(found, lined_up, world, link, found.trained_with(optimizer), effort, parallel)
     return recorded(plan, rows(plan, progress))
@@ -135,7 +134,6 @@ def recorded(plan: TrainPlan, rows: Generator[Row]) -> Record:
 def lineup(
     task: str,
     names: Sequence[str] | None = None,
-    optimizer: str | None = None,
     parallel: str = DDP,
     every: Sequence[int] | None = None,
 ) -> tuple[TrainScheme, ...]:
@@ -146,13 +144,9 @@ def lineup(
     if parallel == DILOCO:
         outer = dict.fromkeys(schemes.parse_outer(name) for name in (NONE, *(names or OUTER_CODECS)))
         return schemes.SYNCHRONOUS, *(replace(scheme, every=steps) for steps in every or EVERY for scheme in outer)
-    adam = (optimizer or tasks.TASKS[task].optimizer) in schemes.ADAMS
     parse = schemes.parse_sharded if parallel == FSDP2 else schemes.parse
     usual = names or (SHARDED_CODECS if parallel == FSDP2 else CODECS)[task]
-    found = [parse(name) for name in usual if names or adam or name != ONEBIT]
-    if not adam and any(scheme.label == ONEBIT for scheme in found):
-        raise CodecError(f"{ONEBIT} is an Adam and is compared with Adam: use --optimizer adam, or leave it out")
-    return tuple(dict.fromkeys([parse(NONE), *found]))
+    return tuple(dict.fromkeys(parse(name) for name in (NONE, *usual)))
 
 
 def rows(plan: TrainPlan, progress: Progress) -> Generator[Row]:
@@ -330,8 +324,7 @@ def train(plan: TrainPlan, run: TrainingRun) -> Trained:
     place = (dist.get_rank(), plan.world)
     network = task.model(run.seed)
     params = sum(parameter.numel() for parameter in network.parameters())
-    warmup = round(schemes.WARMUP * task.steps)
-    replica = schemes.replica_of(task, run.scheme, network, plan.optimizer, warmup, run.scheme.every)
+    replica = schemes.replica_of(task, run.scheme, network, plan.optimizer, run.scheme.every)
     losses: list[torch.Tensor] = []
     course: list[tuple[float, Total]] = []
     seconds = 0.0
@@ -393,10 +386,6 @@ def _replicas(plan: TrainPlan) -> dict[str, Replica]:
             for name, scheme in each.items()
         }
     network = task.model(0)
-    # One optimiser for all but onebit: at a rate of zero they do not disturb each other, and memory is short.
-    shared = schemes.optimizer_for(plan.timed[0], plan.optimizer, network.parameters(), 1)
-    replicas = {}
-    for scheme in plan.timed:
-        own = schemes.optimizer_for(scheme, plan.optimizer, network.parameters(), 1)
-        replicas[scheme.name] = Replica(scheme, network, own if scheme.label == ONEBIT else shared)
-    return replicas
+    # One optimizer for all: at a rate of zero they do not disturb each other, and memory is short.
+    shared = schemes.optimizer_for(plan.optimizer, network.parameters())
+    return {scheme.name: Replica(scheme, network, shared) for scheme in plan.timed}

@@ -157,7 +157,6 @@ def collectives_command(
     numel: Annotated[Words, _text(FLOATS, "N,M")] = None,
     verbs: Annotated[Words, _text(VERBS)] = None,
     codecs: Annotated[Words, _text(CALL_CODECS)] = None,
-    connections: Annotated[Words, _text("Of gloo: TCP connections between two ranks; default 1.", "N,M")] = None,
     rounds: Annotated[int | None, _count("Default: 5 or more, as time allows.")] = None,
     json: Json = None,
     csv: Csv = None,
@@ -173,8 +172,7 @@ def collectives_command(
 
     With --link every rank has a network namespace of its own, and its bytes are counted at the interface. With --nodes
     the ranks of a node share one, as on machines of several GPUs; bytes are then what a node sends to others. Codecs
-    may then be pairs, inside a node and across: int8/lloyd4. With --connections long messages travel in pieces over
-    several TCP connections, as with DiLoCo(connections=); torch's own calls, and plain, have one.
+    may then be pairs, inside a node and across: int8/lloyd4.
 
     With --backend nccl sums are averages, every codec is run in both algorithms, and host ms is the time until a
     call returns (steady ms: of calls in a row). GPU ms, of kernels and copies, and launches are counted by torch's
@@ -196,7 +194,7 @@ def collectives_command(
         raise typer.BadParameter(f"a world has 2 to {links.MOST_HOSTS} ranks", param_hint="--world")
     sizes = flags.counts(numel, "--numel")
     if backend is Backend.nccl:
-        ours = {"--link": link, "--nodes": nodes, "--connections": connections}
+        ours = {"--link": link, "--nodes": nodes}
         _refuse(ours, "is for gloo's ranks: with --backend nccl take --hosts")
         spread = flags.counts(hosts, "--hosts") or [1]
         some = flags.words(verbs, (*collectives_bench.VERBS, *collectives_bench.STEPS), "--verbs")
@@ -208,9 +206,8 @@ def collectives_command(
         some = flags.words(verbs, collectives_bench.VERBS, "--verbs") or ["all_reduce"]
         names = _names(codecs or list(collectives_bench.CODECS))
         shaped = flags.shaped(link)
-        each = flags.counts(connections, "--connections") or [1]
         gloo = partial(collectives_bench.run, worlds, shaped, sizes, some, names, rounds, quick)
-        run = partial(gloo, nodes=nodes, connections=each)
+        run = partial(gloo, nodes=nodes)
     _deliver(run, json, csv)
 
 
@@ -243,7 +240,7 @@ def train_command(
     validation loss less fp32's, in nats.
 
     Codecs may name their error feedback: lloyd2@none, @classic, @ef21; and with @none+moments that gradients travel in
-    Adam's units. There are also auto, auto:2.5 and onebit, the
+    Adam's units. There are also auto, auto:2.5, the
     controls sign and int2, which ought to fail, and torch's own hooks: bf16, powersgd1, powersgd2, powersgd4.
 
     With --parallel fsdp2 every block is sharded, and a name says how gradients and weights travel: lloyd4 (weights as
@@ -304,7 +301,7 @@ def train_command(
     only = {"--device": device, "--size": size, "--resume": resume, "--minutes": minutes, "--compile": compile or None}
     _refuse(only, "goes with --parallel simulated")
     with screen.usage_errors("--codecs", CodecError):
-        train_bench.lineup(task.value, named, kind, chosen.value, apart)
+        train_bench.lineup(task.value, named, chosen.value, apart)
     ranks = world or train_bench.WORLD
     run = partial(train_bench.run, task.value, ranks, named, kind, seeds, flags.shaped(link), steps, quick)
     _deliver(partial(run, parallel=chosen.value, batch=batch, every=apart), json, csv)
