@@ -54,17 +54,21 @@ sanitize-gpu:
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src compute-sanitizer --tool memcheck --target-processes all \
 	  --error-exitcode 9 $(PYTHON) -m pytest -p no:cacheprovider -o timeout=600 -m cuda tests/test_kernels_cuda.py
 
-# A part of the tests on other versions: every Python of PYTHONS that is installed, with every torch of TORCHES.
+# The tests of what leans on torch, Triton and the frameworks, on other versions: every Python of PYTHONS that is
+# installed, with every torch of TORCHES and the Triton that comes with it (2.11: 3.6, the oldest that is supported).
 PYTHONS ?= 3.11 3.12 3.13 3.14
-TORCHES ?= 2.11.0 2.15.0
-MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py ddp_ways.py fsdp.py faults.py)
+TORCHES ?= 2.11.0 2.14.1 2.15.0
+MATRIX := $(addprefix tests/test_,golden.py wire.py collectives.py schedule.py functional.py hooks.py ddp_*.py fsdp*.py \
+  diloco.py faults.py exits.py triton_*.py accelerate.py lightning.py trainer.py ray.py)
 matrix: .venv/.installed
+	@grep -v '^torch==\|^triton==' constraints.txt > build/matrix-constraints.txt
 	@set -e; for python in $(PYTHONS); do \
 	  python$$python -c "" 2>/dev/null || { echo "== no python$$python: skipped"; continue; }; \
 	  for torch in $(TORCHES); do \
 	    at=build/matrix/$$python-$$torch; echo "== Python $$python, torch $$torch"; \
-	    test -d $$at || { python$$python -m venv $$at.part && \
-	      $$at.part/bin/python -m pip -qq install torch==$$torch numpy typer rich pytest pytest-timeout hypothesis && \
+	    test -d $$at || { rm -rf $$at.part && python$$python -m venv $$at.part && \
+	      $$at.part/bin/python -m pip -qq install -c build/matrix-constraints.txt torch==$$torch numpy typer rich pytest \
+	        pytest-timeout hypothesis scikit-learn lightning accelerate transformers 'ray[train]' tensorboard && \
 	      mv $$at.part $$at; }; \
 	    PYTHONPATH=$(CURDIR)/src $$at/bin/python -m pytest -p no:cacheprovider $(MATRIX); \
 	  done; \

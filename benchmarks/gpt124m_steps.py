@@ -44,8 +44,8 @@ class Size:
     layers: int = 12
     heads: int = 12
     width: int = 768
-    context: int = 512
-    rows: int = 4
+    context: int = 1024
+    rows: int = 1
 
 
 SIZES = {"124m": Size(), "tiny": Size(256, 2, 2, 64, 32, 2)}
@@ -204,6 +204,7 @@ def rows(options: argparse.Namespace, numel: int, taken: dict[str, list[float]],
                 "speedup_bf16": median[BF16] / median[arm] if BF16 in median else None,
                 **dict.fromkeys(("bytes_per_rank", "bytes_formula", "wire_limit_share", "cpu_ms_per_rank")),
                 **dict.fromkeys(("rel_error", "identical")),
+                "tokens": SIZES[options.size].context * SIZES[options.size].rows,  # per rank and step
                 "first_step_s": first[arm],
                 "rounds": len(times),
                 "backend": dist.get_backend(),

@@ -282,7 +282,10 @@ def opcheck(group: Group, names: list[str], checks: list[str]) -> list[str]:
     named = verbs(group, codec="int8", backward_codec="bf16")
     for name in names:
         arguments, op = recorded(named[name], random_input(name, group).requires_grad_())
-        results = torch.library.opcheck(op, arguments, test_utils=checks, raise_exception=False)
+        with warnings.catch_warnings():
+            # torch 2.15 reads .grad of its own intermediate results here, whatever the op.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            results = torch.library.opcheck(op, arguments, test_utils=checks, raise_exception=False)
         failed += [f"{name}: {check}: {result}" for check, result in results.items() if result != "SUCCESS"]
     return failed
 
