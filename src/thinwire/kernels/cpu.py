@@ -62,11 +62,6 @@ def unavailable() -> str | None:
     return _load()[1]
 
 
-def library() -> ctypes.CDLL | None:
-    """The native library, where it can be used."""
-    return _load()[0]
-
-
 def variant() -> str:
     """The instruction set the library chose on this machine, e.g. "neon" or "avx2"."""
     name: bytes = _library().tw_variant()
@@ -237,5 +232,4 @@ def _declare(library: ctypes.CDLL) -> None:
     fake = ctypes.POINTER(_Fake)
     library.tw_fake_quantize.argtypes = [fake, *[pointer] * 4]
     library.tw_fake_quantize_grad.argtypes = [fake, *[pointer] * 7, ctypes.c_double]
-    library.tw_play.argtypes = [pointer, ctypes.c_int64, ctypes.c_char_p, pointer]
     library.tw_variant.restype = ctypes.c_char_p

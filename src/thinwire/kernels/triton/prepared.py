@@ -123,13 +123,15 @@ class Repeated:
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Start it on the current stream."""
-        where = tuple([tensor.data_ptr() & 15 for tensor in tensors])
+        values = [tensor.data_ptr() for tensor in tensors]
+        where = tuple([address & 15 for address in values])
         start = self._starts.get(where)
         if start is None or start.device != _device() or noted.get() is not None:
             self._by_name(tensors, numbers, where)
             return
+        values += numbers
         args = start.args.copy()
-        for place, value in zip(self._places, (*tensors, *numbers), strict=True):
+        for place, value in zip(self._places, values, strict=True):
             args[place] = value
         start.run(*args, stream=_stream(start.device))
 
@@ -140,7 +142,9 @@ class Repeated:
         found = prepared.launch(**given)
         if found is not None:  # it was started, and compiled: not under the interpreter
             self._places = [prepared.places[name] for name in self._names]
-            self._starts[where] = _Start(found[prepared.grid], prepared.args, prepared.device.index)
+            # Addresses in place of tensors: Triton would ask the driver about every pointer at every launch.
+            args = [value.data_ptr() if isinstance(value, Tensor) else value for value in prepared.args]
+            self._starts[where] = _Start(found[prepared.grid], args, prepared.device.index)
 
 
 _device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # a build without CUDA has neither
