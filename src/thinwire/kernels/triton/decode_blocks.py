@@ -106,7 +106,7 @@ def _decode_tile(
     sink, wires, keys, norm, at,
     T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr, MODE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    if T.trellis:  # a second way to the same sum would double what is to be compiled
+    if T.rare:
         _decode_any(sink, wires, keys, norm, at, T, MODE, COUNT)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)

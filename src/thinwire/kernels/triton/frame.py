@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from thinwire import wire as wire_format
+from thinwire.kernels.triton.memory import store_words
 from thinwire.kernels.triton.tiles import load_bytes
 
 KEY_WORD = tl.constexpr(wire_format.KEY_AT // 4)  # of the header's words; the next one is its upper half
@@ -50,10 +51,10 @@ def write_frame(wire, header, gaps):
     word = tl.zeros((32,), tl.int32)
     for k in tl.static_range(8):
         word = tl.where(i // 4 == k, header[k], word)
-    tl.store(wire + i, ((word >> (8 * (i % 4))) & 0xFF).to(tl.uint8))
-    nothing = tl.zeros((32,), tl.uint8)
+    store_words(wire + i, ((word >> (8 * (i % 4))) & 0xFF,), i >= 0, 1)
     for gap in tl.static_range(0, len(gaps), 2):
-        tl.store(wire + (wide(gaps[gap]) + i), nothing, mask=wide(gaps[gap]) + i < gaps[gap + 1])
+        at = wide(gaps[gap]) + i
+        store_words(wire + at, (tl.zeros((32,), tl.int32),), at < gaps[gap + 1], 1)
 
 
 @triton.jit

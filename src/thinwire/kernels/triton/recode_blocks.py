@@ -60,7 +60,7 @@ def _recode_tile(wires, target, cells, dither, scale, at, T: tl.constexpr, WORLD
     """Encode the sum of a tile's wires, times `scale`."""
     unit = tl.full((T.rows, T.columns), 1.0, tl.float32)
     post = unit
-    if T.trellis:
+    if T.rare:
         z, post = sum_any(wires, at, T)
     else:
         begun, odd = begin_sum(wires, at, T, WORLD)

@@ -11,6 +11,7 @@ from thinwire.kernels import hashing
 from thinwire.kernels.triton.decode_blocks import Sink, decode_blocks, finish, leave, note
 from thinwire.kernels.triton.encode_blocks import Source, carried, encode_blocks, put_tile
 from thinwire.kernels.triton.frame import CHANGING, KEY_WORD, Sections, sections, wide, write_frame
+from thinwire.kernels.triton.memory import load_words, store_words
 from thinwire.kernels.triton.numbers import INF_BITS
 from thinwire.kernels.triton.sums import Wires, begin_sum, sum_any, usual_sum, wires_from
 from thinwire.kernels.triton.tiles import ALONE, CHANGE, OWED, anywhere, load, load_bytes, position, store, times
@@ -172,12 +173,14 @@ def decode_rows(
 @triton.jit
 def copy_row(source, out, numel):
     """The programs' share of a row of numbers that does not travel."""
+    SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     each = tl.cdiv(wide(numel), tl.num_programs(0))
     begin = tl.program_id(0) * each
     end = tl.minimum(begin + each, numel)
     for at in range(begin, end, COPIED):
         i = at + tl.arange(0, COPIED)
-        tl.store(out + i, tl.load(source + i, mask=i < end), mask=i < end)
+        words = load_words(source.to(tl.pointer_type(tl.uint8)) + i * SIZE, i < end, SIZE)
+        store_words(out.to(tl.pointer_type(tl.uint8)) + i * SIZE, words, i < end, SIZE)
 
 
 @triton.jit(do_not_specialize=ROW_CHANGING)
@@ -241,7 +244,7 @@ def _recode_own(
 
 @triton.jit
 def _sum_of_others(wires, keys, norm, at, T: tl.constexpr, WORLD: tl.constexpr, CALM: tl.constexpr):
-    if T.trellis:
+    if T.rare:
         others, post = sum_any(wires, at, T)
         others = leave(finish(others, keys, norm, at, T), post, T)
     else:

@@ -151,6 +151,13 @@ class Tile:
         return self.bits in (1, 2, 4) and not self.affine and self.vector == 4
 
     @cached_property
+    def rare(self) -> bool:
+        """Whether it is summed in the one way that serves all scales: a second, faster one would double what is
+        compiled, which trellis codes and a short last block are not worth.
+        """
+        return self.trellis or (self.loose and self.columns < LONG_COLUMNS)
+
+    @cached_property
     def ragged(self) -> "Tile":
         """The same for a short last block."""
         if self.pieces:
