@@ -113,7 +113,7 @@ def test_imports_flow_downwards() -> None:
         ("tools.cli", "thinwire.Codec", False),
         ("collectives", "thinwire.feedback.Residuals", False),
         ("integrations", "thinwire.integrations.fsdp.rows.Scatterer", False),
-        ("integrations.fsdp", "thinwire.integrations.averager", True),
+        ("integrations.fsdp", "thinwire.integrations.sync", True),
         ("integrations.fsdp", "thinwire.integrations.lightning", False),
         ("tools.report", "thinwire.tools.bench.record", True),
         ("tools.advise", "thinwire.tools.bench.record.Record", True),

@@ -17,13 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.transport import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.averager import over_groups
 from thinwire.integrations.checkpoint import device_of, spread
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.names import describe
-from thinwire.integrations.options import CodecChoice, DDPKeywords, check_options
-from thinwire.integrations.policy import CodecLike
+from thinwire.integrations.models import describe
+from thinwire.integrations.sync import over_groups
 from thinwire.log import announce
 
 if find_spec("accelerate") is None:

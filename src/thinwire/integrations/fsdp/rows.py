@@ -23,11 +23,11 @@ from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
-from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter, gather_exactly
-from thinwire.integrations.names import ROW, Names, ParameterSize
-from thinwire.integrations.policy import Rules
+from thinwire.integrations.choice.options import Rules
+from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
+from thinwire.integrations.models import ROW, Names, ParameterSize
 from thinwire.integrations.stats import Tally
+from thinwire.integrations.sync import GradientSync
 from thinwire.kernels.rows import Bad
 
 _MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
@@ -96,7 +96,7 @@ class _Rows:
     carries: Sequence[Any] = ()
 
 
-class Scatterer(Averager):
+class Scatterer(GradientSync):
     """Sums rows of gradients over ranks, a row for each rank."""
 
     _note: Tensor | None = None  # on a GPU: which calls of programs were not finite
@@ -123,7 +123,7 @@ class Scatterer(Averager):
         inputs = rows.columns.split(input.view(group.size(), -1))
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
-        if rows.message.on_stream and not self.decisions.measuring:
+        if rows.message.on_stream and not self.chooser.measuring:
             rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
@@ -142,7 +142,7 @@ class Scatterer(Averager):
         found: list[LaneWatch] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
-            if self.decisions.measuring:
+            if self.chooser.measuring:
                 watch = self.errors.watch([*lane.pieces] * world, device).lost
             found.append(LaneWatch(carry, watch, self.tally.checked))
         return found

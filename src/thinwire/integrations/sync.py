@@ -19,9 +19,9 @@ from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
 from thinwire.errors import CodecError
 from thinwire.integrations import lanes
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
-from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.models import PADDING, ROW, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
@@ -118,11 +118,11 @@ class _Bucket:
     plain_bytes: int  # that a rank sends of it without compression
 
 
-class Averager:
+class GradientSync:
     _timed = True  # whether the work of chunks on the CPU is timed
 
-    def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
-        self.decisions = decisions
+    def __init__(self, options: DDPOptions, chooser: Chooser) -> None:
+        self.chooser = chooser
         self.memories = Memories(options.residual_dtype)
         self.errors = StepErrors()
         self.tally = Tally()
@@ -136,7 +136,7 @@ class Averager:
         self._began = 0.0  # when it did
         self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
         self._messages: dict[object, Any] = {}
-        self._setting: object = None  # the decisions that `_buckets` were made with
+        self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
         """Decide for `step`; all collectives of the last one are done. The group's first rank tells what is new."""
@@ -153,11 +153,11 @@ class Averager:
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
-        news = self.decisions.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
-        if self.decisions.raced:  # what the losers of a race remember is owed to nobody
+        news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
+        if self.chooser.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
-        if self.decisions.raced or self.decisions.setting != self._setting:
-            self._setting = self.decisions.setting
+        if self.chooser.raced or self.chooser.setting != self._setting:
+            self._setting = self.chooser.setting
             self._buckets.clear()
         if news and group.rank() == 0:
             announce(news)
@@ -176,12 +176,12 @@ class Averager:
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, group)
-        if bucket.streamed is not None and gradients.buffer is not None and not self.decisions.measuring:
+        if bucket.streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             return bucket.streamed.run(gradients.buffer, output, self._step, self.tally)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
-        if self.decisions.measuring:
+        if self.chooser.measuring:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         parts = zip(tensors, bucket.carries, watches, strict=True)
         loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
@@ -209,7 +209,7 @@ class Averager:
             ledger.drop(gone)
         for name in gone:
             self.memories.kinds.pop(name, None)
-            self.decisions.sizes.pop(name, None)
+            self.chooser.sizes.pop(name, None)
         if self.group is not None and self.group.rank() == 0:
             some = ", ".join(sorted(gone)[:3])
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
@@ -242,7 +242,7 @@ class Averager:
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
         """How a parameter travels or, if not all of it is here, a part of it or its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
-        return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
+        return self.chooser.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
     def stats(self, step: int) -> Stats:
         """What compression did in `step` steps on this rank."""
@@ -252,9 +252,9 @@ class Averager:
         channels = {bucket.message.channel for bucket in coded}
         return Stats(
             steps=step,
-            codec=str(self.decisions.schedule),
+            codec=str(self.chooser.policy.schedule),
             feedback=self.feedback,
-            chosen=self.decisions.why,
+            chosen=self.chooser.why,
             bytes_sent=tally.bytes_sent,
             bytes_plain=tally.bytes_plain,
             bits_per_element=8 * sum(bucket.message.wire_bytes for bucket in coded) / numel if numel else None,
@@ -270,7 +270,7 @@ class Averager:
         """The kinds that are in use, or "none"."""
         used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
         found = "+".join(sorted(used - {""})) or "none"
-        return f"{found}+moments" if self.decisions.weighs and self.decisions.in_units else found
+        return f"{found}+moments" if self.chooser.weighs and self.chooser.in_units else found
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
