@@ -112,7 +112,7 @@ def test_imports_flow_downwards() -> None:
         ("kernels", "thinwire", False),
         ("tools.cli", "thinwire.Codec", False),
         ("collectives", "thinwire.feedback.Residuals", False),
-        ("integrations", "thinwire.integrations.fsdp.rows.Scatterer", False),
+        ("integrations", "thinwire.integrations.fsdp.rows.ShardSync", False),
         ("integrations.fsdp", "thinwire.integrations.sync", True),
         ("integrations.fsdp", "thinwire.integrations.lightning", False),
         ("tools.report", "thinwire.tools.bench.record", True),

@@ -18,7 +18,7 @@ from replicas import SHAPES, Given, Group, batch, draw, flat, network, same_ever
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
 from thinwire.integrations.choice.options import DDPOptions
-from thinwire.integrations.nonfinite import NonfiniteGuard
+from thinwire.integrations.sync import NonfiniteGuard
 
 Options = Mapping[str, Any]
 

@@ -24,9 +24,15 @@ from thinwire.integrations.checkpoint import Restorer
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
 from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
-from thinwire.integrations.nonfinite import NonfiniteGuard, after_backward, which_are_finite
 from thinwire.integrations.stats import Handle, Stats
-from thinwire.integrations.sync import Future, GradientSync, gradients_in, over_groups
+from thinwire.integrations.sync import (
+    Future,
+    GradientSync,
+    NonfiniteGuard,
+    after_backward,
+    gradients_in,
+    which_are_finite,
+)
 from thinwire.log import announce_once
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
@@ -129,9 +135,7 @@ class DDPState(Handle):
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
             if bool(found.all()):  # all ranks have the same means, and see the same
                 return
-            own = guard.code(group.rank(), group.size(), spoiled=True)
-            (least,) = over_groups("on_nonfinite", (group,), found.device, [float(own)], dist.ReduceOp.MIN)
-            guard.check(int(least), group.size(), step)
+            guard.compare(step, (group,), group.rank(), group.size(), True, found.device)
 
         if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
             for buffer, future in means:

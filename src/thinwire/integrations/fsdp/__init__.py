@@ -5,7 +5,7 @@ handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # 
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -29,7 +29,7 @@ from thinwire.integrations.choice.options import (
     spelled_out,
 )
 from thinwire.integrations.fsdp import checkpoint
-from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, Scatterer
+from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync
 from thinwire.integrations.fsdp.torch_internals import (
     GatherComm,
     ParameterGroup,
@@ -40,66 +40,11 @@ from thinwire.integrations.fsdp.torch_internals import (
     watch_reductions,
 )
 from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe
-from thinwire.integrations.nonfinite import NonfiniteGuard, after_backward, which_are_finite
 from thinwire.integrations.stats import Handle, Stats, Tally
-from thinwire.integrations.sync import GradientSet, GradientSync, over_groups, sum_bytes
+from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
 from thinwire.log import announce
 
 _NARROW = 8  # bits of weights from which rounding them at every step does no harm
-
-
-class ShardedNames(ParameterNames):
-    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
-
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        super().__init__()
-        self.from_model = True
-        self._groups = groups
-        for parameter in self.parameters():
-            held = parameter.source.sharded_param
-            if held.requires_grad:
-                self.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
-
-    def parameters(self) -> list[ShardedParameter]:
-        return [parameter for group in self._groups for parameter in group.parameters()]
-
-    def get(self, parameter: Tensor) -> str | None:
-        found = (known.name for known in self.parameters() if known.source.sharded_param is parameter)
-        return next(found, None)
-
-
-class _Leg:
-    """One sum of every gradient: over the shards of a group, or over replicas of them."""
-
-    def __init__(self, sync: GradientSync, began: Callable[[int], None] = lambda done: None) -> None:
-        self.sync = sync
-        self._began = began  # is told the steps so far, at the beginning of each
-        self.step = 0  # steps that it began
-        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
-        self._over = True  # whether the next gradients are the first of a step
-        self._begun = False  # whether the sync knows of this step
-
-    def expect(self, given: set[int], *, now: bool = True) -> None:
-        """Gradients of these are reduced next, or later: of a new step, if this one has reduced one of them already."""
-        if self._over or given & self._reduced:
-            self._reduced.clear()
-            self._over = False
-            self._begun = False
-            self.step += 1
-            self._began(self.step - 1)
-        if now:
-            self._reduced |= given
-
-    def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Decide for a step, at its first call."""
-        if not self._begun:
-            self._begun = True
-            self.sync.begin_step(group, self.step - 1, device)
-
-    def go_on(self, step: int) -> None:
-        """From a checkpoint."""
-        self.step = step
-        self._over = True
 
 
 class FSDPState(Handle):
@@ -109,22 +54,20 @@ class FSDPState(Handle):
         super().__init__()
         self.weights = weights
         self._groups = list(groups)
-        names = ShardedNames(groups)
-        options.rules.check_names([parameter.name for parameter in names.parameters()])
+        names = _names_of(groups)
+        options.rules.check_names([parameter.name for group in groups for parameter in group.parameters()])
         self._chooser = Chooser(options, names)
         if any(group.is_replicated for group in groups):
-            self._sync = GradientSync(options, self._chooser)  # over replicas
+            self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
             self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
             self._sync.elsewhere = self._chooser.sizes
             policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
             fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
-            shards = Scatterer(fixed, Chooser(fixed, ParameterNames()))
-            self._legs = {"shards": _Leg(shards), "replicas": _Leg(self._sync, self._log)}
+            self._shards = ShardSync(fixed, Chooser(fixed, ParameterNames()))
+            self._syncs = {"shards": self._shards, "replicas": self._sync}
         else:
-            shards = Scatterer(options, self._chooser)
-            self._sync = shards
-            self._legs = {"shards": _Leg(shards, self._log)}
-        self._scatterer = shards
+            self._sync = self._shards = ShardSync(options, self._chooser, self._log)
+            self._syncs = {"shards": self._shards}
         self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
         self._gatherers: list[Gatherer] = []
         self._told: set[str] = set()
@@ -136,7 +79,7 @@ class FSDPState(Handle):
     @property
     def step(self) -> int:
         """Steps so far: sums of all gradients over all ranks."""
-        return self._legs.get("replicas", self._legs["shards"]).step
+        return self._sync.step
 
     def _log(self, done: int) -> None:
         """After so many steps, on the rank that is the first of both its groups."""
@@ -161,7 +104,7 @@ class FSDPState(Handle):
     def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
         """Gradients of a group are reduced next."""
         given = {id(source) for source in call.sources}
-        self._legs["shards"].expect(given)
+        self._shards.expect(given)
         self._expected = group.parameters(call.sources)
         if call.dtype not in DTYPES:
             self._tell(f"gradients of {call.dtype} travel as they are")
@@ -169,10 +112,10 @@ class FSDPState(Handle):
             names = [parameter.name for parameter in self._expected]
             self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
             after_backward(functools.partial(self._check_finite, self._guard))
-        if "replicas" in self._legs and group.replicas is not None:
+        if self._sync is not self._shards and group.replicas is not None:
             # What these do at this step holds inside a node too, and is decided before the first sum there.
-            self._legs["replicas"].expect(given, now=call.sums_replicas)
-            self._legs["replicas"].begin(group.replicas, call.gradients[0].device)
+            self._sync.expect(given, now=call.sums_replicas)
+            self._sync.begin(group.replicas, call.gradients[0].device)
             if call.sums_replicas and self._chooser.compresses and call.dtype in DTYPES:
                 call.sum_replicas(functools.partial(self._average_replicas, self._expected))
             elif call.sums_replicas:
@@ -202,19 +145,17 @@ class FSDPState(Handle):
             torch.cuda.synchronize(device)  # FSDP2 reduces on streams of its own, and may not have waited for them
         spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
         groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
-        own = float(guard.code(dist.get_rank(), dist.get_world_size(), spoiled=spoiled))
-        (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
-        guard.check(int(least), dist.get_world_size(), self.step - 1)
+        guard.compare(self.step - 1, groups, dist.get_rank(), dist.get_world_size(), spoiled, device)
 
     def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
         """The sum over shards; False if torch is to do it."""
         scale = checks.reduction(op).scale(group.size())
-        self._legs["shards"].begin(group, input.device)
-        if input.dtype not in DTYPES or ("replicas" in self._legs and not self._chooser.compresses):
+        self._shards.begin(group, input.device)
+        if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.compresses):
             plain_bytes = (group.size() - 1) * output.nbytes
-            self._scatterer.tally.sent(plain_bytes, plain_bytes)
+            self._shards.tally.sent(plain_bytes, plain_bytes)
             return False
-        return self._scatterer.scatter(output, input, self._expected, group, scale)
+        return self._shards.scatter(output, input, self._expected, group, scale)
 
     def _average_replicas(
         self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
@@ -235,7 +176,7 @@ class FSDPState(Handle):
     def stats(self) -> Stats:
         """What compression did so far on this rank, weights included; `print` shows it as a table."""
         own = self._sync.stats(self.step)
-        shards = Tally() if self._scatterer is self._sync else self._scatterer.tally
+        shards = Tally() if self._shards is self._sync else self._shards.tally
         replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
         return replace(
             own,
@@ -271,12 +212,12 @@ class FSDPState(Handle):
         Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
-        for name, leg in self._legs.items():
-            leg.go_on(steps[name])
+        for name, sync in self._syncs.items():
+            sync.continue_from(steps[name])
 
     @property
     def _steps(self) -> dict[str, int]:
-        return {name: leg.step for name, leg in self._legs.items()}
+        return {name: sync.step for name, sync in self._syncs.items()}
 
     @property
     def _layout(self) -> checkpoint.Layout:
@@ -290,6 +231,18 @@ class FSDPState(Handle):
             group.restore()
         self._sync.go_on({}, {}, {}, {})
         self._gatherers.clear()
+
+
+def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
+    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
+    parameters = [parameter for group in groups for parameter in group.parameters()]
+    names = ParameterNames(lambda tensor: next((p.name for p in parameters if p.source.sharded_param is tensor), None))
+    names.from_model = True
+    for parameter in parameters:
+        held = parameter.source.sharded_param
+        if held.requires_grad:
+            names.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
+    return names
 
 
 def _no_less(inside: Codec, across: CodecLike) -> Codec:

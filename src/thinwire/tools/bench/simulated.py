@@ -19,12 +19,12 @@ from thinwire.codecs import Identity
 from thinwire.collectives.lane import decoded
 from thinwire.collectives.programs import StreamLane, SumLane, lane_rows
 from thinwire.collectives.two_phase import TwoPhase
+from thinwire.feedback import Memories
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import BucketLane, lanes_of
 from thinwire.integrations.models import ParameterNames, ParameterSize
 from thinwire.integrations.stats import StepErrors
-from thinwire.integrations.sync import Memories
 from thinwire.kernels import compiling, hashing
 from thinwire.kernels.rows import Bad, Memory
 
@@ -196,7 +196,7 @@ class ReplicaAverager:
             Lane(
                 lane=lane,
                 launches_W=[SumLane(s, spot, 1.0 / self.world, self._stride, two_phase=True) for spot in spots],
-                carries_W=[memories.carry(lane, self.world, self.device) for memories in self._memories],
+                carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.world, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,
             )
