@@ -23,7 +23,7 @@ from programs import Ended
 from ranks import RankPool
 from thinwire.codecs import BlockInt, Cast, Identity, Lloyd, codec
 from thinwire.errors import AdviceError, RecordError
-from thinwire.integrations import auto
+from thinwire.integrations.choice import auto
 from thinwire.tools import rule
 from thinwire.tools.advise import evidence, machine as machines, measure, model, schemes, units, verdict
 from thinwire.tools.advise.evidence import Losses

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from ranks import RankPool
 from replicas import Group, draw
-from thinwire.integrations.averager import Averager, gradients_in
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import ParameterNames
-from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.models import ParameterNames
+from thinwire.integrations.sync import GradientSync, gradients_in
 from thinwire.tools.bench import simulated, tasks
 from thinwire.tools.cli.app import app
 
@@ -34,7 +34,7 @@ def averaged_by_ranks(group: Group, options: DDPOptions) -> list[Tensor]:
     """What a rank of DDP reads at every step."""
     names = ParameterNames()
     names.take(Weights())
-    averager = Averager(options, Decisions(options, names))
+    averager = GradientSync(options, Chooser(options, names))
     found = []
     for step in range(STEPS):
         row = torch.cat([part.view(-1) for part in draw(group.rank(), step, SHAPES)])
@@ -51,7 +51,7 @@ def averaged_by_ranks(group: Group, options: DDPOptions) -> list[Tensor]:
 def test_replicas_read_the_bits_that_ranks_do(ranks: RankPool, codec: str, feedback: Any) -> None:
     options = DDPOptions(codec, feedback=feedback, optimizer="adaptive", measure_every=0)
     expected = ranks(3).run(averaged_by_ranks, options)[0]
-    averager = simulated.Averager(Weights(), options, 3)
+    averager = simulated.ReplicaAverager(Weights(), options, 3)
     rows_WN = averager.new_rows()
     for step in range(STEPS):
         for rank, row in enumerate(rows_WN):
@@ -65,14 +65,14 @@ def test_replicas_read_the_bits_that_ranks_do(ranks: RankPool, codec: str, feedb
 
 
 def test_bits_are_dealt_out_by_the_errors_of_all_replicas() -> None:
-    averager = simulated.Averager(Weights(), DDPOptions("auto:3", feedback="none", measure_every=0), 2)
+    averager = simulated.ReplicaAverager(Weights(), DDPOptions("auto:3", feedback="none", measure_every=0), 2)
     rows_WN = averager.new_rows()
     for step in range(2):
         torch.manual_seed(step)
         rows_WN.normal_()
         averager.views(rows_WN[1])[1].mul_(100.0)  # the second weight of one replica
         averager.average(rows_WN, step)
-    widths = {name: str(codec) for name, codec in averager.decisions._widths.items()}
+    widths = {name: str(codec) for name, codec in (averager.chooser.agreed.widths or {}).items()}
     assert widths["c"] > max(widths["a"], widths["e"])
 
 

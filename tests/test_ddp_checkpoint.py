@@ -41,7 +41,7 @@ from replicas import (
 )
 from thinwire import compress_ddp
 from thinwire.errors import CollectiveError
-from thinwire.integrations import auto
+from thinwire.integrations.choice import auto
 
 State = dict[str, Any]
 MORE = 2  # steps after a checkpoint

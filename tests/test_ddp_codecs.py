@@ -15,7 +15,8 @@ from ranks import RankPool
 from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
 from thinwire.collectives import channel as channels, handshake, torch_verbs, transport
-from thinwire.integrations import auto, averager
+from thinwire.integrations import sync
+from thinwire.integrations.choice import auto
 
 # --- which codec ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ def clocked(costs: Costs) -> Iterator[None]:
         "lloyd4": (Lloyd, "encode"),
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(averager, "perf_counter", lambda: clock[0]))
+        stack.enter_context(patch.object(sync, "perf_counter", lambda: clock[0]))
         for kind, (owner, name) in owners.items():
             stack.enter_context(patch.object(owner, name, costing(getattr(owner, name), costs[kind])))
         yield
@@ -310,7 +311,7 @@ def replans(group: Group) -> bool:
         for step in range(12):
             sizes = (1, 1, 50, 50) if step < 6 else (1, 50, 1, 50)
             means = backward(model, [size * g for size, g in zip(sizes, draw(group.rank(), step, shapes), strict=True)])
-            assert len(handle._averager._messages) <= 2
+            assert len(handle._sync._messages) <= 2
     return same_everywhere(group, flat(means))
 
 

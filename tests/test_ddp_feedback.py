@@ -43,7 +43,7 @@ from replicas import (
 )
 from thinwire import Lloyd, compress_ddp
 from thinwire.collectives import chunks
-from thinwire.integrations import decisions
+from thinwire.integrations import choice
 
 # --- classic feedback -------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def no_optimizer(group: Group) -> tuple[list[str], list[float]]:
     model = wrap(Given(), group)
     handle = compress_ddp(model, "lloyd2", exempt="none")
     seen, errors = [], []
-    with patch.object(decisions, "_PATIENCE", 3):
+    with patch.object(choice, "_PATIENCE", 3):
         for step in range(5):
             result = flat(backward(model, draw(group.rank(), step)))
             errors.append(float((result - mean_of(2, step)).norm() / mean_of(2, step).norm()))

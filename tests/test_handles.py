@@ -23,8 +23,8 @@ from ranks import RankPool
 from replicas import OPTIMIZERS, Given, Group, backward, batch, draw, flat, learn, message_of, network, wrap
 from test_fsdp_checkpoint import Run, mesh_of
 from thinwire import CodecError, CollectiveError, DDPState, ThinwireError, compress_ddp, compress_fsdp
-from thinwire.integrations.names import bare_optimizer, plain_name
-from thinwire.integrations.policy import Rules, family
+from thinwire.integrations.choice.options import Rules, family
+from thinwire.integrations.models import bare_optimizer, plain_name
 
 STEPS = 6
 SAVED_AT = 3
@@ -232,7 +232,7 @@ def sums(group: Group, saved: bytes) -> dict[str, Tensor]:
     """What all ranks together remember, of a state that another world saved."""
     handle = compress_ddp(wrap(network(), group), "lloyd2", feedback="classic")
     handle.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True)["thinwire"])
-    found = dict(handle._averager.memories.residuals.read())
+    found = dict(handle._sync.memories.residuals.read())
     for value in found.values():
         dist.all_reduce(value, group=group)
     return found

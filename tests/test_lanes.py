@@ -10,8 +10,8 @@ from torch import Tensor
 from cases import assert_same, generated
 from thinwire import BlockInt, Cast, Codec, Lloyd
 from thinwire.collectives.lane import LaneSpec
+from thinwire.integrations.choice import first_phase
 from thinwire.integrations.lanes import BucketLane, lanes_of, load
-from thinwire.integrations.policy import first_phase
 
 KINDS: list[tuple[Codec, str]] = [
     (Lloyd(2), "classic"),

@@ -14,8 +14,9 @@ import thinwire
 from cases import assert_same
 from ranks import RankPool
 from replicas import Given, Group, backward, draw, flat, learn, message_of, network, same_everywhere, wrap
-from thinwire.integrations import averager, moments
-from thinwire.integrations.moments import Moments
+from thinwire.integrations import sync
+from thinwire.integrations.choice import moments
+from thinwire.integrations.choice.moments import Moments
 
 SHAPES = {"a": (40, 50), "c": (40, 60)}
 WHOLE = 1 << 10  # kilobytes: one bucket
@@ -229,7 +230,7 @@ def asked(group: Group, feedback: Any) -> int:
     """How often ranks ask each other for an optimizer, which never steps."""
     model = wrap(Given(SHAPES), group, WHOLE)
     thinwire.compress_ddp(model, "lloyd2", feedback=feedback, measure_every=0)
-    with mock.patch.object(averager, "over_groups", side_effect=averager.over_groups) as spy:
+    with mock.patch.object(sync, "over_groups", side_effect=sync.over_groups) as spy:
         for step in range(4):
             backward(model, draw(group.rank(), step, SHAPES))
     return spy.call_count

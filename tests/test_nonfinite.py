@@ -17,8 +17,8 @@ from ranks import RankPool
 from replicas import SHAPES, Given, Group, batch, draw, flat, network, same_everywhere, wrap
 from thinwire import compress_ddp, compress_fsdp
 from thinwire.errors import CodecError, CollectiveError, NonfiniteError
-from thinwire.integrations.nonfinite import NonfiniteGuard
-from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.sync import NonfiniteGuard
 
 Options = Mapping[str, Any]
 

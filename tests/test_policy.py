@@ -20,16 +20,17 @@ import cases
 from cases import generated, seeded
 from thinwire import BlockInt, ByName, Cast, Codec, CodecError, DDPState, Identity, Lloyd, codec as make, compress_ddp
 from thinwire.feedback import Piece
-from thinwire.integrations import auto, policy
-from thinwire.integrations.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import ParameterNames, ParameterSize as Size
-from thinwire.integrations.options import DDPKeywords, DDPOptions
-from thinwire.integrations.policy import Budget, Rules, Schedule, Trial
+from thinwire.integrations import choice
+from thinwire.integrations.choice import Agreed, Chooser, Policy, auto, options
+from thinwire.integrations.choice.auto import CANDIDATES, GAIN, ROUNDS, SETTLE_STEPS, WIDTHS, Layer, Race, deal_bits
+from thinwire.integrations.choice.options import Auto, DDPKeywords, DDPOptions, Rules, Schedule, parse
+from thinwire.integrations.models import ParameterNames, ParameterSize as Size
 from thinwire.integrations.stats import BucketMeter, ErrorWatch, Stats, StepErrors, Tally
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
+WIDE = Size(torch.Size((64, 64)), 4096, FP32)
+THIN = Size(torch.Size((64,)), 64, FP32)
 
 
 # --- what a user's codec names ----------------------------------------------------------------------------------------
@@ -37,33 +38,33 @@ FP32 = torch.float32
 
 @pytest.mark.parametrize("spec", ["int8", "lloyd4", "lloyd2:block=256", "none", "bf16", "bysize(small=bf16)"])
 def test_a_codec_string_is_a_codec(spec: str) -> None:
-    assert policy.parse(spec) == make(spec)
-    assert policy.parse(make(spec)) == make(spec)
+    assert parse(spec) == make(spec)
+    assert parse(make(spec)) == make(spec)
 
 
 @pytest.mark.parametrize(
     ("spec", "bits"), [("auto:2.5", 2.5), (" auto:8 ", 8.0), ("auto:1.1", 1.1), ("auto: 8.2", 8.2)]
 )
 def test_a_budget_is_a_budget(spec: str, bits: float) -> None:
-    assert policy.parse(spec) == Budget(bits)
-    assert policy.parse(str(policy.parse(spec))) == Budget(bits)
+    assert parse(spec) == Auto(bits)
+    assert parse(str(parse(spec))) == Auto(bits)
 
 
 def test_auto_is_a_trial() -> None:
-    assert policy.parse("auto") == policy.parse(" auto ") == Trial()
-    assert str(Trial()) == "auto"
+    assert parse("auto") == parse(" auto ") == Auto()
+    assert str(Auto()) == "auto"
 
 
 @pytest.mark.parametrize("spec", ["auto:", "auto:x", "auto:1", "auto:0", "auto:9", "auto:-2", "auto:nan", "auto:inf"])
 def test_budgets_beyond_the_codecs_are_refused(spec: str) -> None:
     with pytest.raises(CodecError, match=r"expected bits per element from 1.1 to 8.2, such as 'auto:2.5'"):
-        policy.parse(spec)
+        parse(spec)
 
 
 @pytest.mark.parametrize("spec", [3, None, ["int8"], "int9", "automatic", {"a": 1}])
 def test_what_names_no_codec_is_refused(spec: object) -> None:
     with pytest.raises(CodecError):
-        policy.parse(spec)
+        parse(spec)
 
 
 @generated(60)
@@ -73,12 +74,12 @@ def test_what_names_no_codec_is_refused(spec: object) -> None:
 )
 def test_a_schedule_holds_from_each_step_on(spec: dict[int, str], step: int) -> None:
     begun = [start for start in spec if start <= step]
-    want = policy.parse(spec[max(begun)]) if begun else Identity()
+    want = parse(spec[max(begun)]) if begun else Identity()
     items = list(spec.items())
     random.Random(step).shuffle(items)
     schedule = Schedule(dict(items), 0)
     assert schedule.at(step) == want
-    assert set(map(str, schedule.choices)) == {str(policy.parse(choice)) for choice in spec.values()}
+    assert set(map(str, schedule.choices)) == {str(parse(choice)) for choice in spec.values()}
 
 
 def test_warm_up_is_a_schedule_that_begins_with_nothing() -> None:
@@ -129,7 +130,7 @@ def test_small_ones_are_exempt_by_themselves() -> None:
     got = codecs_of(Rules("auto", None))
     assert {name for name, chosen in got.items() if chosen == "bf16"} == SMALL
     assert {got[name] for name in set(SHAPES) - SMALL} == {"lloyd2"}
-    assert 31 * 33 == policy.TINY - 1 == 8 * 8 * 16 - 1
+    assert 31 * 33 == options.TINY - 1 == 8 * 8 * 16 - 1
 
 
 def test_fp16_keeps_its_digits_and_everything_else_its_range() -> None:
@@ -227,25 +228,25 @@ BITS = {
 
 
 def test_bits_of_every_codec() -> None:
-    assert {name: policy.bits_of(make(name)) for name in BITS} == BITS
+    assert {name: choice.bits_of(make(name)) for name in BITS} == BITS
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_automatic_feedback(name: str) -> None:
     chosen, bits = make(name), BITS[name]
-    assert policy.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
-    assert policy.feedback_of("auto", chosen, "muon") == policy.feedback_of("auto", chosen, "linear")
-    assert policy.feedback_of("auto", chosen, "adaptive") == ("ef21" if name == "topk" else "")
-    assert policy.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
-    assert policy.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
+    assert choice.feedback_of("auto", chosen, "linear") == ("classic" if bits < 4 else "")
+    assert choice.feedback_of("auto", chosen, "muon") == choice.feedback_of("auto", chosen, "linear")
+    assert choice.feedback_of("auto", chosen, "adaptive") == ("ef21" if name == "topk" else "")
+    assert choice.feedback_of("auto", chosen, None) == (None if bits < 4 else "")
+    assert choice.feedback_of("auto", chosen, "linear", outer=True) == ("classic" if name == "topk" else "")
 
 
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("family", [None, "linear", "adaptive"])
 def test_feedback_that_was_asked_for_is_given_but_to_what_is_exact(name: str, family: str | None) -> None:
     for asked in ("classic", "ef21"):
-        assert policy.feedback_of(asked, make(name), family) == ("" if BITS[name] >= 16 else asked)
-    assert policy.feedback_of("none", make(name), family) == ""
+        assert choice.feedback_of(asked, make(name), family) == ("" if BITS[name] >= 16 else asked)
+    assert choice.feedback_of("none", make(name), family) == ""
 
 
 OTHERS = {"SGD": "linear", "ASGD": "linear", "Muon": "muon"}
@@ -259,22 +260,22 @@ def optimisers() -> list[type[torch.optim.Optimizer]]:
 @pytest.mark.parametrize("kind", optimisers(), ids=lambda kind: kind.__name__)
 def test_the_family_of_every_optimiser_of_torch(kind: Any) -> None:
     optimizer = kind.__new__(kind)  # some need much to be made, and the kind alone decides
-    assert policy.family(optimizer) == OTHERS.get(kind.__name__, "adaptive")
+    assert options.family(optimizer) == OTHERS.get(kind.__name__, "adaptive")
 
     class Mine(kind):  # type: ignore[misc]
         pass
 
-    assert policy.family(Mine.__new__(Mine)) == policy.family(optimizer)
+    assert options.family(Mine.__new__(Mine)) == options.family(optimizer)
 
 
 def test_all_optimisers_were_met() -> None:
     known = {"Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor", "LBFGS"}
     assert {kind.__name__ for kind in optimisers()} >= set(OTHERS) | known
-    assert policy.family(object()) == "adaptive", "what is not known may be Adam's kin"
+    assert options.family(object()) == "adaptive", "what is not known may be Adam's kin"
 
 
 def test_feedback_and_its_memory_go_together() -> None:
-    for feedback, dtype in itertools.product(policy.FEEDBACKS, (torch.float32, torch.bfloat16)):
+    for feedback, dtype in itertools.product(options.FEEDBACKS, (torch.float32, torch.bfloat16)):
         if feedback == "ef21" and dtype != torch.float32:
             with pytest.raises(CodecError, match="residual_dtype must be float32, got"):
                 DDPOptions(feedback=feedback, residual_dtype=dtype)
@@ -293,7 +294,7 @@ def test_feedbacks_that_are_none_are_refused(feedback: Any) -> None:
 @pytest.mark.parametrize("chosen", cases.ONE_OF_EACH + cases.LLOYDS, ids=str)
 @pytest.mark.parametrize("feedback", ["", "classic", "ef21"])
 def test_the_first_phase_is_unbiased_where_nobody_remembers_its_error(chosen: Codec, feedback: str) -> None:
-    first = policy.first_phase(chosen, feedback)
+    first = choice.first_phase(chosen, feedback)
     unbiased = isinstance(chosen, Lloyd) and chosen.bits <= 3 and not feedback
     assert first == (dataclasses.replace(chosen, scale="unbiased") if unbiased else chosen)  # type: ignore[type-var]
     assert first.encoding(FP32).format == chosen.encoding(FP32).format, "what one writes the other reads"
@@ -301,8 +302,8 @@ def test_the_first_phase_is_unbiased_where_nobody_remembers_its_error(chosen: Co
 
 def test_leaves_are_what_may_be_picked() -> None:
     nested = make("byname(a*=bysize(small=bf16; large=int4); b=lloyd1; *=int8)")
-    assert list(map(str, policy.leaves(nested))) == ["bf16", "int4", "lloyd1", "int8"]
-    assert policy.leaves(Lloyd(2)) == [Lloyd(2)]
+    assert list(map(str, choice.leaves(nested))) == ["bf16", "int4", "lloyd1", "int8"]
+    assert choice.leaves(Lloyd(2)) == [Lloyd(2)]
 
 
 # --- codec="auto" -----------------------------------------------------------------------------------------------------
@@ -545,8 +546,8 @@ def test_layers_without_error_still_get_a_width() -> None:
 
 
 def test_widths_are_told_by_count() -> None:
-    assert auto.told({"a": Lloyd(2), "b": BlockInt(8), "c": Lloyd(2)}) == "1 x int8, 2 x lloyd2"
-    assert auto.told({}) == ""
+    assert auto.counted({"a": Lloyd(2), "b": BlockInt(8), "c": Lloyd(2)}) == "1 x int8, 2 x lloyd2"
+    assert auto.counted({}) == ""
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -575,17 +576,67 @@ def test_options_pickle_as_themselves() -> None:
         made.codec = "int4"  # type: ignore[misc]
 
 
+# --- one place decides: a pure function of options, step and agreement ------------------------------------------------
+
+
+def policy_of(codec: Any, *, outer: bool = False, whole: bool = True, **asked: Any) -> Policy:
+    return Policy(DDPOptions(codec, **asked), outer=outer, whole=whole)
+
+
+BOTH = frozenset({"w", "v"})
+ADAM = {"family": "adaptive", "keeps_moments": True}
+DECIDED: list[tuple[Policy, int, dict[str, Any], tuple[str, str, bool]]] = [
+    (policy_of("int8"), 0, {}, ("int8", "", False)),
+    (policy_of("lloyd2"), 0, {}, ("int8", "", False)),  # until an optimizer is known
+    (policy_of("lloyd2"), 9, {"family": "linear"}, ("lloyd2", "classic", False)),
+    (policy_of("lloyd2"), 9, {"family": "muon"}, ("lloyd2", "classic", False)),
+    (policy_of("lloyd2"), 9, {"family": "adaptive"}, ("lloyd2", "", False)),
+    (policy_of("lloyd2"), 9, ADAM, ("lloyd2", "", False)),  # no moments yet
+    (policy_of("lloyd2"), 9, {**ADAM, "shared": BOTH}, ("lloyd2", "", True)),
+    (policy_of("lloyd2"), 9, {**ADAM, "shared": frozenset("v")}, ("lloyd2", "", False)),
+    (policy_of("lloyd2"), 9, {**ADAM, "shared": None}, ("lloyd2", "", False)),
+    (policy_of("lloyd2", whole=False), 9, {**ADAM, "shared": BOTH}, ("lloyd2", "", False)),
+    (policy_of("lloyd2", weigh="none"), 9, {**ADAM, "shared": BOTH}, ("lloyd2", "", False)),
+    (policy_of("lloyd2", feedback="ef21"), 9, {**ADAM, "shared": BOTH}, ("lloyd2", "ef21", False)),
+    (policy_of("int8", weigh="moments"), 9, {"shared": BOTH}, ("int8", "", True)),
+    (policy_of("topk"), 9, {**ADAM, "shared": BOTH}, ("topk", "ef21", False)),
+    (policy_of("topk", outer=True), 9, {"family": "linear"}, ("topk", "classic", False)),
+    (policy_of("lloyd1", outer=True), 9, {"family": "linear"}, ("lloyd1", "", False)),
+    (policy_of("lloyd2", warmup_steps=5), 4, {"family": "linear"}, ("none", "", False)),
+    (policy_of("lloyd2", warmup_steps=5), 5, {"family": "linear"}, ("lloyd2", "classic", False)),
+    (policy_of("lloyd2", policy={"w": "int4"}), 0, {}, ("int4", "", False)),
+    (policy_of("lloyd2", exempt=["w"]), 0, {}, ("bf16", "", False)),
+    (policy_of("auto"), 0, {}, ("none", "", False)),
+    (policy_of("auto"), 3, {"candidate": BlockInt(8)}, ("int8", "", False)),
+    (policy_of("auto"), 99, {"fastest": Lloyd(4)}, ("lloyd4", "", False)),
+    (policy_of("auto:2.5"), 0, {"family": "linear"}, ("lloyd2", "classic", False)),
+    (policy_of("auto:2.5"), 7, {"family": "linear", "widths": {"w": BlockInt(8)}}, ("int8", "classic", False)),
+    (policy_of("auto:5"), 7, {"family": "linear", "widths": {"w": Lloyd(1)}}, ("lloyd1", "", False)),
+]
+
+
+@pytest.mark.parametrize(("policy", "step", "agreed", "want"), DECIDED)
+def test_a_decision_is_a_function_of_options_step_and_agreement(
+    policy: Policy, step: int, agreed: dict[str, Any], want: tuple[str, str, bool]
+) -> None:
+    for _ in range(2):  # nothing is remembered in between
+        known = Agreed(**agreed)
+        chosen, feedback = policy.travels(step, known, "w", WIDE)
+        assert (str(chosen), feedback, policy.is_weighed(step, known, "w", WIDE)) == want
+        policy.travels(step + 100, Agreed("adaptive", True, BOTH, Lloyd(1)), "v", WIDE)
+
+
 # --- decisions from step to step --------------------------------------------------------------------------------------
 
 
 def decisions(
     codec: Any = "lloyd2", *, optimizer: Any = "linear", names: Mapping[str, Tensor] | None = None, **options: Any
-) -> Decisions:
+) -> Chooser:
     known = ParameterNames()
     for name, parameter in (names or {}).items():
         known.put(parameter, name)
     known.sizes.clear()  # until gradients come
-    return Decisions(DDPOptions(codec, optimizer=optimizer, **options), known)
+    return Chooser(DDPOptions(codec, optimizer=optimizer, **options), known)
 
 
 def alone(values: Sequence[float], op: object) -> list[float]:
@@ -594,18 +645,14 @@ def alone(values: Sequence[float], op: object) -> list[float]:
 
 
 def begin(
-    made: Decisions, step: int, seconds: float = 1.0, errors: Mapping[str, float] | None = None, error: Any = None
+    made: Chooser, step: int, seconds: float = 1.0, errors: Mapping[str, float] | None = None, error: Any = None
 ) -> str:
     return made.begin(step, seconds, errors or {}, error, alone)
 
 
-WIDE = Size(torch.Size((64, 64)), 4096, FP32)
-THIN = Size(torch.Size((64,)), 64, FP32)
-
-
-def travels(made: Decisions, size: Size = WIDE, name: str = "p") -> tuple[str, str]:
+def travels(made: Chooser, size: Size = WIDE, name: str = "p") -> tuple[str, str]:
     spec = made.spec(name, size)
-    assert spec.first == policy.first_phase(spec.codec, spec.feedback)
+    assert spec.first == choice.first_phase(spec.codec, spec.feedback)
     return str(spec.codec), spec.feedback
 
 
@@ -637,8 +684,9 @@ def test_feedback_by_codec_and_optimiser(codec: str, optimizer: str, want: str) 
 def test_all_widths_of_a_budget_share_one_feedback() -> None:
     made = decisions("auto:2.5", optimizer="linear")
     begin(made, 0)
-    made._widths = {f"p{i}": width for i, (width, _) in enumerate(WIDTHS)}
-    assert {travels(made, WIDE, name)[1] for name in made._widths} == {"classic"}
+    widths = {f"p{i}": width for i, (width, _) in enumerate(WIDTHS)}
+    made.agreed = dataclasses.replace(made.agreed, widths=widths)
+    assert {travels(made, WIDE, name)[1] for name in widths} == {"classic"}
     assert travels(made, THIN, "b") == ("bf16", "")
 
 
@@ -673,8 +721,8 @@ def test_every_parameter_waits_for_its_optimiser() -> None:
     begin(made, 2)
     assert [travels(made, WIDE, name) for name in "mr"] == [("lloyd2", "classic")] * 2, "Muon's rule"
     both = [torch.optim.Muon([matrix]), torch.optim.AdamW([rest])]
-    assert decisions("lloyd2", optimizer=both).family == "muon"
-    assert decisions("lloyd2", optimizer=both[1:]).family == "adaptive"
+    assert decisions("lloyd2", optimizer=both).agreed.family == "muon"
+    assert decisions("lloyd2", optimizer=both[1:]).agreed.family == "adaptive"
 
 
 def test_what_a_race_cannot_measure_it_measures_later() -> None:
@@ -693,7 +741,7 @@ def test_bits_are_dealt_anew_only_when_they_are_due() -> None:
         begin(made, step, errors={"a": 1.0 + step, "b": 40.0 - step} if made.measuring and step else {})
         seen.append([travels(made, WIDE, name)[0] for name in "ab"])
     assert len({tuple(pair) for pair in seen[1:21]}) == 1
-    assert policy.bits_of(make(seen[31][0])) >= 5, "another budget starts anew"
+    assert choice.bits_of(make(seen[31][0])) >= 5, "another budget starts anew"
 
 
 def test_a_race_that_a_schedule_leaves_is_over() -> None:
@@ -717,7 +765,7 @@ def test_nobody_waits_for_an_optimiser_for_ever() -> None:
 def test_what_another_rank_saw_of_the_optimiser_holds_here() -> None:
     made = decisions("lloyd2", optimizer=None)
     begin(made, 0)
-    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + policy.FAMILIES.index("linear"), 0.0, 0.0])
+    made.begin(1, 1.0, {}, None, lambda values, op: [1.0 + options.FAMILIES.index("linear"), 0.0, 0.0])
     assert travels(made) == ("lloyd2", "classic")
 
 
@@ -738,10 +786,10 @@ def test_an_optimiser_is_looked_for_only_where_it_matters() -> None:
     gc.collect()
     hooks, made = _global_optimizer_pre_hooks, []
     begun = len(hooks)
-    for codec, options, looks in wanted:
+    for codec, asked, looks in wanted:
         before = len(hooks)
-        made.append(decisions(codec, optimizer=None, **options))
-        assert len(hooks) - before == looks, f"{codec} {options}"
+        made.append(decisions(codec, optimizer=None, **asked))
+        assert len(hooks) - before == looks, f"{codec} {asked}"
     made.clear()
     gc.collect()
     assert len(hooks) == begun, "what looked goes with the decisions"
@@ -810,7 +858,7 @@ def test_a_budget_is_dealt_after_the_first_step_and_again_by_plan() -> None:
     assert [step for step, m in enumerate(measured) if m] == [0, 5, 10]
     assert all(one["bias"] == "bf16" for one in seen)
     assert {seen[0][name] for name in "abc"} == {str(auto.start_width(2.5))}
-    bits = [{name: policy.bits_of(make(one[name])) for name in "abc"} for one in seen]
+    bits = [{name: choice.bits_of(make(one[name])) for name in "abc"} for one in seen]
     assert bits[1]["b"] > bits[1]["c"]
     assert seen[1] == seen[5]
     assert bits[6]["a"] > bits[1]["a"]
@@ -818,7 +866,7 @@ def test_a_budget_is_dealt_after_the_first_step_and_again_by_plan() -> None:
         assert sum(make(one[name]).wire_bytes(4096) for name in "abc") + Cast("bf16").wire_bytes(64) <= 2.5 / 8 * (
             3 * 4096 + 64
         )
-    assert made.why == auto.told({name: make(seen[-1][name]) for name in "abc"})
+    assert made.why == auto.counted({name: make(seen[-1][name]) for name in "abc"})
 
 
 def test_a_step_that_was_not_finite_deals_no_bits() -> None:

@@ -194,6 +194,7 @@ class EF21:
 
 
 KINDS = ("classic", "ef21")
+ROW = "#"  # between the name of a parameter and the number of a row: its part there
 
 
 class Piece(NamedTuple):
@@ -283,6 +284,53 @@ class Ledger:
         self._lanes.clear()
         self._at.clear()
         self._loose = {name: value.detach().clone().view(-1) for name, value in values.items()}
+
+
+class Memories:
+    """What feedback remembers, by parameter, and which kind of feedback that comes from."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.residuals = Ledger(dtype)
+        self.means = Ledger(torch.float32)
+        self.kinds: dict[str, str] = {}
+
+    def load(self, residuals: Mapping[str, Tensor], means: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+        """Forget everything and remember these."""
+        self.residuals.load(residuals)
+        self.means.load(means)
+        self.kinds = dict(kinds)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget these parameters."""
+        for ledger in (self.residuals, self.means):
+            ledger.drop(names)
+        for name in names:
+            self.kinds.pop(name, None)
+
+    def carry(
+        self, kind: str, pieces: Sequence[Piece], world: float, device: torch.device, rows: Sequence[Piece] = ()
+    ) -> Classic | EF21 | None:
+        """The feedback of a lane with the memories of its parameters; None where `kind` is "".
+
+        rows: where a lane has a row per rank, the pieces of all rows, named by parameter and row.
+        """
+        if not kind:
+            return None
+        names = [piece.name for piece in pieces if piece.name is not None]
+        stale = {name for name in names if self.kinds.get(name, kind) != kind}  # another kind remembered something
+        self.kinds.update(dict.fromkeys(names, kind))
+        self.means.drop(stale)
+        self.residuals.drop([p.name for p in rows if p.name and p.name.rpartition(ROW)[0] in stale] if rows else stale)
+        residual = self.residuals.lane(rows or pieces, device)
+        gaps = Gaps(rows or pieces)
+        if kind == "classic":
+            return Classic(residual, world, gaps)
+        if self.residuals.dtype != torch.float32:
+            raise CodecError(
+                "this optimizer needs feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
+                f"float32, got {self.residuals.dtype}; or name another feedback"
+            )
+        return EF21(residual, self.means.lane(pieces, device), world, gaps)
 
 
 class RowFeedback:

@@ -4,7 +4,9 @@ model, optimizer = accelerator.prepare(model, optimizer)
 handle = compress(accelerator, model, "int8")    # the rest of the script stays
 """
 
+import functools
 import os
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -17,13 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.transport import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.averager import over_groups
 from thinwire.integrations.checkpoint import device_of, spread
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.names import describe
-from thinwire.integrations.options import CodecChoice, DDPKeywords, check_options
-from thinwire.integrations.policy import CodecLike
+from thinwire.integrations.models import describe
+from thinwire.integrations.sync import over_groups
 from thinwire.log import announce
 
 if find_spec("accelerate") is None:
@@ -61,7 +62,9 @@ def compress(
     bits, on the same number of ranks. On another number the sum over ranks is kept.
     """
     handle = compress_prepared(accelerator, model, codec, **options)
-    accelerator.register_for_checkpointing(Checkpointed(handle))
+    gathered = functools.partial(handle.state_dict, gather=True)  # all ranks call it, and rank 0's answer is saved
+    load = functools.partial(load_shared, handle)
+    accelerator.register_for_checkpointing(types.SimpleNamespace(state_dict=gathered, load_state_dict=load))
     return handle
 
 
@@ -133,21 +136,6 @@ class Alone(DDPState):
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         pass
-
-
-class Checkpointed:
-    """A handle as `save_state` and `load_state` want it: both ask every rank, and what rank 0 answers is saved."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, on rank 0."""
-        return self._handle.state_dict(gather=True)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what this rank has read; every rank calls it."""
-        load_shared(self._handle, state)
 
 
 def load_shared(handle: Handle, state: Mapping[str, Any]) -> None:

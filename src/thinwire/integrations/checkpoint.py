@@ -26,8 +26,8 @@ from thinwire.collectives import broadcast, torch_verbs
 from thinwire.collectives.transport import on_nccl
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError, ThinwireError
-from thinwire.integrations.averager import Averager, ByName, Future, GradientSet
-from thinwire.integrations.names import Names, ParameterNames
+from thinwire.integrations.models import Names, ParameterNames
+from thinwire.integrations.sync import ByName, Future, GradientSet, GradientSync
 
 VERSION = 1
 _ERRORS = "\0errors"  # stands for them among parameters
@@ -37,11 +37,11 @@ _RESTORED_STEPS = 3  # after which DDP has its final buckets; a static graph tak
 Average = Callable[[GradientSet, Tensor], "Future[Tensor]"]
 
 
-def save(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
+def save(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, *, gather: bool) -> State:
     """This rank's state; with `gather` those of all ranks as one, on the first rank, and an empty one on the others."""
     rank = group.rank()
-    memories = averager.memories
-    own = _state(averager, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
+    memories = sync.memories
+    own = _state(sync, layout, step, group.size(), {rank: memories.residuals.read()}, memories.means.read())
     if not gather:
         return own
     found, errors = gather_measured(own["ranks"][str(rank)], dict(own["errors"][str(rank)]), group)
@@ -51,28 +51,28 @@ def save(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup
     return {**own, "ranks": ranks, "errors": {str(k): list(lost.items()) for k, lost in enumerate(errors)}}
 
 
-def blank(averager: Averager, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
+def blank(sync: GradientSync, layout: Layout, step: int, group: dist.ProcessGroup, world: int) -> State:
     """A state of zeros: what this rank needs of what `world` ranks saved."""
     wanted: dict[int, ByName] = {k: {} for k in range(group.rank(), world, group.size())}
-    return _state(averager, layout, step, world, wanted, {})
+    return _state(sync, layout, step, world, wanted, {})
 
 
 def _state(
-    averager: Averager, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
+    sync: GradientSync, layout: Layout, step: int, world: int, ranks: Mapping[int, ByName], means: ByName
 ) -> State:
     """A state of `world` ranks that holds what these of them remember."""
-    memories = averager.memories
-    remembered = averager.decisions.remembered()
+    memories = sync.memories
+    remembered = sync.chooser.remembered()
     meant = {name: size for name, size in remembered.items() if size[1] == "ef21"}
     dtype = torch.bfloat16 if memories.residuals.dtype == torch.bfloat16 else torch.float32
-    errors = sorted(averager.errors.by_name().items())
+    errors = sorted(sync.errors.by_name().items())
     return {
         "version": VERSION,
         "step": step,
         "world": world,
         "layout": [list(names) for names in layout],
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
-        "decisions": averager.decisions.state_dict(),
+        "decisions": sync.chooser.state_dict(),
         "errors": {str(k): list(errors) for k in ranks},
         "ranks": {str(k): _complete(part, remembered, dtype) for k, part in ranks.items()},
         "mean": _complete(means, meant, torch.float32),
@@ -186,7 +186,7 @@ def load(
     states: Sequence[Mapping[str, Any]],
     group: dist.ProcessGroup,
     names: ParameterNames,
-    averager: Averager,
+    sync: GradientSync,
 ) -> tuple[int, Layout | None, Collection[str] | None]:
     """Let this rank go on from these states: what rank k remembered goes to rank k % world.
 
@@ -214,8 +214,8 @@ def load(
     own = errors[str(rank)] if same else {}
     residuals = feedback.deal(parts, head["world"], rank, world)
     kinds = dict(head["feedback"])
-    averager.decisions.load_state_dict(head["decisions"], head["step"])  # from here on nothing fails
-    averager.go_on(residuals, head["mean"], kinds, own)
+    sync.chooser.load_state_dict(head["decisions"], head["step"])  # from here on nothing fails
+    sync.go_on(residuals, head["mean"], kinds, own)
     loaded = {*own, *(name for part in parts.values() for name in part)}
     names.sizes |= {name: size for name, size in names.frozen.items() if name in loaded}  # DDP may still bring them
     filled = {name for name in loaded if name in names.sizes and names.sizes[name].numel}

@@ -20,13 +20,19 @@ from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.averager import Averager, Future, gradients_in, over_groups
 from thinwire.integrations.checkpoint import Restorer
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import Names, ParameterNames, find_ddp, living, plain_name
-from thinwire.integrations.nonfinite import NonfiniteGuard, after_backward, which_are_finite
-from thinwire.integrations.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import CodecChoice, DDPKeywords, DDPOptions, check_known, spelled_out
+from thinwire.integrations.models import Names, ParameterNames, find_ddp, living, plain_name
 from thinwire.integrations.stats import Handle, Stats
+from thinwire.integrations.sync import (
+    Future,
+    GradientSync,
+    NonfiniteGuard,
+    after_backward,
+    gradients_in,
+    which_are_finite,
+)
 from thinwire.log import announce_once
 
 _WEIGHED = (torch.float32, torch.bfloat16)  # gradients that may become larger by a factor without an overflow
@@ -65,9 +71,9 @@ class DDPState(Handle):
         self.step = 0
         self._names = names
         self._names.needs_model = options.rules.by_name
-        self._decisions = Decisions(options, names, whole=True)
-        self._averager = Averager(options, self._decisions)
-        self._restorer = Restorer(self._averager.average)
+        self._chooser = Chooser(options, names, whole=True)
+        self._sync = GradientSync(options, self._chooser)
+        self._restorer = Restorer(self._sync.average)
         self._guard = NonfiniteGuard() if options.on_nonfinite == "raise" else None
         self._models: Sequence[weakref.ref[DistributedDataParallel]] | None = None  # with this hook; once looked for
         self._means: list[tuple[Tensor, Future[Tensor]]] = []  # buckets of the step, for the guard
@@ -75,7 +81,7 @@ class DDPState(Handle):
 
     def name_parameters(self, model: nn.Module) -> None:
         """Call parameters as `model` does, in rules and checkpoints. A state that was unpickled may need it again."""
-        self._decisions.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
+        self._chooser.policy.rules.check_names([plain_name(name) for name, _ in model.named_parameters()])
         self._names.take(model)
 
     def reduce(self, bucket: "dist.GradBucket") -> "Future[Tensor]":  # type: ignore[name-defined]
@@ -99,7 +105,7 @@ class DDPState(Handle):
                 self._ended = True
                 self.step += 1
                 if gone := self._restorer.end_step():
-                    self._averager.forget(gone)
+                    self._sync.forget(gone)
         if self._guard is not None:
             self._means.append((buffer, future))
             if bucket.is_last():
@@ -129,9 +135,7 @@ class DDPState(Handle):
             found = torch.cat([which_are_finite([buffer]) for buffer, _ in means])
             if bool(found.all()):  # all ranks have the same means, and see the same
                 return
-            own = guard.code(group.rank(), group.size(), spoiled=True)
-            (least,) = over_groups("on_nonfinite", (group,), found.device, [float(own)], dist.ReduceOp.MIN)
-            guard.check(int(least), group.size(), step)
+            guard.compare(step, (group,), group.rank(), group.size(), True, found.device)
 
         if not after_backward(check):  # a rank that has no more data, under Join: it meets the others' gradients
             for buffer, future in means:
@@ -140,12 +144,12 @@ class DDPState(Handle):
 
     def _weigh(self, parameters: Sequence[Tensor], names: Names, buffer: Tensor) -> "_Undo | None":
         """Bring gradients into Adam's units, see [Note: Moments]; what brings the means back, if there are any."""
-        weighed = self._decisions.weighed(names) if buffer.dtype in _WEIGHED else []
+        weighed = self._chooser.weighed(names) if buffer.dtype in _WEIGHED else []
         if not weighed:
             return None
         gradients = _gradients(parameters, buffer)
         views = [gradients[i] for i in weighed]
-        roots = self._decisions.roots([parameters[i] for i in weighed])
+        roots = self._chooser.moments.roots([parameters[i] for i in weighed])
         torch._foreach_div_(views, roots)
 
         def undo(done: "Future[Tensor]") -> Tensor:
@@ -159,7 +163,7 @@ class DDPState(Handle):
         return undo
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if self.options.mesh is not None and group is not self._averager.group:
+        if self.options.mesh is not None and group is not self._sync.group:
             ranks = sorted(self.options.mesh.mesh.flatten().tolist())
             own = sorted(dist.get_process_group_ranks(group))
             if ranks != own:
@@ -168,19 +172,19 @@ class DDPState(Handle):
         self._means.clear()
         if self._guard is not None:
             self._guard.begin()
-        if self._decisions.race is not None and device.type == "cuda":
+        if self._chooser.race is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the host is ahead of the steps that are timed
         if self.closed:
             return
         if group.size() == 1:
             self._write_logs(self.step, 0)
             return
-        if self.process_group is None and self._averager.group is None:
+        if self.process_group is None and self._sync.group is None:
             self._check_world()
-        if self._decisions.weighs and self.step > 0:
+        if self._chooser.weighs and self.step > 0:
             # In a Join, or after one, ranks may have taken different numbers of steps.
-            self._decisions.moments.uneven = any(model._join_config.enable for model in self._hooked())
-        self._averager.begin_step(group, self.step, device)
+            self._chooser.moments.uneven = any(model._join_config.enable for model in self._hooked())
+        self._sync.begin_step(group, self.step, device)
         self._write_logs(self.step, group.rank())
 
     def _hooked(self) -> list[DistributedDataParallel]:
@@ -212,13 +216,13 @@ class DDPState(Handle):
 
     def stats(self) -> Stats:
         """What compression did so far on this rank; `print` shows it as a table."""
-        return self._averager.stats(self.step)
+        return self._sync.stats(self.step)
 
     def close(self) -> None:
         """Go back to plain DDP and forget all residuals. `compress_ddp` may be called again."""
         self.closed = True
-        self._decisions.end_scout()
-        self._averager.go_on({}, {}, {}, {})
+        self._chooser.moments.stop()
+        self._sync.go_on({}, {}, {}, {})
         self._restorer.restore(None)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -228,17 +232,17 @@ class DDPState(Handle):
             All load that one state.
         """
         group = transport.resolve(self.process_group)
-        return checkpoint.save(self._averager, self._restorer.layout, self.step, group, gather=gather)
+        return checkpoint.save(self._sync, self._restorer.layout, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
         """A state of zeros, for loaders that fill one in place (torch.distributed.checkpoint).
 
         It holds what this rank needs of what `world` ranks saved.
         """
-        self._decisions.check_family("compress_ddp")
+        self._chooser.check_family("compress_ddp")
         group = transport.resolve(self.process_group)
         old = group.size() if world is None else world
-        return checkpoint.blank(self._averager, self._restorer.layout, self.step, group, old)
+        return checkpoint.blank(self._sync, self._restorer.layout, self.step, group, old)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a saved state: this rank's own, a gathered one, or a list of the states of all ranks.
@@ -247,7 +251,7 @@ class DDPState(Handle):
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         group = transport.resolve(self.process_group)
-        self.step, layout, loaded = checkpoint.load(states, group, self._names, self._averager)
+        self.step, layout, loaded = checkpoint.load(states, group, self._names, self._sync)
         self._restorer.restore(layout, loaded)
         self._ended = True
 
@@ -255,7 +259,7 @@ class DDPState(Handle):
         if self.options.mesh is not None:
             raise CollectiveError("a DDPState with a mesh does not pickle: save state_dict(), and make it anew")
         return {
-            "options": replace(self.options, optimizer=self._decisions.family),
+            "options": replace(self.options, optimizer=self._chooser.agreed.family),
             "state": self.state_dict() if dist.is_initialized() else None,
             "sizes": self._names.sizes,
             "order": self._names.order,

@@ -4,7 +4,7 @@
 
 Every rank, or every site of several, has a copy of the outer parameters. Every `every` optimizer steps the difference
 between them and its own parameters, the outer gradient, is averaged over the ranks. The outer optimizer steps with it,
-identically on every rank, and the rank continues from the result. Averages travel like DDP's gradients (averager.py).
+identically on every rank, and the rank continues from the result. Averages travel like DDP's gradients (sync.py).
 """
 
 import functools
@@ -26,13 +26,21 @@ from thinwire.collectives import broadcast, transport
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
-from thinwire.integrations import checkpoint, policy as policies
-from thinwire.integrations.averager import Averager, Future, GradientSet, over_groups
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import ParameterNames, bare_optimizer, is_sharded, plain_name
-from thinwire.integrations.options import CodecChoice, DDPOptions, Feedback, settings_of
-from thinwire.integrations.policy import CodecLike, Exempt
+from thinwire.integrations import checkpoint
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import (
+    Auto,
+    CodecChoice,
+    CodecLike,
+    DDPOptions,
+    Exempt,
+    Feedback,
+    family,
+    settings_of,
+)
+from thinwire.integrations.models import ParameterNames, bare_optimizer, is_sharded, plain_name
 from thinwire.integrations.stats import Handle, Stats
+from thinwire.integrations.sync import Future, GradientSet, GradientSync, over_groups
 from thinwire.log import announce
 
 OuterOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer] | None
@@ -162,7 +170,7 @@ class DiLoCo(Handle):
             feedback=feedback,
             exempt=exempt,
             policy=policy,
-            optimizer=policies.family(self.outer_optimizer),
+            optimizer=family(self.outer_optimizer),
             residual_dtype=residual_dtype,
             measure_every=fragments * 10 + 1,  # another fragment each time
         )
@@ -174,7 +182,7 @@ class DiLoCo(Handle):
         self._names.from_model = True
         for name, parameter in named:
             self._names.put(parameter.to_local() if isinstance(parameter, DTensor) else parameter, name)
-        self._averager = Averager(options, Decisions(options, self._names, outer=True))
+        self._sync = GradientSync(options, Chooser(options, self._names, outer=True))
         self._in_flight: list[_Round] = []
         self._start(options)
         _open.add(self)
@@ -281,13 +289,13 @@ class DiLoCo(Handle):
         sent = fragment.flat(fragment.own())
         gradient = fragment.flat(fragment.outer).sub_(sent)
         if self.beta != 1:
-            memories = self._averager.memories  # EF21's means must stay the sum of what was sent: they do not decay
+            memories = self._sync.memories  # EF21's means must stay the sum of what was sent: they do not decay
             lost = [name for name in fragment.names if memories.kinds.get(name) == "classic"]
             memories.residuals.decay(lost, self.beta)
-        self._averager.begin_step(self._group, self.rounds, gradient.device)
+        self._sync.begin_step(self._group, self.rounds, gradient.device)
         future = None
         if self._group.size() > 1:
-            future = self._averager.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
+            future = self._sync.average(GradientSet(fragment.names, fragment.shapes, gradient), gradient)
         self.rounds += 1
         self._in_flight.append(_Round(index, due, sent, gradient, future, self._group))
         self._write_logs(self.rounds, self._group.rank())
@@ -368,7 +376,7 @@ class DiLoCo(Handle):
 
     def stats(self) -> Stats:
         """What rounds cost so far on this rank; `steps` counts averages of a fragment."""
-        return self._averager.stats(self.rounds)
+        return self._sync.stats(self.rounds)
 
     @property
     def _copies(self) -> dict[str, Tensor]:
@@ -387,7 +395,7 @@ class DiLoCo(Handle):
             raise CollectiveError("gather=True: rounds are under way, and differ by rank: save one state per rank")
         if gather and any(isinstance(p, DTensor) for part in self._fragments for p in part.parameters):
             raise CollectiveError("gather=True: parameters are sharded, and differ by rank: save one state per rank")
-        compression = checkpoint.save(self._averager, [], self.rounds, self._group, gather=gather)
+        compression = checkpoint.save(self._sync, [], self.rounds, self._group, gather=gather)
         if not compression:
             return {}
         return {
@@ -430,7 +438,7 @@ class DiLoCo(Handle):
             for one in self._in_flight:
                 one.wait()  # it must not write into what is loaded
             self.outer_optimizer.load_state_dict(state["outer_optimizer"])
-            self.rounds, *_ = checkpoint.load([compression], self._group, self._names, self._averager)
+            self.rounds, *_ = checkpoint.load([compression], self._group, self._names, self._sync)
         self.steps = int(state["steps"])
         self.skipped = skipped
         self._in_flight = under_way
@@ -504,9 +512,9 @@ def _check(every: int, fragments: int, overlap: int, beta: float, parameters: in
 
 def _check_codec(options: DDPOptions, fragments: int) -> None:
     choices = options.schedule.choices
-    if any(isinstance(choice, policies.Trial) for choice in choices):
+    if Auto() in choices:
         raise CodecError("codec='auto' times steps of DDP; DiLoCo takes a codec, a schedule, or 'auto:2.5'")
-    if fragments > 1 and any(isinstance(choice, policies.Budget) for choice in choices):
+    if fragments > 1 and any(isinstance(choice, Auto) for choice in choices):
         raise CodecError(
             f"codec={options.codec!r} deals bits over the whole model at once: it needs fragments=1, got {fragments}"
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.collectives.lane import LaneSpec
 from thinwire.feedback import Piece
-from thinwire.integrations.names import PADDING
+from thinwire.integrations.models import PADDING
 
 _BRIDGE = 16  # the largest lane bridges lanes that are so many times smaller
 

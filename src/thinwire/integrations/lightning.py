@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import CollectiveError, MissingPackageError
+from thinwire.integrations.choice.options import Algorithm, CodecChoice, CodecLike, SharedKeywords, Weigh, check_options
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
-from thinwire.integrations.fsdp.private import groups_of
-from thinwire.integrations.options import Algorithm, CodecChoice, SharedKeywords, Weigh, check_options
-from thinwire.integrations.policy import CodecLike
+from thinwire.integrations.fsdp.torch_internals import groups_of
 from thinwire.log import announce_once
 
 if typing.TYPE_CHECKING:

@@ -192,7 +192,7 @@ class Handle:
 
     def __init__(self) -> None:
         self.closed = False
-        self._logs: list[_Log] = []
+        self._logs: list[tuple[Target, int]] = []  # and after how many steps each
 
     def stats(self) -> Stats:
         """What compression did so far on this rank; `print` shows it as a table."""
@@ -212,16 +212,16 @@ class Handle:
                 "log_to: expected a path, a SummaryWriter, a Weights & Biases run or a function of a dict, got "
                 f"{type(target).__name__}"
             )
-        self._logs.append(_Log(target, every))
+        self._logs.append((target, every))
         return self
 
     def _write_logs(self, step: int, rank: int) -> None:
         """After `step` steps; `stats()` waits for a GPU, so it is called only where something is due."""
         if rank != 0 or not step:
             return
-        for log in self._logs:
-            if step % log.every == 0:
-                log.write(self.stats().as_dict() | {"steps": step})  # the next one may have begun
+        for target, every in self._logs:
+            if step % every == 0:
+                _log(target, self.stats().as_dict() | {"steps": step})  # the next one may have begun
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -230,20 +230,15 @@ class Handle:
         return f"{type(self).__name__}({said}{closed})"
 
 
-@dataclass
-class _Log:
-    target: Target
-    every: int
-
-    def write(self, values: dict[str, Any]) -> None:
-        if isinstance(self.target, str | Path):
-            with Path(self.target).open("a") as file:
-                file.write(json.dumps(values) + "\n")
-        elif callable(getattr(self.target, "add_scalar", None)):
-            for name, value in values.items():
-                if not isinstance(value, str):
-                    self.target.add_scalar(f"thinwire/{name}", value, values["steps"])
-        elif callable(getattr(self.target, "log", None)):
-            self.target.log({f"thinwire/{name}": value for name, value in values.items()})
-        else:
-            self.target(values)
+def _log(target: Target, values: dict[str, Any]) -> None:
+    if isinstance(target, str | Path):
+        with Path(target).open("a") as file:
+            file.write(json.dumps(values) + "\n")
+    elif callable(getattr(target, "add_scalar", None)):
+        for name, value in values.items():
+            if not isinstance(value, str):
+                target.add_scalar(f"thinwire/{name}", value, values["steps"])
+    elif callable(getattr(target, "log", None)):
+        target.log({f"thinwire/{name}": value for name, value in values.items()})
+    else:
+        target(values)

@@ -15,8 +15,8 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.names import living
-from thinwire.integrations.options import CodecChoice, check_options
+from thinwire.integrations.choice.options import CodecChoice, check_options
+from thinwire.integrations.models import living
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     raise MissingPackageError(

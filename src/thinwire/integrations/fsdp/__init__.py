@@ -1,9 +1,324 @@
-"""FSDP2 and HSDP, from torch to the wire and back.
+"""FSDP2 and HSDP: gradients, and weights, that travel compressed.
 
-private (torch's private names) → state (the handle) → rows (of a flat buffer, in lanes) → collectives;
-between replicas of shards, DDP's averager again. Beside them: codes (weights of quantised layers) and checkpoint.
+handle = thinwire.compress_fsdp(model, gradients="lloyd4", weights="int8")    # after fully_shard; the rest stays
 """
 
-from thinwire.integrations.fsdp.state import FSDPState, compress_fsdp
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
 
-__all__ = ["FSDPState", "compress_fsdp"]
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codecs import Cast, Codec, Identity, registry
+from thinwire.collectives import checks
+from thinwire.collectives.call import Call
+from thinwire.collectives.channel import channel_of, wait_in
+from thinwire.errors import CollectiveError
+from thinwire.integrations.choice import Chooser, bits_of, leaves
+from thinwire.integrations.choice.options import (
+    CodecChoice,
+    CodecLike,
+    DDPOptions,
+    Rules,
+    SharedKeywords,
+    check_known,
+    spelled_out,
+)
+from thinwire.integrations.fsdp import checkpoint
+from thinwire.integrations.fsdp.rows import DTYPES, Gatherer, ShardSync
+from thinwire.integrations.fsdp.torch_internals import (
+    GatherComm,
+    ParameterGroup,
+    ReduceCall,
+    ScatterComm,
+    ShardedParameter,
+    groups_of,
+    watch_reductions,
+)
+from thinwire.integrations.models import PADDING, ParameterNames, ParameterSize, describe
+from thinwire.integrations.stats import Handle, Stats, Tally
+from thinwire.integrations.sync import GradientSet, NonfiniteGuard, after_backward, sum_bytes, which_are_finite
+from thinwire.log import announce
+
+_NARROW = 8  # bits of weights from which rounding them at every step does no harm
+
+
+class FSDPState(Handle):
+    """Compression of one FSDP2 model: what `compress_fsdp` returns."""
+
+    def __init__(self, groups: Sequence[ParameterGroup], options: DDPOptions, inside: Codec, weights: Codec) -> None:
+        super().__init__()
+        self.weights = weights
+        self._groups = list(groups)
+        names = _names_of(groups)
+        options.rules.check_names([parameter.name for group in groups for parameter in group.parameters()])
+        self._chooser = Chooser(options, names)
+        if any(group.is_replicated for group in groups):
+            self._sync = ShardSync(options, self._chooser, self._log, timed=True)  # over replicas
+            self._sync.peers = [group.shards for group in groups if group.shards is not None][:1]
+            self._sync.elsewhere = self._chooser.sizes
+            policy = {pattern: _no_less(inside, codec) for pattern, codec in (options.policy or {}).items()}
+            fixed = DDPOptions(inside, feedback="none", exempt=options.exempt, policy=policy, measure_every=0)
+            self._shards = ShardSync(fixed, Chooser(fixed, ParameterNames()))
+            self._syncs = {"shards": self._shards, "replicas": self._sync}
+        else:
+            self._sync = self._shards = ShardSync(options, self._chooser, self._log)
+            self._syncs = {"shards": self._shards}
+        self._expected: list[ShardedParameter] = []  # of the gradients that are reduced next
+        self._gatherers: list[Gatherer] = []
+        self._told: set[str] = set()
+        self._guard = None
+        if options.on_nonfinite == "raise":
+            self._guard = NonfiniteGuard()
+            self._check_meshes()
+
+    @property
+    def step(self) -> int:
+        """Steps so far: sums of all gradients over all ranks."""
+        return self._sync.step
+
+    def _log(self, done: int) -> None:
+        """After so many steps, on the rank that is the first of both its groups."""
+        first = self._groups[0]
+        self._write_logs(done, max(0 if group is None else group.rank() for group in (first.shards, first.replicas)))
+
+    def _install(self, rules: Rules, replica: bool | None) -> None:
+        for group in self._groups:  # all of them before the first is changed
+            group.check(gathers=not isinstance(self.weights, Identity))
+        watch_reductions()
+        for group in self._groups:
+            gather = None
+            if not isinstance(self.weights, Identity):
+                narrow = bits_of(self.weights) < _NARROW
+                kept = replica if replica is not None else narrow and group.keeps_weights
+                gatherer = Gatherer(group, self.weights, rules, self._sync.tally, differences=bool(kept))
+                self._gatherers.append(gatherer)
+                gather = GatherComm(functools.partial(self._gather, gatherer))
+            scatter = ScatterComm(functools.partial(self._expect, group), self._reduce)
+            group.install(scatter, gather)
+
+    def _expect(self, group: ParameterGroup, call: ReduceCall) -> None:
+        """Gradients of a group are reduced next."""
+        given = {id(source) for source in call.sources}
+        self._shards.expect(given)
+        self._expected = group.parameters(call.sources)
+        if call.dtype not in DTYPES:
+            self._tell(f"gradients of {call.dtype} travel as they are")
+        if self._guard is not None:
+            names = [parameter.name for parameter in self._expected]
+            self._guard.look(names[::-1], call.gradients[::-1])  # the last one's gradient was there first
+            after_backward(functools.partial(self._check_finite, self._guard))
+        if self._sync is not self._shards and group.replicas is not None:
+            # What these do at this step holds inside a node too, and is decided before the first sum there.
+            self._sync.expect(given, now=call.sums_replicas)
+            self._sync.begin(group.replicas, call.gradients[0].device)
+            if call.sums_replicas and self._chooser.compresses and call.dtype in DTYPES:
+                call.sum_replicas(functools.partial(self._average_replicas, self._expected))
+            elif call.sums_replicas:
+                numel = sum(parameter.numel for parameter in self._expected)
+                plain_bytes = sum_bytes(numel, call.dtype, group.replicas.size())
+                self._sync.tally.sent(plain_bytes, plain_bytes)
+
+    def _check_meshes(self) -> None:
+        """Raise unless the ranks that share the first group's parameters share all."""
+        meshes = {(group.shards, group.replicas) for group in self._groups}
+        sharing = any(parameter.in_tensor_parallel for group in self._groups for parameter in group.parameters())
+        if len(meshes) > 1 or sharing:
+            why = "tensor parallelism" if sharing else "parameter groups on different meshes"
+            raise CollectiveError(
+                f"on_nonfinite='raise' needs all ranks to look at the same parameters, and this model has {why}: "
+                "use 'propagate', and skip steps whose gradient norm is not finite"
+            )
+
+    def _check_finite(self, guard: NonfiniteGuard) -> None:
+        """Compare with the other ranks what this backward pass brought, once."""
+        if not guard.looked:
+            return
+        held = [parameter for group in self._groups for parameter in group.parameters()]
+        means = [p.gradient for p in held if p.gradient is not None and p.gradient.numel()]
+        device = self._groups[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # FSDP2 reduces on streams of its own, and may not have waited for them
+        spoiled = bool(means) and not bool(torch.cat([which_are_finite([mean]) for mean in means]).all())
+        groups = [group for group in (self._groups[0].shards, self._groups[0].replicas) if group is not None]
+        guard.compare(self.step - 1, groups, dist.get_rank(), dist.get_world_size(), spoiled, device)
+
+    def _reduce(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
+        """The sum over shards; False if torch is to do it."""
+        scale = checks.reduction(op).scale(group.size())
+        self._shards.begin(group, input.device)
+        if input.dtype not in DTYPES or (self._sync is not self._shards and not self._chooser.compresses):
+            plain_bytes = (group.size() - 1) * output.nbytes
+            self._shards.tally.sent(plain_bytes, plain_bytes)
+            return False
+        return self._shards.scatter(output, input, self._expected, group, scale)
+
+    def _average_replicas(
+        self, parameters: Sequence[ShardedParameter], gradients: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        wait_in(group, self._sync.average(_with_padding(parameters, gradients), gradients, group), gradients)
+
+    def _gather(self, gatherer: Gatherer, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> bool:
+        if input.dtype not in DTYPES:
+            self._tell("weights of fp64, of several dtypes or of integers are gathered as the bytes they are")
+        return gatherer.gather(output, input, group)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            if dist.get_rank() == 0:
+                announce(f"compress_fsdp: {text}")
+
+    def stats(self) -> Stats:
+        """What compression did so far on this rank, weights included; `print` shows it as a table."""
+        own = self._sync.stats(self.step)
+        shards = Tally() if self._shards is self._sync else self._shards.tally
+        replicas = sum(0 if g.copy.tensor is None else g.copy.tensor.nbytes for g in self._gatherers)
+        return replace(
+            own,
+            codec=own.codec if isinstance(self.weights, Identity) else f"{own.codec}, weights {self.weights}",
+            bytes_sent=own.bytes_sent + shards.bytes_sent,
+            bytes_plain=own.bytes_plain + shards.bytes_plain,
+            replica_bytes=replicas,
+        )
+
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """What a checkpoint needs to go on with the same bits, sharded where the model is: every rank saves its own.
+
+        gather: every rank calls it, the first rank gets one state with what all remember, the others an empty one.
+            All load that one state.
+        """
+        layout = self._layout
+        own = checkpoint.export(layout, self._sync, self._gatherers, self._steps)
+        return checkpoint.gather(layout, own) if gather else own
+
+    def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
+        """A state of zeros for torch.distributed.checkpoint, which fills one in place.
+
+        It holds what this rank needs of what `world` ranks saved: of the shards' group or, with replicas, of these.
+        """
+        self._chooser.check_family("compress_fsdp")
+        layout = self._layout
+        old = layout.world if world is None else world
+        return checkpoint.export(layout, self._sync, self._gatherers, self._steps, old)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state: this rank's own, a gathered one, all ranks' in a list, or a filled blank one.
+
+        Another world size: what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
+        """
+        steps = checkpoint.load(state, self._layout, self._sync, self._gatherers)
+        for name, sync in self._syncs.items():
+            sync.continue_from(steps[name])
+
+    @property
+    def _steps(self) -> dict[str, int]:
+        return {name: sync.step for name, sync in self._syncs.items()}
+
+    @property
+    def _layout(self) -> checkpoint.Layout:
+        return checkpoint.Layout(self._groups)
+
+    def close(self) -> None:
+        """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""
+        self.closed = True
+        self._chooser.moments.stop()
+        for group in self._groups:
+            group.restore()
+        self._sync.go_on({}, {}, {}, {})
+        self._gatherers.clear()
+
+
+def _names_of(groups: Sequence[ParameterGroup]) -> ParameterNames:
+    """The names of parameters, whatever tensors stand for them: those on the meta device are replaced later."""
+    parameters = [parameter for group in groups for parameter in group.parameters()]
+    names = ParameterNames(lambda tensor: next((p.name for p in parameters if p.source.sharded_param is tensor), None))
+    names.from_model = True
+    for parameter in parameters:
+        held = parameter.source.sharded_param
+        if held.requires_grad:
+            names.sizes[parameter.name] = ParameterSize(parameter.shape, parameter.shape.numel(), held.dtype)
+    return names
+
+
+def _no_less(inside: Codec, across: CodecLike) -> Codec:
+    """The codec inside a node of what travels as `across` between nodes: exact where that is."""
+    found = registry.codec(across)
+    return found if isinstance(found, Identity) else inside
+
+
+def _with_padding(parameters: Sequence[ShardedParameter], gradients: Tensor) -> GradientSet:
+    """Gradients of this rank's parts, each followed by its padding."""
+    found = []
+    for parameter in parameters:
+        found.append((parameter.name, parameter.shape, parameter.held))
+        found.append((PADDING + parameter.name, parameter.shape, parameter.numel - parameter.held))
+    names, shapes, numels = zip(*[part for part in found if part[2]], strict=True)
+    return GradientSet(names, shapes, gradients, numels=numels)
+
+
+@spelled_out
+def compress_fsdp(
+    model: nn.Module,
+    gradients: CodecChoice = "int8",
+    weights: CodecLike = "none",
+    *,
+    replica: bool | None = None,
+    **options: Unpack[SharedKeywords],
+) -> FSDPState:
+    """Let the gradients of an FSDP2 model travel compressed, and its weights if you ask for it.
+
+    Call it after `fully_shard`, before or after the first step. The result has `stats()`, `state_dict()`,
+    `load_state_dict()` and `close()`.
+
+    gradients: a codec ("int8", "lloyd4", ...), a schedule of codecs, "auto" or "auto:2.5", as for compress_ddp. With
+        replicas of shards (HSDP) it is the codec between replicas.
+    weights: the codec of the all-gather, usually "none" or "int8". Fewer than 8 bits cost accuracy, unless ranks keep a
+        copy of all weights and receive differences: see `replica`.
+    feedback: "auto" (none), "none", "classic" or "ef21". A rank then remembers as many numbers as the unsharded model
+        has, in `residual_dtype`. Between replicas (HSDP) it remembers as many as its shards have, and "auto" chooses by
+        codec and optimiser, as for compress_ddp.
+    exempt: what travels in 16 bits, in the same message: "auto" (parameters of one dimension or under 1024 elements),
+        "none", name patterns, or a function of name and shape.
+    policy: codecs of gradients by name pattern, {"*.embed*": "int8"}; the first that matches, before exemptions.
+    inside: with replicas, the codec of the sum over shards inside a node. What travels uncompressed between replicas,
+        a whole step or a parameter, does so inside a node too.
+    replica: keep a copy of all weights on every rank, and send differences to it. None does where FSDP keeps
+        gathered weights for the backward pass anyway (reshard_after_forward=False) and `weights` has less than 8 bits.
+    on_nonfinite: as for compress_ddp. "raise" needs one mesh for all parameters, and costs one small all_reduce
+        per backward pass.
+    warmup_steps, optimizer, residual_dtype, error_budget, replan_every, measure_every: as for compress_ddp.
+    """
+    check_known("compress_fsdp", SharedKeywords, options)
+    groups = groups_of(model) if isinstance(model, nn.Module) else []
+    if not groups:
+        raise CollectiveError(f"expected a model that fully_shard was called on, got {describe(model)}")
+    replicated = any(group.is_replicated for group in groups)
+    within = registry.codec(options.pop("inside", "bf16"))
+    asked = DDPOptions(gradients, **options)
+    if asked.feedback == "auto" and not replicated:
+        asked = replace(asked, feedback="none")
+    if not replicated and within != Cast("bf16"):
+        raise CollectiveError(f"inside={str(within)!r} goes with replicas of shards: pass fully_shard a 2-D mesh")
+    gathered = registry.codec(weights)
+    checks.check_recodes(leaves(gathered), "weights=")
+    if not isinstance(replica, bool | None):
+        raise CollectiveError(f"replica must be True, False or None, got {replica!r}")
+    if replica and isinstance(gathered, Identity):
+        raise CollectiveError("replica=True keeps copies to send weights as differences: pass weights= their codec")
+    state = FSDPState(groups, asked, within, gathered)
+    agreed = f"{asked.agreed}, inside={within}, weights={gathered}, replica={replica}"
+    for channel in dict.fromkeys(channel_of(group.ranks, group.device) for group in groups):
+        Call(channel, f"compress_fsdp({agreed})", anew=True)  # raises on all ranks unless they agree
+    state._install(Rules(asked.exempt, None), replica)
+    if bits_of(gathered) < _NARROW and not all(g.differences for g in state._gatherers):
+        warnings.warn(
+            f"weights={str(gathered)!r} rounds the weights themselves at every step, which costs accuracy: "
+            "take 'int8', or replica=True, which sends differences to a copy of all weights on every rank",
+            stacklevel=2,
+        )
+    return state

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from thinwire import feedback
 from thinwire.errors import CollectiveError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter
 from thinwire.integrations.fsdp.rows import Gatherer, row_name
+from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter
+from thinwire.integrations.sync import GradientSync
 
 Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
@@ -67,10 +67,10 @@ class Layout:
                 found[name] = parameter.whole(rows)
         return found
 
-    def blank(self, averager: Averager) -> dict[str, Tensor]:
+    def blank(self, sync: GradientSync) -> dict[str, Tensor]:
         """Zeros of the same shapes, for every parameter that has feedback at some step."""
         found: dict[str, Tensor] = {}
-        for name in averager.decisions.remembered():
+        for name in sync.chooser.remembered():
             parameter = self.parameters[name]
             zeros = torch.zeros(parameter.numel)
             found[name] = parameter.shard_of_replica(zeros) if self.replicated else torch.zeros(parameter.shape)
@@ -105,26 +105,26 @@ class Layout:
 
 
 def export(
-    layout: Layout, averager: Averager, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
+    layout: Layout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
 ) -> dict[str, Any]:
     """What this rank saves or, if `world` is given, zeros for what it needs of what so many ranks saved."""
-    memories = averager.memories
-    meant = [name for name, (_, kind) in averager.decisions.remembered().items() if kind == "ef21"]
+    memories = sync.memories
+    meant = [name for name, (_, kind) in sync.chooser.remembered().items() if kind == "ef21"]
     means = {name: torch.zeros(layout.parameters[name].numel) for name in meant}
     means |= memories.means.read()
     wanted = [layout.rank] if world is None else range(layout.rank, world, layout.world)
-    ranks = {layout.key(k): layout.blank(averager) for k in wanted}
+    ranks = {layout.key(k): layout.blank(sync) for k in wanted}
     errors: dict[str, list[tuple[str, float]]] = {key: [] for key in ranks}
     if world is None:
         ranks[layout.key(layout.rank)] |= layout.read(memories.residuals.read())
-        errors = {layout.key(layout.rank): sorted(averager.errors.by_name().items())}
+        errors = {layout.key(layout.rank): sorted(sync.errors.by_name().items())}
     return {
         "version": checkpoint.VERSION,
         "steps": dict(steps),
         "world": layout.world if world is None else world,
         "replicated": layout.replicated,
         "feedback": [[name, kind] for name, kind in memories.kinds.items()],
-        "decisions": averager.decisions.state_dict(),
+        "decisions": sync.chooser.state_dict(),
         "mean": {name: layout.parameters[name].shard(part) for name, part in means.items()},
         "replica": {name: shard for gatherer in gatherers for name, shard in gatherer.state().items()},
         "sent": [[gatherer.name, gatherer.sent] for gatherer in gatherers],
@@ -177,7 +177,7 @@ def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> di
 def load(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     layout: Layout,
-    averager: Averager,
+    sync: GradientSync,
     gatherers: Sequence[Gatherer],
 ) -> dict[str, int]:
     """Let this rank go on from a state, its own or those of all ranks. Gives the steps to go on with."""
@@ -202,15 +202,15 @@ def load(
     dealt = feedback.deal(known, old, layout.rank, layout.world)
     errors = {key: found for saved in states for key, found in saved["errors"].items()}
     own = dict(errors.get(layout.key(layout.rank), [])) if old == layout.world else {}
-    own = {name: lost for name, lost in own.items() if name in averager.decisions.sizes}  # not of frozen ones
+    own = {name: lost for name, lost in own.items() if name in sync.chooser.sizes}  # not of frozen ones
     if layout.replicated and head.get("gathered") and layout.groups[0] is not None and layout.groups[0].rank() > 0:
         own = dict.fromkeys(own, 0.0)  # the first shard has the sum of all
     means = {name: layout.mean(name, shard) for name, shard in head["mean"].items()}
     residuals = layout.spread(dealt)
     kinds = dict(head["feedback"])
     sent = dict(head["sent"])
-    averager.decisions.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
-    averager.go_on(residuals, means, kinds, own)
+    sync.chooser.load_state_dict(head["decisions"], steps["replicas" if layout.replicated else "shards"])
+    sync.go_on(residuals, means, kinds, own)
     for gatherer in gatherers:
         gatherer.load(head["replica"], sent.get(gatherer.name, 0))
     return steps

@@ -9,9 +9,7 @@ is in the next. A gather for the backward pass then sends nothing: all ranks hav
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,11 +21,12 @@ from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
-from thinwire.integrations.averager import Averager
-from thinwire.integrations.fsdp.private import ParameterGroup, ShardedParameter, gather_exactly
-from thinwire.integrations.names import ROW, Names, ParameterSize
-from thinwire.integrations.policy import Rules
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions, Rules
+from thinwire.integrations.fsdp.torch_internals import ParameterGroup, ShardedParameter, gather_exactly
+from thinwire.integrations.models import Names, ParameterSize
 from thinwire.integrations.stats import Tally
+from thinwire.integrations.sync import Bucket, GradientSync
 from thinwire.kernels.rows import Bad
 
 _MANY = 1 << 20  # elements, by which a codec is compared with the numbers themselves
@@ -81,27 +80,49 @@ def row_pieces(lane: lanes.BucketLane, held: Sequence[Mapping[str, int]]) -> tup
 
 def row_name(name: str, row: int) -> str:
     """What a parameter's part in the row of a rank is called."""
-    return f"{name}{ROW}{row}"
+    return f"{name}{feedback.ROW}{row}"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Everything that is the same at every step about the gradients of one set of parameters."""
+class ShardSync(GradientSync):
+    """Gradients of a sharded model, summed over shards (a row for each rank) or averaged over replicas of them.
 
-    lanes: Sequence[lanes.BucketLane]
-    numel: int  # of a row
-    plain_bytes: int
-    columns: Columns | None = None  # None if nothing of them is compressed
-    message: ScatterMessage | None = None
-    carries: Sequence[Any] = ()
+    FSDP2 does not say when a step begins: it does when a parameter's gradients come a second time.
+    """
 
+    def __init__(
+        self, options: DDPOptions, chooser: Chooser, log: Callable[[int], None] | None = None, *, timed: bool = False
+    ) -> None:
+        super().__init__(options, chooser, timed=timed)
+        self.step = 0  # steps that have begun
+        self._log = log  # called with the number of steps before, at the beginning of each
+        self._reduced: set[int] = set()  # parameters whose gradients this step has reduced
+        self._over = True  # whether the next gradients are the first of a step
+        self._decided = False  # whether `begin_step` was called for this step
+        self._note: Tensor | None = None  # on a GPU: which calls of programs were not finite
+        self._calls = 0  # of programs
 
-class Scatterer(Averager):
-    """Sums rows of gradients over ranks, a row for each rank."""
+    def expect(self, given: set[int], *, now: bool = True) -> None:
+        """Gradients of these are reduced next, or later: of a new step, if this one has reduced one of them already."""
+        if self._over or given & self._reduced:
+            self._reduced.clear()
+            self._over = False
+            self._decided = False
+            self.step += 1
+            if self._log is not None:
+                self._log(self.step - 1)
+        if now:
+            self._reduced |= given
 
-    _note: Tensor | None = None  # on a GPU: which calls of programs were not finite
-    _calls = 0  # of programs
-    _timed = False
+    def begin(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Decide for a step, at its first call."""
+        if not self._decided:
+            self._decided = True
+            self.begin_step(group, self.step - 1, device)
+
+    def continue_from(self, step: int) -> None:
+        """Continue from a checkpoint."""
+        self.step = step
+        self._over = True
 
     def scatter(
         self,
@@ -116,14 +137,14 @@ class Scatterer(Averager):
         key = names, input.dtype, input.device, group.group_name, scale
         if key not in self._buckets:
             self._buckets[key] = self._new_rows(names, parameters, input, group, scale)
-        rows: _Rows = self._buckets[key]
-        if rows.columns is None or rows.message is None:
+        rows = self._buckets[key]
+        if rows.message is None:
             self.tally.sent(rows.plain_bytes, rows.plain_bytes)
             return False
         inputs = rows.columns.split(input.view(group.size(), -1))
         result = output.view(1, -1)
         outputs = rows.columns.blank(result)
-        if rows.message.on_stream and not self.decisions.measuring:
+        if rows.message.on_stream and not self.chooser.measuring:
             rows.message.run(outputs, inputs, self._step, note=self._next_note(input.device))
         else:
             rows.message.run(outputs, inputs, self._step, self._watched(rows, group.size(), input.device))
@@ -138,18 +159,18 @@ class Scatterer(Averager):
         self._calls = self._calls % (1 << 30) + 1
         return Bad(self._note, self._calls)
 
-    def _watched(self, rows: _Rows, world: int, device: torch.device) -> list[LaneWatch]:
+    def _watched(self, rows: Bucket, world: int, device: torch.device) -> list[LaneWatch]:
         found: list[LaneWatch] = []
         for lane, carry in zip(rows.lanes, rows.carries, strict=True):
             watch = None
-            if self.decisions.measuring:
+            if self.chooser.measuring:
                 watch = self.errors.watch([*lane.pieces] * world, device).lost
             found.append(LaneWatch(carry, watch, self.tally.checked))
         return found
 
     def _new_rows(
         self, names: Names, parameters: Sequence[ShardedParameter], like: Tensor, group: dist.ProcessGroup, scale: float
-    ) -> _Rows:
+    ) -> Bucket:
         world = group.size()
         sizes = [ParameterSize(parameter.shape, parameter.numel, like.dtype) for parameter in parameters]
         specs = [self._spec(name, size, whole=False) for name, size in zip(names, sizes, strict=True)]
@@ -157,7 +178,7 @@ class Scatterer(Averager):
         width = sum(parameter.numel for parameter in parameters)
         plain_bytes = (world - 1) * width * like.itemsize
         if all(is_exact(lane.spec.codec, like.dtype) for lane in found):
-            return _Rows(found, width, plain_bytes)
+            return Bucket(found, width, plain_bytes)
         columns = Columns(found, width, like.device)
         laid = tuple(lane.spec for lane in found)
         key = names, laid, like.dtype, like.device, group.group_name, scale
@@ -169,8 +190,11 @@ class Scatterer(Averager):
         message: ScatterMessage = self._messages[key]
         held = [{p.name: p.held_by(row) for p in parameters} for row in range(world)]
         rows = [row_pieces(lane, held) for lane in found]
-        carries = [self.memories.carry(lane, 1.0 / scale, like.device, r) for lane, r in zip(found, rows, strict=True)]
-        return _Rows(found, width, plain_bytes, columns, message, carries)
+        factor = 1.0 / scale
+        carry = self.memories.carry
+        pairs = zip(found, rows, strict=True)
+        carries = [carry(lane.spec.feedback, lane.pieces, factor, like.device, row) for lane, row in pairs]
+        return Bucket(found, width, plain_bytes, message, carries, columns=columns)
 
 
 def is_exact(codec: Codec, dtype: torch.dtype) -> bool:

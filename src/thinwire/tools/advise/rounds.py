@@ -8,7 +8,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.integrations import policy
+from thinwire.integrations import choice
 from thinwire.tools import rule
 from thinwire.tools.advise import evidence, model
 from thinwire.tools.advise.links import Cluster
@@ -59,7 +59,7 @@ def rounds(
     """Every codec with every number of steps between rounds. Outer gradients are in fp32."""
     known = evidence.shipped().losses
     for codec in codecs:
-        feedback = policy.feedback_of("auto", codec, "linear", outer=True) or "none"
+        feedback = choice.feedback_of("auto", codec, "linear", outer=True) or "none"
         scheme = SumScheme(fewest_roundings(cluster.world), codec)
         scheme = scheme if scheme.compresses else PLAIN
         fed = feedback if scheme.compresses and feedback != "none" else ""

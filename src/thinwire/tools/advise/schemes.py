@@ -13,7 +13,7 @@ import torch
 
 from thinwire.codecs import BlockInt, Cast, Codec, Identity
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.integrations import policy
+from thinwire.integrations import choice
 from thinwire.tools.advise.links import Cluster
 
 CODECS = ("bf16", "int8", "lloyd4", "lloyd2", "lloyd1")
@@ -62,11 +62,11 @@ class SumScheme:
         """What compress_ddp adds by itself for optimisers of a family; sums over a mesh have none."""
         if self.algorithm in ("ring", "hierarchical"):
             return ""
-        return policy.feedback_of("auto", self.codec, family) or ""
+        return choice.feedback_of("auto", self.codec, family) or ""
 
     def weighs(self, family: str) -> bool:
         """Whether compress_ddp weighs gradients by Adam's moments: below 4 bits."""
-        return self.across is None and family == "adaptive" and policy.bits_of(self.codec) < _FEW
+        return self.across is None and family == "adaptive" and choice.bits_of(self.codec) < _FEW
 
     def error(self, cluster: Cluster, dtype: torch.dtype) -> float:
         """RMS of what a sum loses over RMS of the sum: its roundings, each of which loses omega of the squares."""
@@ -126,6 +126,6 @@ def candidates(cluster: Cluster, codecs: Sequence[Codec], dtype: torch.dtype) ->
         SumScheme("hierarchical", inside, across)
         for inside in INSIDE
         for across in used
-        if cluster.has_levels and policy.bits_of(across) <= policy.bits_of(inside)
+        if cluster.has_levels and choice.bits_of(across) <= choice.bits_of(inside)
     ]
     return [PLAIN, *narrow, *flat, *levels]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from thinwire.codecs import codec
 from thinwire.collectives.hierarchical import fewest_roundings
-from thinwire.integrations import policy
+from thinwire.integrations import choice
 from thinwire.tools.bench import launch, schemes, turns
 from thinwire.tools.bench.launch import NcclRanks, World
 from thinwire.tools.bench.link import ShapedLink
@@ -56,7 +56,7 @@ def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
     """The schemes of codecs, after torch's own in fp32 and bf16."""
     found = [schemes.parse(name) for name in (NONE, BF16)]
     for name in codecs:
-        fed = policy.bits_of(codec(name)) < NARROW
+        fed = choice.bits_of(codec(name)) < NARROW
         found += [schemes.parse(f"{name}@{kind}") for kind in ("classic", "ef21")] if fed else [schemes.parse(name)]
     return tuple(dict.fromkeys(found))
 
@@ -64,7 +64,7 @@ def lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
 def sharded_lineup(codecs: Sequence[str]) -> tuple[TrainScheme, ...]:
     """The same of FSDP2, after torch's own in fp32 and with parameters and reduction in bf16; no feedback."""
     found = [schemes.parse_sharded(name) for name in (NONE, MIXED)]
-    found += [schemes.parse_sharded(f"{name}/{WEIGHTS}") for name in codecs if policy.bits_of(codec(name)) < _PLAIN]
+    found += [schemes.parse_sharded(f"{name}/{WEIGHTS}") for name in codecs if choice.bits_of(codec(name)) < _PLAIN]
     return tuple(dict.fromkeys(found))
 
 

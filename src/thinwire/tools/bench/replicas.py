@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import CodecError
-from thinwire.integrations.options import DDPOptions, Feedback, Weigh
+from thinwire.integrations.choice.options import DDPOptions, Feedback, Weigh
 from thinwire.tools.bench import schemes, simulated, tasks, timing, train
 from thinwire.tools.bench.record import CURVE, BenchError, Progress, Record, Row, collect
 from thinwire.tools.bench.schemes import BF16, NONE, TrainScheme
@@ -208,7 +208,7 @@ class Trainer:
             optimizer=self._optimizer,
             measure_every=0,
         )
-        self._averager = simulated.Averager(self._network, options, plan.world)
+        self._averager = simulated.ReplicaAverager(self._network, options, plan.world)
         self._rows_WN = self._averager.new_rows()
         self._losses = torch.zeros(task.steps, device=plan.device)
         self._batch = tuple(tensor.clone() for tensor in self._drawn(0, 0))
@@ -267,7 +267,7 @@ class Trainer:
             bytes_per_step=sent,
             step_ms=step_ms,
             seconds=time.monotonic() - began,
-            chosen=self._averager.decisions.why,
+            chosen=self._averager.chooser.why,
         )
 
 

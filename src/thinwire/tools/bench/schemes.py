@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
-from thinwire.integrations import auto, compress_ddp, policy
-from thinwire.integrations.options import Feedback, Weigh
+from thinwire.integrations import choice, compress_ddp
+from thinwire.integrations.choice import auto, options
+from thinwire.integrations.choice.options import Feedback, Weigh
 from thinwire.tools.bench import turns
 from thinwire.tools.bench.tasks import Batch, Task
 from thinwire.tools.bench.timing import Call, Effort
@@ -105,7 +106,7 @@ def parse_sharded(text: str) -> TrainScheme:
         raise CodecError(f"{text!r}: weights are sent themselves, or as differences with @{REPLICA}, got @{how}")
     spelt = codec(weights)
     whole = f"{spelt}{named}{how}"
-    control = not named and policy.bits_of(spelt) < _WIDE
+    control = not named and choice.bits_of(spelt) < _WIDE
     return replace(found, name=f"{found.name}/{whole}", weights=whole, control=control)
 
 
@@ -120,10 +121,10 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     asked, weighed, unit = asked.partition("+") if named else ("auto", "", "")
     if weighed and unit != MOMENTS:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
-    if asked not in policy.FEEDBACKS:
-        raise CodecError(f"{text!r}: feedback must be one of {', '.join(policy.FEEDBACKS)}, got {asked!r}")
+    if asked not in options.FEEDBACKS:
+        raise CodecError(f"{text!r}: feedback must be one of {', '.join(options.FEEDBACKS)}, got {asked!r}")
     try:
-        spelt = str(policy.parse(label))
+        spelt = str(options.parse(label))
     except CodecError as error:
         hint = "; gradients/weights goes with --parallel fsdp2" if "/" in text else ""
         raise CodecError(f"{error}; besides codecs there are {', '.join(('auto', *others))}{hint}") from None

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from thinwire.collectives import transport
 from thinwire.integrations import compress_fsdp
+from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
-from thinwire.integrations.options import Feedback
 from thinwire.tools.bench.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme
 
 _DTYPES = {  # of mixed the whole network's; bf16 has bf16 on the wire alone, and _gather_narrow for the weights

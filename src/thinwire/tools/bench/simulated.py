@@ -1,7 +1,7 @@
 """Replicas of one network in one process, whose gradients are averaged as DDP's are, without ranks.
 
-The decisions, rules, feedback and launches are those that `compress_ddp` uses on NCCL (integrations/decisions.py,
-integrations/averager.py, collectives/programs.py). Two things are different: wires change hands by a copy, and all
+The decisions, rules, feedback and launches are those that `compress_ddp` uses on NCCL (integrations/choice,
+integrations/sync.py, collectives/programs.py). Two things are different: wires change hands by a copy, and all
 gradients are one bucket, in which the parameters that a rule exempts come last.
 
 Legend: W replicas, N numbers of a replica's gradients, S bytes of one row of wires.
@@ -19,11 +19,11 @@ from thinwire.codecs import Identity
 from thinwire.collectives.lane import decoded
 from thinwire.collectives.programs import StreamLane, SumLane, lane_rows
 from thinwire.collectives.two_phase import TwoPhase
-from thinwire.integrations.averager import Memories
-from thinwire.integrations.decisions import Decisions
+from thinwire.feedback import Memories
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.lanes import BucketLane, lanes_of
-from thinwire.integrations.names import ParameterNames, ParameterSize
-from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.models import ParameterNames, ParameterSize
 from thinwire.integrations.stats import StepErrors
 from thinwire.kernels import compiling, hashing
 from thinwire.kernels.rows import Bad, Memory
@@ -63,13 +63,13 @@ class Lane(NamedTuple):
         return Memory(kept.tensor, x, None if mean is None else mean.tensor)
 
 
-class Averager:
+class ReplicaAverager:
     """Averages the gradients of W replicas of a network."""
 
     def __init__(self, network: nn.Module, options: DDPOptions, world: int) -> None:
         names = ParameterNames()
         names.take(network)
-        self.decisions = Decisions(options, names, whole=True)
+        self.chooser = Chooser(options, names, whole=True)
         rules = options.rules
         named = sorted(
             names.sizes.items(), key=lambda item: rules.fixed(item[0], item[1].shape, item[1].dtype) is not None
@@ -101,21 +101,21 @@ class Averager:
     def feedback(self) -> str:
         """The kinds that are in use, or "none"."""
         found = "+".join(sorted({lane.lane.spec.feedback for lane in self._lanes} - {""})) or "none"
-        return f"{found}+moments" if self.decisions.weighs and self.decisions.moments.shared else found
+        return f"{found}+moments" if self.chooser.weighs and self.chooser.agreed.shared else found
 
     def average(self, rows_WN: Tensor, step: int) -> None:
         """The first row = the mean of all rows, as every replica reads it. The other rows are used up."""
         errors = self._errors
-        self.decisions.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
-        if self.decisions.setting != self._setting:
-            self._setting = self.decisions.setting
+        self.chooser.begin(step, 0.0, errors.by_name(), errors.end_step(), lambda values, _: list(values))
+        if self.chooser.setting != self._setting:
+            self._setting = self.chooser.setting
             self._lanes = self._new_lanes()
             self._new = True
         if all(isinstance(lane.lane.spec.codec, Identity) for lane in self._lanes):
             rows_WN[0] = rows_WN.mean(0)
             return
-        weighed = self.decisions.weighed(tuple(self.sizes))
-        roots = self.decisions.roots([self.parameters[i] for i in weighed]) if weighed else []
+        weighed = self.chooser.weighed(tuple(self.sizes))
+        roots = self.chooser.moments.roots([self.parameters[i] for i in weighed]) if weighed else []
         for row in rows_WN if weighed else ():
             views = self.views(row)
             torch._foreach_div_([views[i] for i in weighed], roots)
@@ -123,7 +123,7 @@ class Averager:
             with compiling():  # which leaves the numbers alone
                 self._send(rows_WN.clone(), step)
         self._new = False
-        if self.decisions.measuring:
+        if self.chooser.measuring:
             self._measure([lane.numbers(rows_WN) for lane in self._lanes], step)
         self._send(rows_WN, step)
         if weighed:
@@ -179,7 +179,7 @@ class Averager:
                 watch.lost((0, x.numel()), message, decoded(codec, wire, x.numel(), step))
 
     def _new_lanes(self) -> list[Lane]:
-        specs = [self.decisions.spec(name, size) for name, size in self.sizes.items()]
+        specs = [self.chooser.spec(name, size) for name, size in self.sizes.items()]
         found = lanes_of(list(self.sizes), specs, bridge=math.inf)
         spots = [Spot(rank, self.world, self.device) for rank in range(self.world)]
         streamed = [
@@ -196,7 +196,7 @@ class Averager:
             Lane(
                 lane=lane,
                 launches_W=[SumLane(s, spot, 1.0 / self.world, self._stride, two_phase=True) for spot in spots],
-                carries_W=[memories.carry(lane, self.world, self.device) for memories in self._memories],
+                carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.world, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from thinwire.codecs import Codec, codec
 from thinwire.errors import CodecError
-from thinwire.integrations import policy
+from thinwire.integrations import choice
 from thinwire.tools import rule
 from thinwire.tools.advise import evidence, schemes, verdict
 from thinwire.tools.advise.evidence import Losses
@@ -73,7 +73,7 @@ def sentences(record: Record) -> list[str]:
 def _measured(rows: Sequence[Row], losses: Losses) -> Outlook:
     """Ways as a run timed them. Where torch's bf16 hook is no row of its own, it was timed beside them."""
     known = [losses, *evidence.shipped().losses]
-    ways = [_way(row, known) for row in sorted(_ours(rows), key=lambda row: -policy.bits_of(codec(str(row["codec"]))))]
+    ways = [_way(row, known) for row in sorted(_ours(rows), key=lambda row: -choice.bits_of(codec(str(row["codec"]))))]
     hook = number(rows[0]["speedup_bf16"])
     if hook and not any(way.name == "bf16" for way in ways):
         ways.insert(1, Way("bf16", schemes.BF16_HOOK, hook * ways[0].step_s, is_exact=True))

@@ -1,7 +1,8 @@
 """Averages sets of gradients over ranks, step after step: lanes, messages and the memories of feedback."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from thinwire import feedback
 from thinwire.codecs import Identity
@@ -17,11 +19,11 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import bounded, channel_of
 from thinwire.collectives.lane import LaneSpec
 from thinwire.collectives.message import Message
-from thinwire.errors import CodecError
+from thinwire.errors import NonfiniteError
 from thinwire.integrations import lanes
-from thinwire.integrations.decisions import Decisions
-from thinwire.integrations.names import PADDING, ROW, Names, ParameterSize
-from thinwire.integrations.options import DDPOptions
+from thinwire.integrations.choice import Chooser
+from thinwire.integrations.choice.options import DDPOptions
+from thinwire.integrations.models import PADDING, Names, ParameterSize
 from thinwire.integrations.stats import SECONDS, BucketMeter, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
@@ -66,64 +68,26 @@ def gradients_in(buffer: Tensor, names: Names, shapes: Sequence[torch.Size]) -> 
     return GradientSet(names, shapes, real)
 
 
-class Memories:
-    """What feedback remembers, by parameter, and which kind of feedback that comes from."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.residuals = feedback.Ledger(dtype)
-        self.means = feedback.Ledger(torch.float32)
-        self.kinds: dict[str, str] = {}
-
-    def load(self, residuals: ByName, means: ByName, kinds: Mapping[str, str]) -> None:
-        self.residuals.load(residuals)
-        self.means.load(means)
-        self.kinds = dict(kinds)
-
-    def carry(
-        self, lane: lanes.BucketLane, world: float, device: torch.device, rows: Sequence[feedback.Piece] = ()
-    ) -> Any:
-        """The feedback of a lane, with the memories of its parameters; None where it has none.
-
-        `rows`: where a lane has a row per rank, the pieces of all rows, named by parameter and row.
-        """
-        kind = lane.spec.feedback
-        if not kind:
-            return None
-        names = [piece.name for piece in lane.pieces if piece.name is not None]
-        stale = {name for name in names if self.kinds.get(name, kind) != kind}  # another kind remembered something
-        self.kinds.update(dict.fromkeys(names, kind))
-        self.means.drop(stale)
-        self.residuals.drop([p.name for p in rows if p.name and p.name.rpartition(ROW)[0] in stale] if rows else stale)
-        residual = self.residuals.lane(rows or lane.pieces, device)
-        gaps = feedback.Gaps(rows or lane.pieces)
-        if kind == "classic":
-            return feedback.Classic(residual, world, gaps)
-        if self.residuals.dtype != torch.float32:
-            raise CodecError(
-                "this optimiser asks for feedback='ef21', which adds up what was sent, exactly: residual_dtype must be "
-                f"float32, got {self.residuals.dtype}; or name another feedback"
-            )
-        return feedback.EF21(residual, self.means.lane(lane.pieces, device), world, gaps)
-
-
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
     """Everything that is the same at every step about one set of gradients."""
 
-    lanes: list[lanes.BucketLane]
-    message: Message | None  # None if nothing of it is compressed
-    carries: list[Any]  # the feedback of each lane
-    streamed: StreamedBucket | None  # on a stream of a GPU: what averages it, unless its errors are measured
+    lanes: Sequence[lanes.BucketLane]
     numel: int
     plain_bytes: int  # that a rank sends of it without compression
+    message: Any = None  # None if nothing of it is compressed
+    carries: Sequence[Any] = ()  # the feedback of each lane
+    streamed: StreamedBucket | None = None  # on a stream of a GPU: what averages it, unless its errors are measured
+    columns: Any = None  # of rows: what cuts them into lanes
 
 
-class Averager:
-    _timed = True  # whether the work of chunks on the CPU is timed
+class GradientSync:
+    """Averages gradients over ranks. `timed`: the work of chunks on the CPU is timed."""
 
-    def __init__(self, options: DDPOptions, decisions: Decisions) -> None:
-        self.decisions = decisions
-        self.memories = Memories(options.residual_dtype)
+    def __init__(self, options: DDPOptions, chooser: Chooser, *, timed: bool = True) -> None:
+        self._timed = timed
+        self.chooser = chooser
+        self.memories = feedback.Memories(options.residual_dtype)
         self.errors = StepErrors()
         self.tally = Tally()
         self.group: dist.ProcessGroup | None = None  # of the present step
@@ -134,9 +98,9 @@ class Averager:
         self._nodes = options.nodes
         self._step = 0
         self._began = 0.0  # when it did
-        self._buckets: dict[object, Any] = {}  # by what fixes them: a _Bucket each, or what a subclass makes of rows
+        self._buckets: dict[object, Bucket] = {}  # by what fixes them
         self._messages: dict[object, Any] = {}
-        self._setting: object = None  # the decisions that `_buckets` were made with
+        self._setting: object = None  # the setting that `_buckets` were made with
 
     def begin_step(self, group: dist.ProcessGroup, step: int, device: torch.device) -> None:
         """Decide for `step`; all collectives of the last one are done. The group's first rank tells what is new."""
@@ -153,11 +117,11 @@ class Averager:
         if by_name:
             by_name = {**dict.fromkeys(self.elsewhere, 0.0), **by_name}
         agree = functools.partial(over_groups, "decide", (group, *self.peers), device)
-        news = self.decisions.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
-        if self.decisions.raced:  # what the losers of a race remember is owed to nobody
+        news = self.chooser.begin(step, self._began - before, by_name, self.errors.end_step(), agree)
+        if self.chooser.raced:  # what the losers of a race remember is owed to nobody
             self.memories.load({}, {}, self.memories.kinds)
-        if self.decisions.raced or self.decisions.setting != self._setting:
-            self._setting = self.decisions.setting
+        if self.chooser.raced or self.chooser.setting != self._setting:
+            self._setting = self.chooser.setting
             self._buckets.clear()
         if news and group.rank() == 0:
             announce(news)
@@ -172,16 +136,16 @@ class Averager:
         key = gradients.names, like.dtype, like.device, gradients.buffer is None
         if key not in self._buckets:
             self._buckets[key] = self._new_bucket(gradients, like, group)
-        bucket: _Bucket = self._buckets[key]
+        bucket = self._buckets[key]
         if bucket.message is None:
             self.tally.sent(bucket.plain_bytes, bucket.plain_bytes)
             return _plainly(gradients, output, group)
-        if bucket.streamed is not None and gradients.buffer is not None and not self.decisions.measuring:
+        if bucket.streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
             return bucket.streamed.run(gradients.buffer, output, self._step, self.tally)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
-        if self.decisions.measuring:
+        if self.chooser.measuring:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         parts = zip(tensors, bucket.carries, watches, strict=True)
         loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
@@ -205,17 +169,15 @@ class Averager:
 
     def forget(self, gone: Collection[str]) -> None:
         """Drop what is remembered of parameters whose gradients do not come any more, and say so."""
-        for ledger in (self.memories.residuals, self.memories.means):
-            ledger.drop(gone)
+        self.memories.forget(gone)
         for name in gone:
-            self.memories.kinds.pop(name, None)
-            self.decisions.sizes.pop(name, None)
+            self.chooser.sizes.pop(name, None)
         if self.group is not None and self.group.rank() == 0:
             some = ", ".join(sorted(gone)[:3])
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
             announce(f"no gradients come of {some}{more} in this run: what the loaded state remembers of it is dropped")
 
-    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> _Bucket:
+    def _new_bucket(self, gradients: GradientSet, like: Tensor, group: dist.ProcessGroup) -> Bucket:
         world = group.size()
         numels = [view.numel() for view in gradients.views]
         sizes = [ParameterSize(shape, n, like.dtype) for shape, n in zip(gradients.shapes, numels, strict=True)]
@@ -229,20 +191,15 @@ class Averager:
             made = Message(laid, like, group=group, algorithm=self._algorithm, nodes=self._nodes)
             bounded(self._messages)[key] = made  # widths that are dealt anew for ever make them by the thousand
         message: Message | None = None if exact else self._messages[key]
-        carries = [self.memories.carry(lane, world, like.device) for lane in found]
-        return _Bucket(
-            lanes=found,
-            message=message,
-            carries=carries,
-            streamed=None if message is None else streamed(message, found, carries, numels),
-            numel=sum(numels),
-            plain_bytes=sum_bytes(sum(numels), like.dtype, world),
-        )
+        carries = [self.memories.carry(lane.spec.feedback, lane.pieces, world, like.device) for lane in found]
+        through = None if message is None else streamed(message, found, carries, numels)
+        plain_bytes = sum_bytes(sum(numels), like.dtype, world)
+        return Bucket(found, sum(numels), plain_bytes, message, carries, through)
 
     def _spec(self, name: str, size: ParameterSize, *, whole: bool) -> LaneSpec:
         """How a parameter travels or, if not all of it is here, a part of it or its padding."""
         full = size if whole else size._replace(numel=size.shape.numel())
-        return self.decisions.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
+        return self.chooser.spec(name.removeprefix(PADDING), full)._replace(numel=size.numel)
 
     def stats(self, step: int) -> Stats:
         """What compression did in `step` steps on this rank."""
@@ -252,9 +209,9 @@ class Averager:
         channels = {bucket.message.channel for bucket in coded}
         return Stats(
             steps=step,
-            codec=str(self.decisions.schedule),
+            codec=str(self.chooser.policy.schedule),
             feedback=self.feedback,
-            chosen=self.decisions.why,
+            chosen=self.chooser.why,
             bytes_sent=tally.bytes_sent,
             bytes_plain=tally.bytes_plain,
             bits_per_element=8 * sum(bucket.message.wire_bytes for bucket in coded) / numel if numel else None,
@@ -270,7 +227,7 @@ class Averager:
         """The kinds that are in use, or "none"."""
         used = {lane.spec.feedback for bucket in list(self._buckets.values()) for lane in bucket.lanes}
         found = "+".join(sorted(used - {""})) or "none"
-        return f"{found}+moments" if self.decisions.weighs and self.decisions.in_units else found
+        return f"{found}+moments" if self.chooser.weighs and self.chooser.in_units else found
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world: int) -> int:
@@ -299,3 +256,80 @@ def _plainly(gradients: GradientSet, output: Tensor, group: dist.ProcessGroup) -
         return output
 
     return torch_verbs.average(whole, group).then(finish)
+
+
+# [Note: After backward] DDP and FSDP2 put the means into `.grad` in callbacks that autograd runs when a backward pass
+# is over. A callback that such a callback queues runs after all of them. An error raised there leaves `backward()` as
+# it is, with nothing half done: the next step works.
+
+
+class NonfiniteGuard:
+    """Looks at this rank's gradients before they are averaged, and compares with all ranks afterwards."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._names: list[str] = []  # of parameters, in the order of the backward pass
+        self._fine: list[Tensor] = []  # which of them have finite gradients on this rank
+
+    @property
+    def looked(self) -> bool:
+        """Whether this step has brought gradients."""
+        return bool(self._names)
+
+    def look(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """These gradients of this rank, all of one dtype, are about to be averaged."""
+        self._names += [name for name, part in zip(names, gradients, strict=True) if part.numel()]
+        self._fine.append(which_are_finite(gradients))
+
+    def compare(
+        self, step: int, groups: Sequence[dist.ProcessGroup], rank: int, world: int, spoiled: bool, device: torch.device
+    ) -> None:
+        """Raise on all ranks of these groups if any of them has a gradient that is not finite.
+
+        spoiled: whether the means on this rank hold NaN or Inf. They may where no gradient does: sums overflow.
+        """
+        own = float(self.code(rank, world, spoiled=spoiled))
+        (least,) = over_groups("on_nonfinite", groups, device, [own], dist.ReduceOp.MIN)
+        self.check(int(least), world, step)
+
+    def code(self, rank: int, world: int, *, spoiled: bool) -> int:
+        """One number per rank; the least of all ranks says where the first bad gradient is."""
+        fine = torch.cat(self._fine).tolist()
+        first = fine.index(False) if False in fine else len(fine) + (not spoiled)
+        return first * world + rank
+
+    def check(self, least: int, world: int, step: int) -> None:
+        """Raise if the least code of all ranks says that something is not finite."""
+        first, rank = divmod(least, world)
+        names = self._names
+        self.begin()
+        if first > len(names):
+            return
+        what = "a sum over ranks overflowed"
+        if first < len(names):
+            what = f"the gradient of {names[first]} on rank {rank} holds NaN or Inf, the first that backward brought"
+        raise NonfiniteError(
+            f"step {step}: {what}. Look for its origin with torch.autograd.set_detect_anomaly(True), or pass "
+            "on_nonfinite='propagate' and skip steps whose gradient norm is not finite"
+        )
+
+
+def which_are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A truth value for each that has elements; all are of one dtype."""
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in tensors if part.numel()]
+    if not real:
+        return torch.ones(0, dtype=torch.bool, device=tensors[0].device if tensors else None)
+    return torch.stack(torch._foreach_norm(real, math.inf)).isfinite()
+
+
+def after_backward(check: Callable[[], None]) -> bool:
+    """Call `check` when means are in `.grad`, see [Note: After backward]; False if no backward pass is running."""
+    queue = Variable._execution_engine.queue_callback
+    try:
+        queue(lambda: queue(check))
+    except RuntimeError:
+        return False
+    return True

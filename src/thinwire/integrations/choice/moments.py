@@ -1,12 +1,13 @@
-"""Gradients in Adam's units: divided by the root of the second moment before they travel, multiplied by it afterwards.
+"""Which optimizers step the parameters, and gradients in Adam's units.
 
 [Note: Moments] A codec spreads its error evenly over a block, and Adam divides every number by the root of its second
-moment. So where gradients are small beside their neighbours in the block, the neighbours' error is most of what Adam
-sees, and its second moment grows by it: the steps there become short and blind. In Adam's units all numbers of a block
-are of one size. Every rank has the same moments, since every rank takes the same steps, so nothing more is sent, and
-nothing is remembered.
+moment. Where gradients are small beside their neighbors in the block, most of what Adam sees is the neighbors' error,
+its second moment grows by it, and steps there become short and blind. In Adam's units, divided by that root before they
+travel and multiplied by it afterwards, all numbers of a block are of one size. Every rank has the same moments, because
+every rank takes the same steps, so nothing more is sent or remembered.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.integrations.names import living
+from thinwire.integrations.choice.options import family, has_moments, leading
+from thinwire.integrations.models import ParameterNames, living
 
-KINDS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")  # optimisers, and those made of them, that keep such moments
-_KEYS = ("exp_avg_sq", "square_avg")  # in an optimiser's state
+_KEYS = ("exp_avg_sq", "square_avg")  # in an optimizer's state
 # Of the largest moment of a tensor, added to all: a number that was always zero would become endless. A maximum is the
 # same on every rank, however many threads look for it; a mean need not be.
 FLOOR = 1e-6
@@ -28,18 +30,32 @@ _TRIES = (1, 2, 4, 8, 16, 32)  # steps at which ranks look for moments that they
 Agree = Callable[[Sequence[float], Any], list[float]]  # the sum or maximum over ranks
 
 
-def has_moments(optimizer: object) -> bool:
-    return any(kind.__name__ in KINDS for kind in type(optimizer).__mro__)
-
-
 class Moments:
-    """The second moments of the parameters, where all ranks have the same."""
+    """The optimizers of the parameters, and the second moments that all ranks have alike."""
 
     def __init__(self, optimizers: Sequence[object]) -> None:
         self._optimizers = [weakref.ref(one) for one in optimizers if isinstance(one, Optimizer)]
         self.shared: frozenset[str] = frozenset()  # the parameters of which all ranks have them
         self.uneven = False  # whether ranks may have taken different numbers of steps, so that moments differ
+        self.seen: dict[str, str] = {}  # families of optimizers that stepped on this rank, by parameter
         self._tried = 0
+        self._stop: Callable[[], object] | None = None
+
+    def watch(self, names: ParameterNames) -> None:
+        """Note which optimizers step the named parameters from now on."""
+        handle = register_optimizer_step_pre_hook(functools.partial(_stepped, weakref.ref(self), names))
+        self._stop = weakref.finalize(self, handle.remove)
+
+    @property
+    def watching(self) -> bool:
+        """Whether optimizers are being noted."""
+        return self._stop is not None
+
+    def stop(self) -> None:
+        """Note no more of them."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
 
     def saw(self, optimizer: Optimizer) -> None:
         """It may have moments too."""
@@ -47,7 +63,7 @@ class Moments:
             self._optimizers.append(weakref.ref(optimizer))
 
     def _search(self, parameters: Mapping[str, Tensor]) -> None:
-        """Find the optimisers of a resumed run before they step: they have their moments already."""
+        """Find the optimizers of a resumed run before they step: they have their moments already."""
         mine = {id(parameter) for parameter in parameters.values()}
         for found in living(Optimizer):
             if any(id(parameter) in mine for group in found.param_groups for parameter in group["params"]):
@@ -55,7 +71,7 @@ class Moments:
 
     @property
     def expected(self) -> bool:
-        """Whether an optimiser is known that keeps moments."""
+        """Whether an optimizer is known that keeps moments."""
         return any(has_moments(known()) for known in self._optimizers)
 
     @property
@@ -66,7 +82,7 @@ class Moments:
     def look(self, parameters: Mapping[str, Tensor], agree: Agree) -> None:
         """Compare with the other ranks which moments there are; all ranks call it at the same steps.
 
-        Where moments are gone, since the optimiser was replaced or its state cleared, ranks look for them anew. Where a
+        Where moments are gone, since the optimizer was replaced or its state cleared, ranks look for them anew. Where a
         tensor's are zeros, as after gradients of zeros, it has no unit yet. Where ranks are uneven, those that were
         alike are compared at every step, until none are.
         """
@@ -108,3 +124,17 @@ class Moments:
                 if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.numel():
                     return None if moment.is_complex() else moment  # complex gradients are not weighed
         return None
+
+
+def _stepped(
+    found: "weakref.ref[Moments]", names: ParameterNames, optimizer: Optimizer, args: object, kwargs: object
+) -> None:
+    moments = found()
+    stepped = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+    mine = [name for name in stepped if name is not None]
+    if moments is None or not mine:
+        return
+    moments.saw(optimizer)
+    own = family(optimizer)
+    for name in mine:
+        moments.seen[name] = leading([own, moments.seen.get(name, own)])

@@ -1,8 +1,10 @@
-"""The options of compress_ddp and DDPState: spelt once, judged once, pickled as they are."""
+"""What the user asked for: codecs, schedules, rules by name and the options of compress_ddp, checked once."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
@@ -10,17 +12,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from thinwire.codecs import Cast, registry
+from thinwire.codecs import ByName, Cast, Codec, Identity, codec, registry
 from thinwire.codecs.checks import is_int
 from thinwire.collectives.checks import check_algorithm
 from thinwire.collectives.message import ALGORITHMS, Nodes
 from thinwire.errors import CodecError, CollectiveError
 from thinwire.feedback import KINDS, Ledger
-from thinwire.integrations import policy as policies
-from thinwire.integrations.moments import has_moments
-from thinwire.integrations.names import bare_optimizer
-from thinwire.integrations.policy import CodecLike, Exempt, Rules, Schedule
+from thinwire.integrations.models import bare_optimizer
 
+FEEDBACKS = ("auto", "none", *KINDS)
+TINY = 1024  # elements; smaller tensors travel in 16 bits: their blocks would hardly fill a scale
+Exempt = str | Sequence[str] | Callable[[str, torch.Size], bool]
+CodecLike = str | Codec
 CodecChoice = CodecLike | Mapping[int, CodecLike]
 Optimizers = Optimizer | str | Sequence[Optimizer | str] | None
 Feedback = Literal["auto", "none", "classic", "ef21"]
@@ -28,6 +31,141 @@ OnNonfinite = Literal["propagate", "raise"]
 Weigh = Literal["auto", "none", "moments"]
 Algorithm = Literal["auto", "one_shot", "two_phase"]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Auto:
+    """codec="auto" times candidates on real steps; "auto:2.5" deals out so many bits per element by measured error."""
+
+    bits: float | None = None
+
+    def __str__(self) -> str:
+        return "auto" if self.bits is None else f"auto:{self.bits:g}"
+
+
+def parse(spec: object) -> Codec | Auto:
+    """The codec, or the way of finding one, that a user's `codec` names."""
+    text = spec.strip() if isinstance(spec, str) else ""
+    if text == "auto":
+        return Auto()
+    if not text.startswith("auto:"):
+        return codec(spec)  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError):
+        if 1.1 <= (bits := float(text.removeprefix("auto:"))) <= 8.2:
+            return Auto(bits)
+    raise CodecError(f"{text!r}: expected bits per element from 1.1 to 8.2, such as 'auto:2.5'")
+
+
+class Schedule:
+    """The choice that holds from each step on."""
+
+    def __init__(self, spec: object, warmup_steps: int) -> None:
+        if not is_int(warmup_steps) or warmup_steps < 0:
+            raise CodecError(f"warmup_steps must be an integer, 0 or more, got {warmup_steps!r}")
+        if not isinstance(spec, Mapping):
+            spec = {0: "none", warmup_steps: spec} if warmup_steps else {0: spec}
+        elif warmup_steps:
+            raise CodecError("warmup_steps and a schedule of codecs exclude each other: write {0: 'none', N: ...}")
+        if not spec or any(not is_int(step) or step < 0 for step in spec):
+            raise CodecError(
+                f"a schedule maps steps, 0 or more, to codecs, e.g. {{0: 'none', 100: 'int8'}}: got {spec}"
+            )
+        self._from = {step: parse(spec[step]) for step in sorted(spec)}
+        self.starts = list(self._from)
+        self.choices = list(self._from.values())  # all that hold at some step
+
+    def at(self, step: int) -> Codec | Auto:
+        """What holds at `step`; nothing is compressed before the first entry."""
+        begun = [choice for start, choice in self._from.items() if step >= start]
+        return begun[-1] if begun else Identity()
+
+    def __str__(self) -> str:
+        if list(self._from) == [0]:
+            return str(self._from[0])
+        return "{" + ", ".join(f"{step}: {choice}" for step, choice in self._from.items()) + "}"
+
+
+class Rules:
+    """The codec of a parameter, where most travel in `base`.
+
+    First the rules by name, then the exemptions (16 bits), then `base`. Steps that compress nothing follow no rule.
+    """
+
+    def __init__(self, exempt: Exempt, policy: Mapping[str, CodecLike] | None) -> None:
+        self._is_exempt = _exemption(exempt)
+        self._named = [] if policy is None else _named(policy)
+        self.codecs = [chosen for _, chosen in self._named]
+        patterns = [] if isinstance(exempt, str) or callable(exempt) else exempt
+        self._patterns = {"exempt": list(patterns), "policy": [p for p, _ in self._named if p != "*"]}
+        self.by_name = any(self._patterns.values())
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise if a pattern matches none of a model's parameters: it was meant for some."""
+        for option, patterns in self._patterns.items():
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                    raise CodecError(
+                        f"{option} has the pattern {pattern!r}, which matches none of the {len(names)} parameters "
+                        f"({some}): fix or remove it"
+                    )
+
+    def codec_of(self, name: str, shape: torch.Size, dtype: torch.dtype, base: Codec) -> Codec:
+        """The codec of a parameter at a step whose `base` this is."""
+        if isinstance(base, Identity):
+            return base
+        return (self.fixed(name, shape, dtype) or base).pick(name, shape)
+
+    def fixed(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Codec | None:
+        """The codec that a rule or an exemption gives a parameter, if any does."""
+        for pattern, chosen in self._named:
+            if pattern != "*" and fnmatchcase(name, pattern):
+                return chosen
+        if self._is_exempt(name, shape):
+            return Cast("fp16") if dtype == torch.float16 else Cast("bf16")  # fp16 keeps its digits, others their range
+        return self._named[-1][1] if self._named and self._named[-1][0] == "*" else None
+
+
+def _named(policy: Mapping[str, CodecLike]) -> list[tuple[str, Codec]]:
+    if not isinstance(policy, Mapping):
+        raise CodecError(f"policy maps patterns of names to codecs, e.g. {{'*.embed*': 'int8'}}: got {policy!r}")
+    rules = ByName([*policy.items()] if "*" in policy else [*policy.items(), ("*", "none")]).rules
+    return list(rules) if "*" in policy else list(rules[:-1])
+
+
+def _exemption(exempt: Exempt) -> Callable[[str, torch.Size], bool]:
+    if callable(exempt):
+        return exempt
+    if exempt == "auto":  # norms, biases and whatever is tiny: few bytes, and their error costs most
+        return lambda _, shape: len(shape) <= 1 or shape.numel() < TINY
+    if exempt == "none":
+        return lambda *_: False
+    listed = isinstance(exempt, Sequence) and not isinstance(exempt, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in exempt):
+        raise CodecError(f"exempt must be 'auto', 'none', a list of name patterns or a function, got {exempt!r}")
+    patterns = tuple(exempt)
+    return lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+FAMILIES = ("linear", "adaptive", "muon")  # of several optimizers the last one's rule holds
+_WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+_LINEAR = ("SGD", "ASGD")  # linear in the gradient: an error may come late, but adds up
+
+
+def family(optimizer: object) -> str:
+    """ "linear" for SGD, "muon" for Muon, and "adaptive" for Adam's kin and for what is not known."""
+    names = [kind.__name__ for kind in type(bare_optimizer(optimizer)).__mro__]
+    return "muon" if "Muon" in names else "linear" if any(name in _LINEAR for name in names) else "adaptive"
+
+
+def has_moments(optimizer: object) -> bool:
+    """Whether an optimizer keeps second moments."""
+    return any(kind.__name__ in _WITH_MOMENTS for kind in type(optimizer).__mro__)
+
+
+def leading(families: Sequence[str]) -> str:
+    """The family whose rule holds for all: Muon's where AdamW has the rest, and Adam's beside SGD."""
+    return max(families, key=FAMILIES.index)
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -101,10 +239,10 @@ class DDPOptions:
             getattr(self, parsed)  # says what is wrong with it
 
     def _check_optimizers(self) -> None:
-        known = [isinstance(one, Optimizer) or one in policies.FAMILIES for one in self.optimizers]
+        known = [isinstance(one, Optimizer) or one in FAMILIES for one in self.optimizers]
         if self.optimizer is not None and not (known and all(known)):
             kinds = [type(one).__name__ for one in self.optimizers]
-            raise CodecError(f"optimizer must be torch optimisers, 'linear' or 'adaptive', got {kinds}")
+            raise CodecError(f"optimizer must be torch optimizers, 'linear' or 'adaptive', got {kinds}")
 
     @property
     def schedule(self) -> Schedule:
@@ -129,7 +267,7 @@ class DDPOptions:
 
     @property
     def _kind(self) -> str:
-        """What of the optimisers changes messages."""
+        """What of the optimizers changes messages."""
         return f"{self.family}{' with moments' if any(map(has_moments, self.optimizers)) else ''}"
 
     @property
@@ -144,9 +282,9 @@ class DDPOptions:
 
     @property
     def family(self) -> str | None:
-        """The leading family of the optimisers that were passed."""
-        families = [one if isinstance(one, str) else policies.family(one) for one in self.optimizers]
-        return policies.leading(families) if families else None
+        """The leading family of the optimizers that were passed."""
+        families = [one if isinstance(one, str) else family(one) for one in self.optimizers]
+        return leading(families) if families else None
 
     @property
     def nodes(self) -> Nodes | None:
@@ -175,7 +313,7 @@ class DDPOptions:
 
 
 def settings_of(optimizer: Optimizer) -> str:
-    """An optimiser and its settings that are not zero, to compare with other ranks'."""
+    """An optimizer and its settings that are not zero, to compare with other ranks'."""
     told = []
     for settings in optimizer.param_groups:
         plain = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in settings.items()}

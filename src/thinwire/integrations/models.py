@@ -5,7 +5,7 @@ What parameters are called, in rules and checkpoints, and how large their gradie
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +21,6 @@ Kind = TypeVar("Kind")
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")  # torch.compile's, torch's and Fabric's
 _INSIDE = ("optim", "_optimizer", "optimizer")  # where ZeroRedundancyOptimizer, Lightning and Accelerate keep theirs
 PADDING = "\0"  # before the name of a parameter: what follows its elements in a buffer, and belongs to none
-ROW = "#"  # after the name of a parameter, before the number of a row: its part there
 
 
 def plain_name(name: str) -> str:
@@ -40,7 +39,8 @@ class ParameterSize(NamedTuple):
 class ParameterNames:
     """Names that a model gives, or numbers in the order in which DDP brings parameters: the same in every run."""
 
-    def __init__(self) -> None:
+    def __init__(self, find: Callable[[Tensor], str | None] | None = None) -> None:
+        self._find = find  # names tensors that `put` was not given
         self.sizes: dict[str, ParameterSize] = {}  # of those whose gradients travel
         self.frozen: dict[str, ParameterSize] = {}  # of those that a model has besides: they may travel later
         self.from_model = False
@@ -77,7 +77,7 @@ class ParameterNames:
         return {name: parameter for parameter, name in self._names.items() if name in self.sizes}
 
     def get(self, parameter: Tensor) -> str | None:
-        name: str | None = self._names.get(parameter)
+        name: str | None = self._find(parameter) if self._find else self._names.get(parameter)
         return name
 
     def of(self, parameters: Sequence[Tensor]) -> tuple[Names, list[torch.Size]]:

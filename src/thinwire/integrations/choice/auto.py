@@ -1,6 +1,7 @@
-"""What `codec="auto"` and `codec="auto:2.5"` make of what was measured. Pure functions of it."""
+"""What `codec="auto"` and `codec="auto:2.5"` make of measurements: pure functions."""
 
 import collections
+import functools
 import heapq
 import math
 import statistics
@@ -13,13 +14,13 @@ from thinwire.errors import CodecError
 CANDIDATES: tuple[Codec, ...] = (Identity(), Cast("bf16"), BlockInt(8), Lloyd(4))  # from the most to the least exact
 SETTLE_STEPS = 2  # DDP rebuilds its buckets, kernels and links warm up
 ROUNDS = 6  # of which the first is not timed
-MAY_LOSE = 1  # rounds in which a faster codec may have been slower than none
-GAIN = 0.03  # of a step; a less exact codec has to be so much faster: what noise may pretend
+MAY_LOSE = 1  # rounds in which a faster codec may be slower than none
+GAIN = 0.03  # share of a step by which a less exact codec has to be faster, because of noise
 
 
 @dataclass
 class Race:
-    """Times of real steps: SETTLE_STEPS uncompressed, then the candidates by turns, ROUNDS times."""
+    """Times of real steps: SETTLE_STEPS uncompressed, then the candidates in turn, ROUNDS times."""
 
     times: dict[int, list[float]] = field(default_factory=lambda: {i: [] for i in range(len(CANDIDATES))})
     errors: dict[int, float] = field(default_factory=dict)
@@ -32,7 +33,7 @@ class Race:
 
     @property
     def measures_error(self) -> bool:
-        """Whether the error of the present step's codec is to be looked at: until a step was finite."""
+        """Whether to measure the error of this step's codec: until one step was finite."""
         return self.steps >= SETTLE_STEPS and self.turn > 0 and self.turn not in self.errors
 
     @property
@@ -40,10 +41,10 @@ class Race:
         return self.steps >= SETTLE_STEPS + ROUNDS * len(CANDIDATES)
 
     def ended(self, seconds: float, error: float | None) -> None:
-        """The present step took so long, and lost that share of what it sent."""
+        """This step took `seconds`, and its relative error was `error`."""
         if self.measures_error and error is not None:
             self.errors[self.turn] = error
-        # The first round is not timed: the first message of a kind shakes hands, and looking at errors takes time.
+        # The first round is not timed: it includes handshakes and the measuring of errors.
         if self.steps >= SETTLE_STEPS + len(CANDIDATES):
             self.times[self.turn].append(seconds)
         self.steps += 1
@@ -69,17 +70,17 @@ def decide(result: Sequence[float], error_budget: float) -> tuple[Codec, str]:
         if allowed and seconds[i] < (1 - GAIN) * seconds[best]:
             best = i
     figures = [f"{error:.2g}" if math.isfinite(error) else "unknown, so" for error in errors]
-    told = ", ".join(
+    times = ", ".join(
         f"{'uncompressed' if i == 0 else c} {1e3 * seconds[i]:.3g} ms"
         + (f" (error {figures[i]} over the budget)" if not errors[i] <= error_budget else "")
         + (f" (slower in {lost[i]:.0f} of {ROUNDS - 1} rounds)" if lost[i] > MAY_LOSE else "")
         for i, c in enumerate(CANDIDATES)
     )
     name = "no compression" if best == 0 else str(CANDIDATES[best])
-    return CANDIDATES[best], f"{name}; a step took: {told} (relative error at most {error_budget:g})"
+    return CANDIDATES[best], f"{name}; a step took: {times} (relative error at most {error_budget:g})"
 
 
-# From few bits to many, with the share of its squares that a Gaussian loses.
+# From few bits to many, with the share of a Gaussian's squares that each loses.
 WIDTHS: tuple[tuple[Codec, float], ...] = (
     (Lloyd(1), 0.363),
     (Lloyd(2), 0.1175),
@@ -139,12 +140,14 @@ def _upgrade(layer: Layer, index: int, width: int) -> tuple[float, int, int]:
     return -whole * (WIDTHS[width][1] - WIDTHS[width + 1][1]) / cost, index, cost
 
 
+@functools.cache
 def start_width(bits: float) -> Codec:
     """The widest codec inside a budget: what travels until the errors are known."""
     inside = [codec for codec, _ in WIDTHS if 8 * codec.wire_bytes(1 << 20) / (1 << 20) <= bits]
     return inside[-1] if inside else WIDTHS[0][0]
 
 
-def told(widths: Mapping[str, Codec]) -> str:
+def counted(widths: Mapping[str, Codec]) -> str:
+    """How many layers have which codec."""
     counts = collections.Counter(str(chosen) for chosen in widths.values())
     return ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))

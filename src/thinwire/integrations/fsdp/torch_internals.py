@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import CollectiveError
-from thinwire.integrations.names import plain_name
+from thinwire.integrations.models import plain_name
 
 try:
     from torch.distributed.fsdp import FSDPModule
