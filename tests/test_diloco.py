@@ -28,7 +28,6 @@ from test_faults import until
 from thinwire import CollectiveError, DiLoCo
 from thinwire.collectives import transport
 from thinwire.feedback import Ledger, Piece
-from thinwire.tools.bench import launch, link as links
 
 STEPS = 13
 RATE = 0.05
@@ -761,32 +760,6 @@ def test_ranks_agree_on_lateness_with_two_models_and_where_one_rank_saves(ranks:
     for one, other in zip(*ranks(2).run(two_of_them), strict=True):
         assert one[0] == other[0]
         assert_same(one[1], other[1])
-
-
-def over_a_lossy_link(deadline: float) -> tuple[int, int, Tensor]:
-    """Rounds, those that were late, and parameters, of a rank on a link of 2 Mbit."""
-    model = nn.Linear(512, 512)
-    optimizer = inner(model)
-    with DiLoCo(model, optimizer, every=2, connections=2, deadline=deadline) as diloco:
-        for step in range(6):
-            optimizer.zero_grad()
-            x = torch.randn(8, 512, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            model(x).square().mean().backward()
-            optimizer.step()
-    return diloco.rounds, diloco.late, flat(list(model.parameters()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("deadline", "late"), [(0.1, 3), (60.0, 0)])
-def test_rounds_on_a_lossy_link_are_late_on_all_ranks_or_on_none(deadline: float, late: int) -> None:
-    """A round takes half a second: 131 kB at 2 Mbit, and 50 ms of delay; every fiftieth frame is lost."""
-    try:
-        with launch.ranks(2, links.parse("2mbit+50ms+2%")) as world:
-            found = world.run(over_a_lossy_link, deadline)
-    except links.LinkError as error:
-        pytest.skip(str(error))
-    assert [(rounds, missed) for rounds, missed, _ in found] == [(3, late)] * 2
-    assert_same(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize("deadline", [0, -1.0, float("nan"), "soon"])

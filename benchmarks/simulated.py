@@ -111,11 +111,6 @@ class Averager:
             self._setting = self.decisions.setting
             self._lanes = self._new_lanes()
             self._new = True
-        onebit = self.decisions.onebit
-        if onebit is not None and onebit.frozen:
-            for row in rows_WN:
-                onebit.zero_grad()  # it would refuse the gradients of a second replica
-                onebit.put_momentum(self.parameters, self.views(row))
         if all(isinstance(lane.lane.spec.codec, Identity) for lane in self._lanes):
             rows_WN[0] = rows_WN.mean(0)
             return

@@ -1,7 +1,7 @@
 """The ways gradients travel in `bench train`: codecs, torch's own hooks beside them, and controls that ought to fail.
 
-To add one of torch's: its name in `PEERS`, and how it is registered in `Replica`; for FSDP2, in `SHARDED_PEERS` and
-sharded.py, where DiLoCo is too.
+To add one of torch's: its name in `PEERS`, and how it is registered in `TrainReplica`; for FSDP2, in `SHARDED_PEERS`
+and sharded.py, where DiLoCo is too.
 """
 
 import contextlib
@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as powersgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from benchmarks.tasks import Task
 from thinwire.codecs import codec
 from thinwire.errors import CodecError
 from thinwire.integrations import auto, compress_ddp, policy
 from thinwire.integrations.options import Feedback, Weigh
-from thinwire.optim import OneBitAdam
-from thinwire.tools.bench import turns
-from thinwire.tools.bench.tasks import Batch, Task
+from thinwire.tools.bench import step, timing
+from thinwire.tools.bench.models import Batch
+from thinwire.tools.bench.step import torch_bf16
 from thinwire.tools.bench.timing import Call, Effort
-from thinwire.tools.bench.turns import Sample
 
 DDP = "ddp"
 FSDP2 = "fsdp2"
@@ -33,7 +32,6 @@ DILOCO = "diloco"
 NONE = "none"
 BF16 = "bf16"
 MIXED = "mixed"
-ONEBIT = "onebit"
 RANKS = {"powersgd1": 1, "powersgd2": 2, "powersgd4": 4}  # of PowerSGD's matrices
 PEERS = (NONE, BF16, *RANKS)
 SHARDED_PEERS = {NONE: "none", BF16: "bf16", MIXED: "bf16"}  # FSDP2's, and how they gather weights
@@ -42,10 +40,9 @@ MOMENTS = "moments"
 CONTROLS = {"sign": "lloyd1:rotate=false,block=1024", "int2": "int2"}
 MOMENTUM = 0.9
 ADAMS = {"adam": 0.0, "adamw": 0.1}  # weight decay
-WARMUP = 0.2  # share of the steps before onebit freezes its variance
 _POWERSGD_START = 2  # steps before PowerSGD compresses: the fewest it takes
 _ONE_BUCKET_MB = 1 << 16  # PowerSGD hangs on gloo where several of its buckets are under way
-_SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD and onebit have begun
+_SETTLED = 6  # steps: buckets were rebuilt, ranks agreed, PowerSGD has begun
 _WIDE = 8  # bits; weights that are rounded to fewer ought to fail
 _RACED = auto.SETTLE_STEPS + auto.ROUNDS * len(auto.CANDIDATES) + 2
 
@@ -88,7 +85,7 @@ def parse(text: str) -> TrainScheme:
         return TrainScheme(text, None, "classic" if text in RANKS else "none", peer=text != NONE)
     if text in CONTROLS:
         return TrainScheme(text, CONTROLS[text], "none", "none", control=True)
-    return _compressed(text, (ONEBIT, *CONTROLS, *PEERS))
+    return _compressed(text, (*CONTROLS, *PEERS))
 
 
 def parse_sharded(text: str) -> TrainScheme:
@@ -125,8 +122,6 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
         raise CodecError(f"{text!r}: gradients may be weighed by their {MOMENTS}, lloyd2@none+{MOMENTS}, got {unit!r}")
     if asked not in policy.FEEDBACKS:
         raise CodecError(f"{text!r}: feedback must be one of {', '.join(policy.FEEDBACKS)}, got {asked!r}")
-    if label == ONEBIT and ONEBIT in others:
-        return TrainScheme(text, "lloyd1", asked, weigh="auto")
     try:
         spelt = str(policy.parse(label))
     except CodecError as error:
@@ -136,14 +131,11 @@ def _compressed(text: str, others: Sequence[str]) -> TrainScheme:
     return TrainScheme(f"{spelt}@{asked}{weighed}{unit}" if named else spelt, spelt, asked, weigh=weigh)
 
 
-def optimizer_for(scheme: TrainScheme, kind: str, parameters: Iterable[nn.Parameter], warmup_steps: int) -> Optimizer:
-    decay = ADAMS.get(kind, 0.0)
-    if scheme.label == ONEBIT:
-        return OneBitAdam(parameters, lr=0.0, weight_decay=decay, warmup_steps=max(1, warmup_steps))
+def optimizer_for(kind: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
     if kind == "muon":
         return MuonAndAdamW(parameters, lr=0.0)
     if kind in ADAMS:
-        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=decay)
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=ADAMS[kind])
     return torch.optim.SGD(parameters, lr=0.0, momentum=MOMENTUM)
 
 
@@ -189,7 +181,7 @@ class Replica:
             self._power = powersgd.PowerSGDState(None, RANKS[scheme.label], start_powerSGD_iter=_POWERSGD_START)
             self.model.register_comm_hook(self._power, powersgd.powerSGD_hook)
         elif scheme.label == BF16:
-            self.model.register_comm_hook(None, _torch_bf16)
+            self.model.register_comm_hook(None, torch_bf16)
 
     def step(self, task: Task, batch: Batch, rate: float, *, alone: bool = False) -> Tensor:
         """One step of training, and the batch's loss; `alone`: nothing is sent, the ranks' gradients stay their own."""
@@ -236,42 +228,23 @@ class Replica:
             self._handle.close()
 
 
-def replica_of(
-    task: Task, scheme: TrainScheme, network: nn.Module, kind: str, warmup_steps: int = 1, every: int | None = None
-) -> Replica:
-    """This rank's replica, with an optimiser of its own; of FSDP2 in shards, of DiLoCo with rounds."""
-    if scheme.weights is None and every is None:
-        return Replica(scheme, network, optimizer_for(scheme, kind, network.parameters(), warmup_steps))
-    from thinwire.tools.bench import sharded  # much of torch comes with it, and these alone need it
-
-    if scheme.weights is not None:
-        sharded.shard(scheme, network, task.blocks(network))  # before the optimiser is given the shards
-    optimizer = optimizer_for(scheme, kind, network.parameters(), warmup_steps)
-    if every is not None:
-        return sharded.OuterReplica(scheme, network, optimizer, every)
-    return sharded.ShardedReplica(scheme, network, optimizer)
-
-
 @dataclass
-class StepSample(Sample):
+class TrainSample(step.StepSample):
     """One rank's measurements of steps, and what their replica says of itself."""
 
-    params: int = 0
-    digest: str = ""  # of the gradients
-    feedback: str = "none"
     extra_bytes: int | None = None
     chosen: str | None = None
 
 
 def time_steps(
-    replicas: dict[str, Replica], calls: dict[str, Call], samples: Mapping[str, StepSample], effort: Effort, **how: Any
+    replicas: dict[str, Replica], calls: dict[str, Call], samples: Mapping[str, TrainSample], effort: Effort, **how: Any
 ) -> None:
-    """Time calls, most of them steps of replicas, by turns (`turns.take`); then close and forget the replicas."""
+    """Time calls, most of them steps of replicas, by turns (`timing.take`); then close and forget the replicas."""
 
     def transport(name: str) -> int | None:
         return replicas[name].bytes_sent if name in replicas else None
 
-    turns.take(calls, samples, effort, transport=transport, **how)
+    timing.take(calls, samples, effort, transport=transport, **how)
     for name, replica in replicas.items():
         samples[name].extra_bytes = replica.extra_bytes
         samples[name].chosen = replica.chosen
@@ -279,9 +252,3 @@ def time_steps(
     replicas.clear()
     calls.clear()
     gc.collect()  # DDP and its hooks hold each other
-
-
-# DDP refuses torch's own by its name where torch was built without CUDA.
-def _torch_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    done: torch.futures.Future[Tensor] = default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
-    return done
