@@ -25,7 +25,7 @@ Fine = bool | Tensor
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Memory:
+class LaneMemory:
     """One number per element of a lane, in fp32 or bf16."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -100,13 +100,13 @@ class Gaps:
 class Classic:
     """Adds to the next message what the last one lost."""
 
-    def __init__(self, error: Memory, world: float, gaps: Gaps) -> None:
+    def __init__(self, error: LaneMemory, world: float, gaps: Gaps) -> None:
         self._error = error
         self._world = world  # by which a sum over ranks is divided
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[Memory, None]:
+    def memories(self) -> tuple[LaneMemory, None]:
         return self._error, None
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
@@ -151,14 +151,14 @@ class EF21:
     Feedback" (2021). Unlike classic feedback it does not make the gradients' variance larger, which Adam divides by.
     """
 
-    def __init__(self, sent: Memory, mean: Memory, world: float, gaps: Gaps) -> None:
+    def __init__(self, sent: LaneMemory, mean: LaneMemory, world: float, gaps: Gaps) -> None:
         self._sent = sent
         self._mean = mean
         self._world = world
         self._gaps = gaps
 
     @property
-    def memories(self) -> tuple[Memory, Memory]:
+    def memories(self) -> tuple[LaneMemory, LaneMemory]:
         return self._sent, self._mean
 
     def message(self, span: Span, x: Tensor, out: Tensor) -> None:
@@ -211,8 +211,8 @@ class Ledger:
         if dtype not in DTYPES:
             raise CodecError(f"residuals are kept as float32 or bfloat16, got {dtype}")
         self.dtype = dtype
-        self._lanes: dict[tuple[Piece, ...], Memory] = {}
-        self._at: dict[str, tuple[Memory, int, int]] = {}
+        self._lanes: dict[tuple[Piece, ...], LaneMemory] = {}
+        self._at: dict[str, tuple[LaneMemory, int, int]] = {}
         self._loose: dict[str, Tensor] = {}  # loaded, and in no lane yet
 
     @property
@@ -220,7 +220,7 @@ class Ledger:
         """Bytes held."""
         return sum(memory.nbytes for memory in self._lanes.values()) + sum(t.nbytes for t in self._loose.values())
 
-    def lane(self, pieces: Sequence[Piece], device: torch.device) -> Memory:
+    def lane(self, pieces: Sequence[Piece], device: torch.device) -> LaneMemory:
         """The memory of a lane; what its parameters remember moves into it."""
         key = tuple(pieces)
         found = self._lanes.get(key)
@@ -230,9 +230,9 @@ class Ledger:
             self._drop_empty()
         return self._lanes[key]
 
-    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> Memory:
+    def _made(self, pieces: tuple[Piece, ...], device: torch.device) -> LaneMemory:
         known = self.read([piece.name for piece in pieces if piece.name is not None])
-        memory = Memory(sum(piece.numel for piece in pieces), self.dtype, device)
+        memory = LaneMemory(sum(piece.numel for piece in pieces), self.dtype, device)
         if known:
             blank = [known.get(p.name or "", torch.zeros(p.numel, device=device)) for p in pieces]
             memory.fill(torch.cat([values.to(device=device, dtype=torch.float32).view(-1) for values in blank]))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives.transport import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import device_of, spread
-from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.models import describe
@@ -42,17 +42,16 @@ _PLUGIN = (
 )
 
 
-class Keywords(DDPKeywords, total=False):
-    """The options of compress_ddp and those of compress_fsdp, for type checkers."""
-
-    weights: CodecLike
-    replica: bool | None
-
-
 def compress(
-    accelerator: Accelerator, model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[Keywords]
+    accelerator: Accelerator,
+    model: nn.Module,
+    codec: CodecChoice = "int8",
+    *,
+    weights: CodecLike | None = None,
+    replica: bool | None = None,
+    **options: Unpack[DDPKeywords],
 ) -> Handle:
-    """Let what a prepared model's ranks send each other travel compressed; call it after `accelerator.prepare`.
+    """Compress the communication of a prepared model; call it after `accelerator.prepare`.
 
     A model in DDP goes to `thinwire.compress_ddp`, one that Accelerate's FSDP2 plugin shards to
     `thinwire.compress_fsdp`. Options are those of these two functions; one of the other function raises. In a run of
@@ -61,7 +60,7 @@ def compress(
     `accelerator.save_state` then saves what feedback remembers on all ranks, and `load_state` resumes with the same
     bits, on the same number of ranks. On another number the sum over ranks is kept.
     """
-    handle = compress_prepared(accelerator, model, codec, **options)
+    handle = compress_prepared(accelerator, model, codec, {**options, **given(weights=weights, replica=replica)})
     gathered = functools.partial(handle.state_dict, gather=True)  # all ranks call it, and rank 0's answer is saved
     load = functools.partial(load_shared, handle)
     accelerator.register_for_checkpointing(types.SimpleNamespace(state_dict=gathered, load_state_dict=load))
@@ -69,7 +68,7 @@ def compress(
 
 
 def compress_prepared(
-    accelerator: Accelerator, model: nn.Module, codec: CodecChoice = "int8", **options: Unpack[Keywords]
+    accelerator: Accelerator, model: nn.Module, codec: CodecChoice, options: Mapping[str, Any]
 ) -> Handle:
     """`compress`, for those who save the handle's state themselves."""
     if not isinstance(accelerator, Accelerator):
@@ -79,10 +78,10 @@ def compress_prepared(
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         _check_hook(accelerator)
         _refuse(options, _OF_FSDP, "is in DDP", _PLUGIN)
-        return compress_ddp(model, codec, **options)  # type: ignore[misc]
+        return compress_ddp(model, codec, **options)
     if any(isinstance(module, FSDPModule) for module in modules):
         _refuse(options, _OF_DDP, "is sharded by FSDP2", "no fsdp_plugin")
-        return compress_fsdp(model, codec, **options)  # type: ignore[misc]
+        return compress_fsdp(model, codec, **options)
     if accelerator.num_processes > 1 or not modules:
         raise CollectiveError(
             f"expected a model that accelerator.prepare put into DDP or sharded by FSDP2, got {describe(model)} "
@@ -90,7 +89,7 @@ def compress_prepared(
         )
     _tell_alone(int(os.environ.get("WORLD_SIZE", 1)))
     of_one = (*_OF_FSDP, *_OF_DDP, "inside")
-    kept: Any = {name: value for name, value in options.items() if name not in of_one}
+    kept = {name: value for name, value in options.items() if name not in of_one}
     return Alone(None, codec, model=model, **kept)
 
 

@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import CollectiveError, MissingPackageError
-from thinwire.integrations.choice.options import Algorithm, CodecChoice, CodecLike, SharedKeywords, Weigh, check_options
+from thinwire.integrations.choice.options import (
+    Algorithm,
+    CodecChoice,
+    CodecLike,
+    SharedKeywords,
+    Weigh,
+    check_options,
+    given,
+)
 from thinwire.integrations.ddp import DDPState, compress_ddp
 from thinwire.integrations.fsdp import FSDPState, compress_fsdp
 from thinwire.integrations.fsdp.torch_internals import groups_of
@@ -77,14 +85,14 @@ class Compress(Callback):
         mesh: DeviceMesh | Literal["nodes"] | None = None,
         **options: Unpack[SharedKeywords],
     ) -> None:
-        check_options(codec, {**options, **_given(weights=weights)})
+        check_options(codec, {**options, **given(weights=weights)})
         if mesh != "nodes" and not isinstance(mesh, DeviceMesh | None):
             raise CollectiveError(f"mesh must be 'nodes' or a DeviceMesh of nodes and the ranks inside, got {mesh!r}")
         self.handle: Handle | None = None
         self._codec = codec
         self._options = options
-        self._of_ddp = _given(weigh=weigh, algorithm=algorithm, mesh=mesh)
-        self._of_fsdp = _given(weights=weights, replica=replica)
+        self._of_ddp = given(weigh=weigh, algorithm=algorithm, mesh=mesh)
+        self._of_fsdp = given(weights=weights, replica=replica)
         self._fitting = False
         self._failed = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint that was loaded before the model was wrapped
@@ -179,10 +187,6 @@ class Compress(Callback):
             self._saved = state_dict
         else:
             self.handle.load_state_dict(state_dict)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_options(others: Mapping[str, Any], found: str, wanted: str) -> None:

@@ -104,27 +104,19 @@ class Tally:
         self.bytes_sent += nbytes
         self.bytes_plain += plain
 
+    def worked(self, stages: Sequence[tuple[int, float, float]]) -> None:
+        """A bucket is done, whose chunks worked at these times: 0 before a first message, 1 between two, -1 after.
 
-class BucketMeter:
-    """Takes the times of one bucket's chunks."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._stages: list[tuple[int, float, float]] = []
-
-    def stage(self, index: int, began: float, ended: float) -> None:
-        """Work of a chunk: 0 before its first message, 1 between two, -1 after the last."""
-        self._tally.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
-        self._stages.append((index, began, ended))
-
-    def close(self) -> None:
-        """The bucket is done: the wire had the time from its first message to its last, less the work meanwhile."""
-        if not self._stages:
+        The wire had the time from the first message to the last, less the work meanwhile.
+        """
+        if not stages:
             return
-        sent = self._stages[0][2]
-        last = max(began for _, began, _ in self._stages)
-        work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in self._stages)
-        self._tally.seconds["wire_s"] += max(0.0, last - sent - work)
+        for index, began, ended in stages:
+            self.seconds[{0: "encode_s", -1: "decode_s"}.get(index, "reduce_s")] += ended - began
+        sent = stages[0][2]
+        last = max(began for _, began, _ in stages)
+        work = sum(max(0.0, min(ended, last) - max(began, sent)) for _, began, ended in stages)
+        self.seconds["wire_s"] += max(0.0, last - sent - work)
 
 
 class ErrorWatch:

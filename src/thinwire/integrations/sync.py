@@ -24,7 +24,7 @@ from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
 from thinwire.integrations.models import PADDING, Names, ParameterSize
-from thinwire.integrations.stats import SECONDS, BucketMeter, Stats, StepErrors, Tally
+from thinwire.integrations.stats import SECONDS, Stats, StepErrors, Tally
 from thinwire.integrations.streamed import StreamedBucket, streamed
 from thinwire.log import announce
 
@@ -149,17 +149,17 @@ class GradientSync:
             watches = [self.errors.watch(n.pieces, output.device).lost for n in bucket.lanes]
         parts = zip(tensors, bucket.carries, watches, strict=True)
         loaded = [bucket.message.lane(i, *part, self.tally.checked) for i, part in enumerate(parts)]
-        meter = BucketMeter(self.tally) if output.device.type == "cpu" else None
-        stage = None if meter is None else meter.stage
-        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=stage)
+        stages: list[tuple[int, float, float]] = []
+        meter = (lambda *stage: stages.append(stage)) if output.device.type == "cpu" else None
+        work = bucket.message.run(loaded, [output], step=self._step, copies=copies, meter=meter)
         self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
 
         def finish(done: "Future[list[Tensor]]") -> Tensor:
-            if meter is not None:
-                meter.close()
+            self.tally.worked(stages)
             return done.value()[0]
 
-        return work.get_future().then(finish)
+        averaged: Future[Tensor] = work.get_future().then(finish)
+        return averaged
 
     def go_on(self, residuals: ByName, means: ByName, kinds: Mapping[str, str], errors: Mapping[str, float]) -> None:
         """Forget what is remembered of gradients and go on from these; on a mesh nobody would use them."""

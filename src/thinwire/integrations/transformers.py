@@ -15,7 +15,7 @@ import torch
 
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations import checkpoint
-from thinwire.integrations.choice.options import CodecChoice, check_options
+from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given
 from thinwire.integrations.models import living
 
 if find_spec("transformers") is None or find_spec("accelerate") is None:
@@ -25,14 +25,14 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     )
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire.integrations.accelerate import Alone, Handle, Keywords, compress_prepared, load_shared
+from thinwire.integrations.accelerate import Alone, Handle, compress_prepared, load_shared
 
 _FILE = "thinwire.pt"  # in a checkpoint's folder
 _KEY = "thinwire"  # in trainer_state.json
 _LOGGED = ("bytes_sent", "ratio", "bits_per_element", "relative_error", "nonfinite")
 
 
-class Compress(TrainerCallback):  # type: ignore[misc]
+class TrainerCompress(TrainerCallback):  # type: ignore[misc]
     """Let what a Trainer's ranks send each other in `train` travel compressed.
 
     A model in DDP goes to `thinwire.compress_ddp`, one that FSDP2 shards to `thinwire.compress_fsdp`. Options are those
@@ -41,11 +41,18 @@ class Compress(TrainerCallback):  # type: ignore[misc]
     hold what feedback remembers on all ranks, in the file thinwire.pt, and `resume_from_checkpoint` goes on from it.
     """
 
-    def __init__(self, codec: CodecChoice = "int8", **options: Unpack[Keywords]) -> None:
-        check_options(codec, options)
+    def __init__(
+        self,
+        codec: CodecChoice = "int8",
+        *,
+        weights: CodecLike | None = None,
+        replica: bool | None = None,
+        **options: Unpack[DDPKeywords],
+    ) -> None:
+        self._options = {**options, **given(weights=weights, replica=replica)}
+        check_options(codec, self._options)
         self.handle: Handle | None = None
         self._codec = codec
-        self._options = options
         self._model: Callable[[], Any] = lambda: None  # what is compressed, as long as it lives
         self._run = ""  # the name of this run, in the checkpoints that it writes
 
@@ -57,8 +64,8 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]  # on_log before others
         if self.handle is None or trainer.model_wrapped is not self._model():
-            options: Any = {"optimizer": trainer.optimizer, **self._options}
-            self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, **options)
+            options = {"optimizer": trainer.optimizer, **self._options}
+            self.handle = compress_prepared(trainer.accelerator, trainer.model_wrapped, self._codec, options)
             self._model = weakref.ref(trainer.model_wrapped)
         if isinstance(self.handle, Alone):
             return
@@ -111,6 +118,9 @@ class Compress(TrainerCallback):  # type: ignore[misc]
         if not saved:
             return
         checkpoint.write(_folder(args, state) / _FILE, {"run": self._run, "step": state.global_step, "state": saved})
+
+
+Compress = TrainerCompress
 
 
 def _stateful(state: TrainerState) -> dict[str, dict[str, str]]:

@@ -295,9 +295,9 @@ class Chooser:
     def weighed(self, names: Names) -> list[int]:
         """Which of these parameters' gradients are weighed at this step."""
         if names not in self._weighed:
-            known = [(i, name, self.sizes[name]) for i, name in enumerate(names) if name in self.sizes]
-            able = self.policy.is_weighed
-            self._weighed[names] = [i for i, *of in known if able(self.step, self.agreed, *of)]
+            sizes = self.sizes
+            able = functools.partial(self.policy.is_weighed, self.step, self.agreed)
+            self._weighed[names] = [i for i, name in enumerate(names) if name in sizes and able(name, sizes[name])]
         return self._weighed[names]
 
     @property

@@ -334,6 +334,11 @@ def check_options(codec: CodecChoice, options: Mapping[str, Any]) -> None:
     DDPOptions(codec, **rest)
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """Those options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def check_known(function: str, keywords: Any, given: Iterable[str]) -> None:
     """Raise for keywords that are none of a function's options."""
     known = [name for name in _parameters(DDPOptions) if name in keywords.__optional_keys__]

@@ -220,8 +220,8 @@ class FSDPState(Handle):
         return {name: sync.step for name, sync in self._syncs.items()}
 
     @property
-    def _layout(self) -> checkpoint.Layout:
-        return checkpoint.Layout(self._groups)
+    def _layout(self) -> checkpoint.ShardLayout:
+        return checkpoint.ShardLayout(self._groups)
 
     def close(self) -> None:
         """Go back to plain FSDP2 and forget all residuals. `compress_fsdp` may be called again."""

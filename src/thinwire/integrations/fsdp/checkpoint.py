@@ -29,7 +29,7 @@ Parts = Mapping[str, Tensor]
 Steps = Mapping[str, int]  # of sums over shards and, if there are any, over replicas
 
 
-class Layout:
+class ShardLayout:
     """Which ranks remember what, of the groups of one model."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
@@ -105,7 +105,7 @@ class Layout:
 
 
 def export(
-    layout: Layout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
+    layout: ShardLayout, sync: GradientSync, gatherers: Sequence[Gatherer], steps: Steps, world: int | None = None
 ) -> dict[str, Any]:
     """What this rank saves or, if `world` is given, zeros for what it needs of what so many ranks saved."""
     memories = sync.memories
@@ -133,7 +133,7 @@ def export(
     }
 
 
-def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
+def gather(layout: ShardLayout, own: Mapping[str, Any]) -> dict[str, Any]:
     """The states of all ranks as one, with whole parameters, on the first rank; an empty one on the others."""
     if any(parameter.in_tensor_parallel for parameter in layout.parameters.values()):
         raise CollectiveError(
@@ -166,7 +166,7 @@ def gather(layout: Layout, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def _whole(layout: ShardLayout, parts: Parts, shards: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sharded tensors as whole ones, on the first rank of the shards."""
     own = {name: layout.parameters[name].part(shard).cpu() for name, shard in parts.items()}
     rows = checkpoint.gather_parts(own, shards)
@@ -176,7 +176,7 @@ def _whole(layout: Layout, parts: Parts, shards: dist.ProcessGroup | None) -> di
 @checkpoint.reading()
 def load(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    layout: Layout,
+    layout: ShardLayout,
     sync: GradientSync,
     gatherers: Sequence[Gatherer],
 ) -> dict[str, int]:
