@@ -31,7 +31,7 @@ _PATIENCE = 30  # steps to wait for it; a GradScaler may skip the first ones
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks have agreed on, besides the options; the same on all of them."""
+    """What ranks have agreed on, apart from the options; the same on all of them."""
 
     family: str | None = None  # of the optimizers
     keeps_moments: bool = False  # whether one of them keeps second moments
@@ -198,7 +198,7 @@ class Chooser:
         self.agreed = replace(self.agreed, **news)
 
     def _deal_bits(self, errors: Mapping[str, float], bits: float, agree: Agree) -> None:
-        """Choose every layer's width anew, by the errors of all ranks."""
+        """Choose every layer's width by the errors of all ranks."""
         names = sorted(errors)
         summed = agree([errors[name] for name in names], dist.ReduceOp.SUM)
         if not all(math.isfinite(value) for value in summed):
