@@ -24,9 +24,9 @@ import thinwire
 from cases import CPU, digest, generated, given, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
-from thinwire.collectives.board import Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
+from thinwire.collectives.failures import CallSite
 from thinwire.collectives.pipeline import Line, Operation, Scratch
 from thinwire.collectives.transport import Stages
 from thinwire.errors import CollectiveError
@@ -538,7 +538,7 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 # --- lines and failures -----------------------------------------------------------------------------------------------
 
 
-PLACE = Place(1, "all_reduce", known=True)
+SITE = CallSite(1, "all_reduce")
 
 
 class Fails(Operation):
@@ -559,7 +559,7 @@ class Fails(Operation):
 def failing(group: Group) -> list[str]:
     member = dist.new_group()
     said = []
-    works = [channel_of(member).run(Fails(), PLACE) for _ in range(2)]
+    works = [channel_of(member).run(Fails(), SITE) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
         works[0].get_future().wait,
@@ -599,7 +599,7 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
     found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     if fails:  # after which the thread ends by itself
         with suppress(OSError):
-            channel_of(member).run(Fails(), PLACE).wait()
+            channel_of(member).run(Fails(), SITE).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, codec
 from thinwire.collectives import exchange, gather, reduce, transport
-from thinwire.collectives.channel import Refusable
 from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
 
@@ -187,8 +186,7 @@ class _AutoQuantized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
         arguments = self._bind(args, kwargs)
-        with Refusable(arguments.get("group"), list(arguments.values())):
-            call = self._call(arguments)
+        call = self._call(arguments)
         work = call.verb(**call.arguments, codec=self._codec)
         if self._quant_loss is None:
             return work

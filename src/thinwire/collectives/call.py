@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from thinwire.collectives.board import FIRST_TIME, Place
 from thinwire.collectives.channel import Channel, bounded
 from thinwire.collectives.checks import check_step
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.handshake import Lengths
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
@@ -22,25 +23,24 @@ from thinwire.errors import ThinwireError
 class Call:
     """Compared with the other ranks' unless one like it was before; `anew`: in any case."""
 
-    def __init__(self, channel: Channel, text: str, *, details: str = "", anew: bool = False) -> None:
+    def __init__(self, channel: Channel, text: str, *, lengths: Lengths | None = None, anew: bool = False) -> None:
         self.channel = channel
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
             known = text in channel.kinds and not anew
-            number = channel.next_call(text if known else text + FIRST_TIME)
-            self.place = Place(number, text, known, details=details)
+            self.site = CallSite(channel.next_call(), text, known)
         self.free_next_time = not channel.handshake.every_call
-        if not (self.place.known and self.free_next_time):
-            channel.compare(self.place)
+        if not (self.site.known and self.free_next_time):
+            channel.compare(self.site, lengths)
 
     def setting(self, plan: CallPlan, step: int | None) -> Setting:
         """What an operation of this call needs to know."""
         assert plan.codec is not None
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
-        self.place.step = number
-        mark = _hash(self.place.text) ^ number & 0xFFFFFFFF
+        self.site.step = number
+        mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
         return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
@@ -58,10 +58,10 @@ class Call:
         `outputs` are the caller's own, of which they are parts or other views.
         """
         number = self.channel.next_step() if step is None else check_step(step)
-        first = not self.place.known
+        first = not self.site.known
         rows = [tensor.detach() for tensor in tensors]
         run = program if all(row.is_contiguous() for row in rows) else Copying(program, written)
-        text = self.place.text
+        text = self.site.text
         return self.channel.start(run, rows, outputs, number, text=text, async_op=async_op, first=first)
 
     def run(
@@ -73,7 +73,7 @@ class Call:
     ) -> Work | None:
         """What a verb returns: the work of the operation, or None once it is done."""
         operation.copies_back(outputs, copies)
-        work = self.channel.run(operation, self.place)
+        work = self.channel.run(operation, self.site)
         if async_op:
             return work
         work.wait()
@@ -86,13 +86,15 @@ def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan], details: str = "") -> tuple[Call, CallPlan]:
+def planned(
+    channel: Channel, key: PlanKey, decide: Callable[[], CallPlan], lengths: Lengths | None = None
+) -> tuple[Call, CallPlan]:
     """A call and its plan: compared and decided the first time, looked up afterwards.
 
     Ranks may measure together to decide: one that fails tells the others.
     """
     plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text, details=details)
+    call = Call(channel, str(key) if plan is None else plan.text, lengths=lengths)
     if plan is not None:
         return call, plan
     try:
@@ -103,9 +105,9 @@ def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan], deta
     except BaseException as error:
         lost = lost_in(error)
         if lost is None:
-            channel.board.ended(error, call.place)
+            channel.failures.ended(error, call.site)
             raise
-    raise channel.board.ended(lost, call.place)
+    raise channel.failures.ended(lost, call.site)
 
 
 def planned_verb(

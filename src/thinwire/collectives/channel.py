@@ -1,7 +1,6 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
-import contextlib
 import math
 import os
 import threading
@@ -18,16 +17,16 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives import transport as transports
-from thinwire.collectives.board import Board, Place, Trail, lookout
 from thinwire.collectives.cost import Measured
-from thinwire.collectives.handshake import Handshake
+from thinwire.collectives.failures import CallSite, Failures
+from thinwire.collectives.handshake import Handshake, Lengths
 from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refuse, serve
 from thinwire.collectives.plan import CallPlan, PlanKey
 from thinwire.collectives.programs import Program
 from thinwire.collectives.rooms import Room, Rooms
-from thinwire.collectives.transport import Alike, Group, LostRankError, Tags, Transport
+from thinwire.collectives.transport import Group, LostRankError, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
-from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.errors import CollectiveError, PeerError
 
 _GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
 _END_S = 5.0  # and once their connections are closed: kernels end by themselves
@@ -46,11 +45,11 @@ class Channel:
         self.world = math.prod(link.world for link in links)
         self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
         self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], tuple[str, Program | None, Alike]] = {}  # [Note: Quick calls] in quick.py
+        self.quick: dict[tuple[object, ...], tuple[str, Program | None]] = {}  # [Note: Quick calls] in quick.py
         self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
         self.measured = Measured()
-        self.board = Board(links)
-        self.handshake = Handshake(links, self.board)
+        self.failures = Failures(links)
+        self.handshake = Handshake(links, self.failures)
         self.calls = 0
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
@@ -59,28 +58,19 @@ class Channel:
         self.stream = torch.cuda.Stream(device) if self.rooms and device.type == "cuda" else None
         self.scratch = Scratch(device, exact=self.transport.on_stream)
         self._steps = 0
-        self._line = Line(self.scratch, self.board)
+        self._line = Line(self.scratch, self.failures)
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.trail = Trail() if self.transport.on_stream and self.world > 1 else None
-        self._registered = all(link.is_registered for link in links)  # not where others made the group
-        if self.world > 1:
-            lookout.add(self)
+        self._registered = all(link.is_registered for link in links)  # not if others than torch made the group
 
     @property
     def failure(self) -> str | None:
-        return self._failed or self._line.failure or self.board.over
+        return self._failed or self._line.failure or self.failures.over
 
-    def next_call(self, name: str) -> int:
+    def next_call(self) -> int:
         """The number of a call: all ranks make them in the same order."""
         with self.lock:
             self.calls += 1
-            if self.board.refused:
-                self.board.refuse(self.calls, None)
-            if self.trail is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.trail = None  # the user's graphs make calls that are not counted
-            if self.trail is not None:
-                self.trail.add(self.calls, name)
             return self.calls
 
     def next_step(self) -> int:
@@ -89,16 +79,16 @@ class Channel:
             self._steps += 1
             return self._steps - 1
 
-    def compare(self, place: Place) -> None:
+    def compare(self, site: CallSite, lengths: Lengths | None) -> None:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
 
         All ranks forget at the same call: they count kinds as they compare them, however each spells its calls.
         """
-        found = self.handshake.check(place)
+        found = self.handshake.check(site, lengths)
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
             self.quick.clear()
-        self.kinds[place.text] = found
+        self.kinds[site.text] = found
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
         """What `make` gives for a key, made once."""
@@ -107,10 +97,10 @@ class Channel:
         found: Made = self._made[key]
         return found
 
-    def run(self, operation: Operation, place: Place) -> Work:
-        """Enter an operation, called at `place`, into the line."""
+    def run(self, operation: Operation, site: CallSite) -> Work:
+        """Enter the operation of a call into the line."""
         work = Work(operation.outputs, self._line)
-        entry = Queued(operation, work, tuple(link.group for link in self.transports), place)
+        entry = Queued(operation, work, tuple(link.group for link in self.transports), site)
         if self.stream is not None:
             with self.lock:
                 self._run_on_stream(entry, self.stream)
@@ -179,7 +169,7 @@ class Channel:
     def settle(self, text: str) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
         if self.transport.blocking:
-            self.board.attend(Place(self.calls, text, known=True), self.transport.settle)
+            self.failures.attend(CallSite(self.calls, text), self.transport.settle)
 
     def fail(self, error: BaseException) -> LostRankError | None:
         """A program that failed half-way has sent what others wait to go on with: no other call may follow it.
@@ -191,19 +181,17 @@ class Channel:
 
     def ended(self, lost: LostRankError, text: str) -> BaseException:
         """Not while the other error is handled, which holds tensors and groups."""
-        return self.board.ended(lost.with_traceback(None), Place(self.calls, text, known=True))
+        return self.failures.ended(lost.with_traceback(None), CallSite(self.calls, text))
 
-    def scan(self, now: float) -> bool:
-        """In the lookout's thread: look for who waits. A group that was destroyed needs no thread any more."""
-        is_idle = self._line.idle and not self.board.has_waits
-        if is_idle and self._registered and not all(link.is_registered for link in self.transports):
-            self.close()
-            return False
-        self.board.scan(now)
-        trail = self.trail
-        if trail is not None:
-            self.board.follow(trail, self.calls, now)
-        return True
+    def _is_over(self) -> bool:
+        """In the line's thread, which is idle: whether it ends, since the group was destroyed."""
+        with self.lock:
+            if self._thread is not threading.current_thread() or not self._inbox.empty():
+                return False
+            if not self._registered or all(link.is_registered for link in self.transports):
+                return False
+            self._thread = None
+            return True
 
     def close(self) -> None:
         """End the thread once it has nothing more to do; another operation would start a new one.
@@ -225,12 +213,12 @@ class Channel:
             while not self._line.idle:
                 self._line.advance()
             if not self.failure:
-                self.settle(entry.place.text)
+                self.settle(entry.site.text)
         _record(entry.operation, stream)
 
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
-        thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
+        thread = threading.Thread(target=serve, args=(self._inbox, self._line, self._is_over), name=name, daemon=True)
         _threads[thread] = _Served(self._inbox, self.transports)
         thread.start()
         self._thread = thread
@@ -277,7 +265,6 @@ def _end_threads() -> None:
     A daemon thread that returns from C++ then, or frees the last reference to a group, aborts the process. So every
     thread is joined here: operations under way have a moment to end, then their connections are closed.
     """
-    lookout.end(_GRACE_S)
     left = {thread: served for thread, served in _threads.items() if thread.is_alive()}
     for served in left.values():
         served.inbox.put(None)
@@ -347,38 +334,11 @@ def wait_in(group: dist.ProcessGroup, future: "torch.futures.Future[Tensor]", te
     try:
         future.wait()
         return
-    except RuntimeError as error:
+    except RuntimeError:
         channel = known_channel(group, tensor.device)
-        lost = transports.lost_in(error)
-        if channel is None or (lost is None and channel.board.over is None):
+        if channel is None or channel.failures.over is None:
             raise
-    if lost is not None:  # told by torch, unless the board knows better
-        channel.board.ended(lost, Place(channel.calls, f"an average of {tensor.numel()} elements", known=True))
-    raise channel.board.raised()
-
-
-class Refusable:
-    """Around the checks of a call: what they raise is told to the ranks that wait for this one, where that is possible.
-
-    It is not on NCCL before a group's first call, nor on a mesh.
-    """
-
-    def __init__(self, group: Group, tensors: Sequence[Any]) -> None:
-        self._group = group
-        self._tensors = tensors
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ThinwireError):
-            found = [x.device for x in self._tensors if isinstance(x, Tensor)]
-            device = found[0] if found else torch.device("cpu")
-            with contextlib.suppress(CollectiveError):  # of what is no group
-                members = transports.resolve(self._group)
-                if known_channel(members, device) is not None or transports.backend(members, device) == "gloo":
-                    channel = channel_of(members, device)
-                    channel.board.refuse(channel.calls + 1, error)
+    raise PeerError(channel.failures.over)
 
 
 class Traffic(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, measuring, operations, programs, torch_verbs, transport
 from thinwire.collectives.call import Call, planned
-from thinwire.collectives.channel import Channel, Refusable, channel_of
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, plan_exchange, sized
 from thinwire.collectives.quick import UNKNOWN, quick, remember
@@ -39,14 +39,13 @@ def all_to_all_single(
         done = quick("all_to_all", (output, input), group, codec, algorithm, step=step, async_op=async_op)
         if done is not UNKNOWN:
             return done
-    with Refusable(group, (output, input)):
-        target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
-        channel = channel_of(transport.resolve(group), target.device)
-        splits = [
-            _splits(sizes, tensor, channel.transport.world, name)
-            for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
-        ]
-        codecs = checks.codecs_for(codec)
+    target, source = checks.check_tensors((output, input), "all_to_all_single", outputs=1, step=step)
+    channel = channel_of(transport.resolve(group), target.device)
+    splits = [
+        _splits(sizes, tensor, channel.transport.world, name)
+        for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
+    ]
+    codecs = checks.codecs_for(codec)
     whole = target.detach().contiguous()
     parts_out = whole.split(splits[0])
     parts_in = source.detach().contiguous().split(splits[1])
@@ -92,17 +91,16 @@ def all_to_all(
     """
     world = len(output_tensor_list)
     given = (*output_tensor_list, *input_tensor_list)
-    with Refusable(group, given):
-        tensors = checks.check_tensors(given, "all_to_all", outputs=world, step=step)
-        outputs = tensors[:world]
-        inputs = tensors[world:]
-        channel = channel_of(transport.resolve(group), tensors[0].device)
-        if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
-            raise CollectiveError(
-                f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
-                f"got {len(outputs)} outputs and {len(inputs)} inputs"
-            )
-        key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
+    tensors = checks.check_tensors(given, "all_to_all", outputs=world, step=step)
+    outputs = tensors[:world]
+    inputs = tensors[world:]
+    channel = channel_of(transport.resolve(group), tensors[0].device)
+    if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
+        raise CollectiveError(
+            f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
+            f"got {len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
     call, plan = _planned(channel, key, outputs, inputs)
     if plan.codec is None:
         lengths = _lengths(outputs, inputs)
@@ -135,9 +133,8 @@ def _planned(
     received, sent = _lengths(outputs, inputs)
     link = channel.transport
     own = sent[link.rank], received[link.rank]
-    if own[0] != own[1] and str(key) in channel.kinds and not channel.handshake.every_call:
-        with Refusable(link.group, inputs):  # what can be known without asking
-            raise CollectiveError(f"rank {link.rank} would send itself {own[0]} elements and expects {own[1]}")
+    if own[0] != own[1] and str(key) in channel.kinds and not channel.handshake.every_call:  # else ranks compare it
+        raise CollectiveError(f"rank {link.rank} would send itself {own[0]} elements and expects {own[1]}")
 
     def decide() -> CallPlan:
         trial = functools.partial(all_to_all_single, group=link.group)
@@ -145,7 +142,7 @@ def _planned(
         choose = measuring.fastest(channel, "all_to_all", key.dtype, numel, trial, (channel.world, channel.world))
         return plan_exchange(key, numel, link, choose)
 
-    return planned(channel, key, decide, f"{sent}/{received}")
+    return planned(channel, key, decide, (sent, received))
 
 
 def _lengths(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, operations, torch_verbs, transport
 from thinwire.collectives.call import planned_verb
-from thinwire.collectives.channel import Channel, Refusable, channel_of
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.plan import PlanKey, VerbAlgorithm
 from thinwire.collectives.quick import UNKNOWN, quick, remember
@@ -54,16 +54,15 @@ def all_gather_into_tensor(
     done = quick("all_gather", given, group, codec, algorithm, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
-    with Refusable(group, given):
-        output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
-        channel = channel_of(transport.resolve(group), output.device)
-        world = channel.world
-        if output.numel() != world * input.numel():
-            raise CollectiveError(
-                f"all_gather_into_tensor: output must have {world} times the elements of input, "
-                f"got {output.numel()} and {input.numel()}"
-            )
-        codecs = checks.codecs_for(codec, output.shape)
+    output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
+    channel = channel_of(transport.resolve(group), output.device)
+    world = channel.world
+    if output.numel() != world * input.numel():
+        raise CollectiveError(
+            f"all_gather_into_tensor: output must have {world} times the elements of input, "
+            f"got {output.numel()} and {input.numel()}"
+        )
+    codecs = checks.codecs_for(codec, output.shape)
     key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
     call, plan = planned_verb(
         channel, key, "all_gather", input.numel(), output.numel(), all_gather_into_tensor, (world, 1)
@@ -122,16 +121,15 @@ def all_gather(
 ) -> Work | None:
     """tensor_list[r] = rank r's tensor, decoded to the same bits on all ranks. Lengths may differ between ranks."""
     given = (*tensor_list, tensor)
-    with Refusable(group, given):
-        *outputs, input = checks.check_tensors(given, "all_gather", outputs=len(tensor_list), step=step)
-        channel = channel_of(transport.resolve(group), input.device)
-        sizes = [output.numel() for output in outputs]
-        if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
-            raise CollectiveError(
-                f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of "
-                f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
-            )
-        key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
+    *outputs, input = checks.check_tensors(given, "all_gather", outputs=len(tensor_list), step=step)
+    channel = channel_of(transport.resolve(group), input.device)
+    sizes = [output.numel() for output in outputs]
+    if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
+        raise CollectiveError(
+            f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of "
+            f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
+        )
+    key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
     trial = all_gather_into_tensor
     call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial, (len(sizes), 1))
     if plan.codec is None:
@@ -160,12 +158,11 @@ def broadcast(
     done = quick("broadcast", (tensor,), group, codec, algorithm, src, group_src, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
-    with Refusable(group, (tensor,)):
-        (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1, step=step)
-        channel = channel_of(transport.resolve(group), part.device)
-        source = _source(channel, src, group_src)
-        numel = part.numel()
-        codecs = checks.codecs_for(codec, part.shape)
+    (part,) = checks.check_tensors((tensor,), "broadcast", outputs=1, step=step)
+    channel = channel_of(transport.resolve(group), part.device)
+    source = _source(channel, src, group_src)
+    numel = part.numel()
+    codecs = checks.codecs_for(codec, part.shape)
     key = PlanKey("broadcast", (numel,), part.dtype, codecs, algorithm, source=source)
     trial = functools.partial(broadcast, group_src=0)
     call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial, (channel.world,))

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from thinwire import log
 from thinwire.codecs import Codec
-from thinwire.collectives import cost, transport
+from thinwire.collectives import cost
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.cost import CurveKey, Curves, MeasuredLink, Points
 from thinwire.collectives.plan import Choose
+from thinwire.collectives.transport import wait_for
 
 _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
@@ -70,8 +70,7 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     others = [rank for rank in range(link.world) if rank != link.rank]
 
     def call() -> None:
-        for work in link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag):
-            work.wait()
+        wait_for(link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag))
 
     return call
 
@@ -115,13 +114,13 @@ def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: 
     for _ in range(rounds + 1):
         for name, call in calls.items():
             for member in channel.transports:
-                transport.barrier(member.group, channel.device)
+                member.agree([0])
             start = time.perf_counter()
             call()
             channel.transport.synchronize(channel.device)
             taken[name].append(time.perf_counter() - start)
     quartiles = [sorted(times[1:])[rounds // 4] for times in taken.values()]
-    slowest = torch.tensor(quartiles, dtype=torch.float64, device=channel.device)
+    slowest = [int(1e9 * seconds) for seconds in quartiles]
     for member in channel.transports:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=member.group)
-    return dict(zip(calls, slowest.tolist(), strict=True))
+        slowest = member.agree(slowest)
+    return {name: 1e-9 * nanoseconds for name, nanoseconds in zip(calls, slowest, strict=True)}

@@ -107,7 +107,7 @@ class Message:
         """Compare the message with the other ranks' before its program runs for the first time."""
         channel = self.channel
         if self.text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
-            channel.next_call(self.text)
+            channel.next_call()
         else:
             Call(channel, self.text)
 
@@ -130,7 +130,7 @@ class Message:
         scale = 1.0 / self.channel.world
         operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
         operation.copies_back(outputs, copies)
-        return self.channel.run(operation, call.place)
+        return self.channel.run(operation, call.site)
 
     @functools.cached_property
     def sent_bytes(self) -> int:

@@ -16,7 +16,7 @@ done, and overlap their parts in an order of their own (operations.py, [Note: In
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.board import Board, Place
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
+from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
+
+_IDLE_S = 1.0  # how often an idle line asks whether its group still exists
 
 
 class Operation:
@@ -112,7 +114,7 @@ class Queued:
     operation: Operation
     work: Work
     groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
-    place: Place
+    site: CallSite
     started: int = 0  # chunks
     ended: int = 0
 
@@ -146,16 +148,13 @@ _wait = ranged("thinwire::wire")(wait_for)
 class Line:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
-    def __init__(self, scratch: Scratch, board: Board) -> None:
+    def __init__(self, scratch: Scratch, failures: Failures) -> None:
         self.scratch = scratch
-        self.board = board
-        self.turn = 0
-        self.place: Place | None = None  # where messages are waited for
+        self._failures = failures
         self._under_way: deque[_Running] = deque()
         self.entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
-        board.line = self
 
     @property
     def idle(self) -> bool:
@@ -176,10 +175,7 @@ class Line:
                 if not self._under_way:
                     return
                 self._current = running = self._under_way.popleft()
-                self.turn += 1
-                self.place = running.entry.place
                 _wait(running.awaited)
-                self.place = None
             self._resume(running)
         except BaseException as error:
             self._fail(error)
@@ -225,12 +221,11 @@ class Line:
             entries[id(self.entry)] = self.entry
         self.entry = None
         self._under_way.clear()
-        self.place = None
-        told = self.board.ended(error, next(iter(entries.values())).place)
-        self.failure = f"{type(told).__name__}: {told}"
+        raised = self._failures.ended(error, next(iter(entries.values())).site)
+        self.failure = f"{type(raised).__name__}: {raised}"
         self.scratch.release()
         for entry in entries.values():
-            entry.fail(told)
+            entry.fail(raised)
 
 
 def broken(cause: str) -> CollectiveError:
@@ -247,20 +242,23 @@ def refuse(inbox: "SimpleQueue[Queued | None]", cause: str) -> None:
                 entry.fail(broken(cause))
 
 
-def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
-    """The thread of a line, until None comes or it fails. While it sleeps it holds no group, which can end."""
+def serve(inbox: "SimpleQueue[Queued | None]", line: Line, is_over: Callable[[], bool]) -> None:
+    """The thread of a line, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
     if line.scratch.device.type == "cuda":
         torch.cuda.set_device(line.scratch.device)
     serving.line = line
     closing = False
     while not (closing and line.idle):
         if line.entry is None and not closing:
-            with contextlib.suppress(Empty):
-                entry = inbox.get(block=line.idle)
+            try:
+                entry = inbox.get(block=line.idle, timeout=_IDLE_S)
                 closing = entry is None
                 if entry is not None:
                     line.enter(entry)
                 del entry
+            except Empty:
+                if line.idle and is_over():
+                    return
         line.advance()
         if line.failure is not None:
             refuse(inbox, line.failure)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import torch_verbs, transport
-from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import bounded, known_channel
 from thinwire.collectives.checks import check_step
+from thinwire.collectives.failures import CallSite
 from thinwire.collectives.programs import Program
 from thinwire.collectives.work import Work
 
@@ -55,7 +55,7 @@ def remember(
         return
     if program is not None or len(channel.transports) == 1:
         key = (verb, codec, algorithm, how, tensors[0].dtype, *[t.shape for t in tensors])
-        bounded(channel.quick)[key] = call.place.text, program, torch_verbs.alike(verb, tensors[-1])
+        bounded(channel.quick)[key] = call.site.text, program
 
 
 def quick(
@@ -78,7 +78,7 @@ def quick(
         if channel is None:
             return UNKNOWN
         dtype = tensors[0].dtype
-        text, program, alike = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
+        text, program = channel.quick[verb, codec, algorithm, how, dtype, *[t.shape for t in tensors]]
     except (KeyError, TypeError, AttributeError):  # new, or not what it should be: the long way says so
         return UNKNOWN
     for tensor in tensors:
@@ -90,13 +90,9 @@ def quick(
         return UNKNOWN
     if step is not None:
         check_step(step)  # before the call counts
-    number = channel.next_call(text)
+    number = channel.next_call()
     if program is None:
-        link = channel.transport
-        numbers = 0 if link.on_stream else link.to_skip(text, alike)
-        if numbers:
-            torch_verbs.skip(link, numbers)
-        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, Place(number, text, known=True))
+        torch_verbs.wait(_NOW[verb](members, *tensors, *how), channel, CallSite(number, text))
         return None
     at = channel.next_step() if step is None else step
     return channel.start(program, tensors, tensors[:1], at, text=text, async_op=async_op)

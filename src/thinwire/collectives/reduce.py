@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
 from thinwire.collectives.call import Call, planned, planned_verb
-from thinwire.collectives.channel import Channel, Refusable, channel_of, known_channel
+from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
@@ -71,11 +71,10 @@ def _all_reduce(
     algorithm: str,
     step: int | None,
 ) -> Work | None:
-    with Refusable(group, tensors):
-        parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
-        flat = Flat(parts)
-        codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
-        reduction = checks.reduction(op)
+    parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
+    flat = Flat(parts)
+    codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
+    reduction = checks.reduction(op)
     channel = channel_of(group, flat.device)
     key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
     call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
@@ -130,17 +129,16 @@ def reduce_scatter_tensor(
     done = quick("reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op)
     if done is not UNKNOWN:
         return done
-    with Refusable(group, (output, input)):
-        target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
-        channel = channel_of(transport.resolve(group), target.device)
-        reduction = checks.reduction(op)
-        world = channel.world
-        if source.numel() != world * target.numel():
-            raise CollectiveError(
-                f"reduce_scatter_tensor: input must have {world} times the elements of output, "
-                f"got {source.numel()} and {target.numel()}"
-            )
-        codecs = checks.codecs_for(codec, source.shape)
+    target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
+    channel = channel_of(transport.resolve(group), target.device)
+    reduction = checks.reduction(op)
+    world = channel.world
+    if source.numel() != world * target.numel():
+        raise CollectiveError(
+            f"reduce_scatter_tensor: input must have {world} times the elements of output, "
+            f"got {source.numel()} and {target.numel()}"
+        )
+    codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
     call, plan = planned_verb(
         channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)

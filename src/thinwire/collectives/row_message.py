@@ -151,7 +151,7 @@ class ScatterMessage(_RowMessage):
         ]
         rows = [Flat([output]) for output in outputs]
         operation = operations.ReduceScatter(call.setting(self._plan, step), lanes, rows, self.scale)
-        self.channel.run(operation, call.place).wait()
+        self.channel.run(operation, call.site).wait()
 
 
 class GatherMessage(_RowMessage):
@@ -174,4 +174,4 @@ class GatherMessage(_RowMessage):
             for out, x, cut, spec in zip(outputs, inputs, self._cuts, self.specs, strict=True)
         ]
         operation = operations.Gather(call.setting(self._plan, step), lanes)
-        self.channel.run(operation, call.place).wait()
+        self.channel.run(operation, call.site).wait()

@@ -1,16 +1,6 @@
 """torch's own verbs behind the same signatures: what algorithm="plain" runs. Exact, any dtype torch takes.
 
 gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
-
-[Note: Set apart] gloo counts the collectives of a group, and messages carry the count and the kind of verb, nothing
-else. Known calls that differ would mix unnoticed, or end a process where one gets more bytes than it expects. So a call
-takes the next number only where the same call came before it the last time, as in every step of a loop. One that is out
-of turn skips a number, by a sum of nothing, which sends nothing; the second of as many bytes skips two, the third
-three. Ranks that differ then wait for messages that never come, and find out why ([Note: Board] in board.py): where one
-of them is in turn, or both send as many bytes. Two calls out of turn that differ in bytes end as torch's own do. Ranks
-know calls in the same order, since they have compared the first of each.
-To skip takes a fifth of a small call. So where more than a fifth of the calls is out of turn, those of as many bytes
-are still set apart, and the first of them, in turn or not, skips none.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import transport
-from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import Reduction
-from thinwire.collectives.work import TorchWork, Work, wait_looking
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.work import TorchWork, Work, wait_for_torch
 
 
 def all_reduce(
@@ -36,9 +26,8 @@ def all_reduce(
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
     op = reduction.torch_op if whole else dist.ReduceOp.SUM
-    _set_apart(call, "all_reduce", row)
     for link in links[:-1]:
-        wait(_reduce(row, op, link.group), call.channel, call.place)
+        wait(_reduce(row, op, link.group), call.channel, call.site)
     work = _reduce(row, op, links[-1].group) if links else None
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
@@ -48,10 +37,9 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
     call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
-    _set_apart(call, "all_reduce", tensor)
     work = _reduce(tensor, dist.ReduceOp.SUM, group)
     if not call.channel.transport.on_stream:
-        work = TorchWork(work, [tensor], None, call.channel.board, call.place)
+        work = TorchWork(work, [tensor], None, call.channel.failures, call.site)
     future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: (done.value(), tensor)[1])
     return future
 
@@ -67,16 +55,14 @@ def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup,
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """The same of a tensor, in place."""
     call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
-    _set_apart(call, "all_reduce", tensor)
-    wait(_reduce(tensor, op, group), call.channel, call.place)
+    wait(_reduce(tensor, op, group), call.channel, call.site)
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
     call = Call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
-    _set_apart(call, "gather", tensor)
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
-    wait(work, call.channel, call.place)
+    wait(work, call.channel, call.site)
 
 
 def reduce_scatter(
@@ -88,7 +74,6 @@ def reduce_scatter(
     sent = _row([input])
     by_torch = link.has_all_ops and link.world > 1
     op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
-    _set_apart(call, "reduce_scatter", sent)
     work = _start(call, transport.reduce_scatter_single, whole, sent, op)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
@@ -98,7 +83,6 @@ def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor],
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    _set_apart(call, "all_gather", sent)
     work = _start(call, transport.all_gather_single, whole, sent)
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
@@ -111,12 +95,10 @@ def all_gather_list(
     sent = _row([input])
     if len(set(sizes)) > 1 or len(sizes) == 1:
         splits = sizes, [sent.numel()] * len(sizes)
-        of_any_lengths = f"all_gather {sent.dtype}"
-        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op, of_any_lengths)
+        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
-    _set_apart(call, "all_gather", sent)
     work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
     return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
 
@@ -128,13 +110,11 @@ def all_to_all(
     splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
     outputs: list[Tensor],
     async_op: bool,
-    kind: str = "",
 ) -> Work | None:
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     sent = apart(whole, sent)
-    _set_apart(call, "all_to_all", sent, kind)
     work = _start(call, dist.all_to_all_single, whole, sent, *splits)
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
@@ -143,7 +123,6 @@ def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], as
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
-    _set_apart(call, "broadcast", row)
     work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
@@ -158,28 +137,6 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
     """What is read chunk by chunk; a copy where the part lies across rows of the whole, whose chunks are written."""
     offset = part.data_ptr() - whole.data_ptr()
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
-
-
-def alike(verb: str, sent: Tensor) -> transport.Alike:
-    """What gloo can tell of a call. Its reduce_scatter is a sum; the bytes of all_to_all differ between ranks."""
-    if verb == "all_to_all":
-        return verb, 0
-    return "sum" if verb in ("all_reduce", "reduce_scatter") else verb, sent.nbytes
-
-
-def _set_apart(call: Call, verb: str, sent: Tensor, kind: str = "") -> None:
-    """Let gloo count a call out of turn as another; see [Note: Set apart]."""
-    channel = call.channel
-    text = call.place.text if len(channel.transports) == 1 else f"{call.place.text} on a mesh"
-    for link in channel.transports:
-        if link.world > 1 and not link.on_stream:
-            skip(link, link.to_skip(text, alike(verb, sent), kind))
-
-
-def skip(link: transport.Transport, numbers: int) -> None:
-    """Let gloo count so many collectives more."""
-    for _ in range(numbers):
-        link.group.allreduce([torch.empty(0)])
 
 
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
@@ -197,13 +154,13 @@ def _reduce(row: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
         return dist.all_reduce(row, op, group=group, async_op=True)
 
 
-def wait(work: Any, channel: Channel, place: Place) -> None:
+def wait(work: Any, channel: Channel, site: CallSite) -> None:
     """Wait for a work of torch's."""
     if channel.transport.on_stream:
         work.wait()
-        channel.settle(place.text)
+        channel.settle(site.text)
     else:
-        wait_looking(work, channel.board, place)
+        wait_for_torch(work, channel.failures, site)
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:
@@ -246,12 +203,12 @@ def _end(
         return Work(outputs).finished() if async_op else None
     stream = call.channel.stream
     if not async_op:
-        wait(work, call.channel, call.place)
+        wait(work, call.channel, call.site)
         if finish is not None:
             finish()
         return None
     if stream is None:
-        return TorchWork(work, outputs, finish, call.channel.board, call.place)
+        return TorchWork(work, outputs, finish, call.channel.failures, call.site)
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
     with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()

@@ -33,7 +33,6 @@ from thinwire.ranges import ranged
 Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it or from it
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
-Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags
@@ -41,8 +40,6 @@ _TURNS = 1 << 11  # operations in flight that have tags of their own
 _MARKS = 1 << 16  # what an operation's tags tell of it
 _MIX = 2654435761  # a prime: lengths that differ by less than _MARKS - 1 never have the same tags
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
-_MOST_AFTER = 1024  # calls whose order is remembered
-_ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn counts as half of them
 _MOMENT = timedelta(milliseconds=1)
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host waits in every call
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
@@ -61,20 +58,19 @@ Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between 
 class LostRankError(RuntimeError):
     """A message did not come, or could not be sent: whoever waits for it says in which call."""
 
-    def __init__(self, rank: int | None, error: Exception) -> None:
+    def __init__(self, rank: int | None, error: BaseException, waited: float = 0.0) -> None:
         text = str(error).split("\n", 1)[0].rsplit("RuntimeError: ", 1)[-1]  # without the callbacks it came through
         text = text.split("] ", 1)[-1] if text.startswith("[") else text  # and gloo's file and line
         super().__init__(text.split(". ", 1)[0])
         self.rank = rank  # at the other end, where that is known
-        self.late = text.startswith("Timed out waiting")
+        self.waited = waited  # for so many seconds
 
 
 def lost_in(error: BaseException) -> LostRankError | None:
-    """What torch's own verbs raise when a rank is lost, as such; None for other errors."""
-    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-        return None
-    by_torch = isinstance(error, dist.DistBackendError) or "gloo" in str(error) or "pair closure" in str(error)
-    return LostRankError(None, error) if by_torch else None
+    """What a transport, or torch's own verb on NCCL, raises when a rank is lost; None for other errors."""
+    if isinstance(error, LostRankError):
+        return error
+    return LostRankError(None, error) if isinstance(error, dist.DistBackendError) else None
 
 
 class Moving(list[Waitable]):
@@ -88,13 +84,16 @@ class Moving(list[Waitable]):
 def wait_for(moving: Sequence[Waitable]) -> None:
     """Wait for messages; raises LostRankError."""
     at = 0
+    began = 0.0
     try:
         for at, waitable in enumerate(moving):  # noqa: B007
+            began = time.monotonic()
             waitable.wait()
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
-        raise LostRankError(moving.peers[at] if isinstance(moving, Moving) else None, error) from None
+        peer = moving.peers[at] if isinstance(moving, Moving) else None
+        raise LostRankError(peer, error, time.monotonic() - began) from None
 
 
 class Tags:
@@ -103,42 +102,17 @@ class Tags:
     def __init__(self) -> None:
         self._next = 0
         self._lock = threading.Lock()
-        self._last = ""  # call that torch served
-        self._after: dict[str, str] = {}  # the call that came after another, the last time
-        self._alike: dict[Alike, dict[str, int]] = {}
-        self._order = _ORDERLY  # how often calls come in turn, of late
 
     def draw(self, mark: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
 
-        `mark` is a number made of all that ranks have to agree on. Messages of calls that differ have other tags: they
-        never meet, and whoever waits for them finds out why ([Note: Board] in board.py). None is that of messages that
-        compare calls.
+        `mark` is a number made of all that ranks have to agree on: messages of calls that differ have other tags, so
+        they never meet. None is for messages that compare calls.
         """
         with self._lock:
             turn = self._next
             self._next = (turn + 1) % _TURNS
         return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
-
-    def to_skip(self, text: str, alike: "Alike", kind: str = "") -> int:
-        """How many numbers a call of torch's own skips; see [Note: Set apart] in torch_verbs.py."""
-        last, self._last = self._last, text
-        order = self._order
-        in_turn = self._after.get(last) == text
-        if in_turn:
-            self._order = min(order + 1, _ORDERLY)
-            if order >= 0:
-                return 0
-        elif len(self._after) >= _MOST_AFTER:
-            self._after.clear()
-            self._alike.clear()
-        self._after[last] = text
-        known = self._alike.setdefault(alike, {})
-        called = kind or text
-        if not in_turn and called in known:
-            self._order = max(order - _ORDERLY // 2, -_ORDERLY)
-        number = known.setdefault(called, len(known))
-        return number + (order >= 0)
 
 
 class Transport:
@@ -156,7 +130,6 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self.draw_tags = tags.draw
-        self.to_skip = tags.to_skip
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -442,7 +415,7 @@ class StreamTransport(Transport):
         pause = 1e-5
         while not self._closed and not is_done():
             if time.monotonic() > deadline:
-                raise LostRankError(None, TimeoutError("Timed out waiting"))
+                raise LostRankError(None, TimeoutError("the messages did not come"), timeout_s(self.group))
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         if self._closed:
@@ -573,5 +546,5 @@ def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    """torch's barrier; NCCL is told the device, which it would have to guess."""
+    """torch's barrier; NCCL gets the device, which it would have to guess."""
     dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

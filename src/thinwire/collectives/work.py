@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import board as boards
-from thinwire.collectives.board import Board, Place
+from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
 
@@ -163,41 +163,25 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
     future.set_result(None)
 
 
-def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
-    """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree.
-
-    In parts, between which Python serves signals; gloo's reduce_scatter waits to its end, whatever it is told.
-    """
-    left = timeout.total_seconds() if timeout else float("inf")
-    to_the_end = place.text.startswith("reduce_scatter")
-    with board.waiting(place) if to_the_end else contextlib.nullcontext():
-        found = _wait(work, left)
-    if found is False:
-        with board.waiting(place):
-            while found is False:
-                left -= boards.LOOK_S
-                if left <= 0:
-                    raise TimeoutError(f"the collective did not end within {timeout}")
-                found = _wait(work, left)
-    if isinstance(found, LostRankError):
-        raise board.ended(found, place)
-
-
-def _wait(work: Any, left: float) -> bool | LostRankError:
-    """Whether a work of torch's has ended within LOOK_S, or what went wrong."""
+def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timedelta | None = None) -> None:
+    """Wait for a work of torch's on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
+    began = time.monotonic()
     try:
-        work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
+        work.wait(*[timeout] if timeout else [])
+        return
     except RuntimeError as error:
-        late = not work.is_completed() and "Operation timed out" in str(error)
-        return False if late else LostRankError(None, error)
-    return True
+        waited = time.monotonic() - began
+        if timeout and waited >= timeout.total_seconds() and not work.is_completed():
+            raise TimeoutError(f"the collective did not end within {timeout}") from None
+        lost = LostRankError(None, error, waited)
+    raise failures.ended(lost, site)
 
 
 class TorchWork(Work):
     """A work of torch's on gloo. What `finish` has to do is done once, by whoever learns first that it is completed."""
 
     def __init__(
-        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, board: Board, place: Place
+        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, failures: Failures, site: CallSite
     ) -> None:
         dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
         self._work = work
@@ -205,8 +189,8 @@ class TorchWork(Work):
         self._finish = finish  # brings the result to the outputs
         self._waited = False  # gloo's reduce_scatter never says that it is completed
         self._error = None
-        self._board = board
-        self._place = place
+        self._failures = failures
+        self._site = site
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -215,7 +199,7 @@ class TorchWork(Work):
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
         try:
-            wait_looking(self._work, self._board, self._place, timeout)
+            wait_for_torch(self._work, self._failures, self._site, timeout)
             self._end()
         except Exception as error:
             self._error = None if isinstance(error, TimeoutError) else again(error)
@@ -239,7 +223,6 @@ class TorchWork(Work):
         except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
             arrived = Futures()
             threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
-        self._board.begin_wait(self._place)  # whoever waits for a future does not say so
         found: Futures[list[Tensor]] = arrived.then(self._arrived)
         return found
 
@@ -252,13 +235,12 @@ class TorchWork(Work):
             future.set_result(None)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
-        self._board.end_wait(self._place)
         try:
             future.value()  # raises what went wrong
             self._end()
         except RuntimeError as error:
             lost = error if isinstance(error, CollectiveError) else LostRankError(None, error)
-            self._error = again(self._board.ended(lost, self._place))
+            self._error = again(self._failures.ended(lost, self._site))
             raise again(self._error) from None
         return self._outputs
 
