@@ -19,11 +19,10 @@ from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.failures import CallSite
-from thinwire.collectives.lane import Lane
-from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.two_phase import TwoPhase
+from thinwire.collectives.sums import OneShot, TwoPhase
 
 pytestmark = list(needs_cuda)
 N = 40_000
@@ -36,7 +35,7 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     cut = chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
     call = Call(channel, "all_reduce")
-    setting = call.setting(CallPlan("all_reduce", codec, cut, size, 3 * size), 7)
+    setting = call.setting(CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size), 7)
     return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
 
 

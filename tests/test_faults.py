@@ -33,7 +33,7 @@ from cases import by_turns, in_time
 from programs import TESTS, Ended
 from ranks import RankPool
 from rowed import RowedTransport, rowed
-from thinwire.collectives import checksums, failures, transport
+from thinwire.collectives import failures, transport
 from thinwire.collectives.channel import channel_of
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
@@ -388,7 +388,7 @@ def test_without_a_store_a_late_call_goes_on_and_a_lost_one_ends_in_time(ranks: 
 
 def damage(group: Group, variable: str) -> list[str]:
     """What a sum says when all is well, and when what rank 0 sends changes after its checksum was taken."""
-    summed = checksums.sums_of
+    summed = transport.sums_of
     to_damage = [False]
 
     def damaged(message: Tensor) -> Tensor:
@@ -398,7 +398,7 @@ def damage(group: Group, variable: str) -> list[str]:
         return sums
 
     found: list[str] = []
-    with patch.dict(os.environ, {variable: "1"}), patch.object(checksums, "sums_of", damaged):
+    with patch.dict(os.environ, {variable: "1"}), patch.object(transport, "sums_of", damaged):
         member = dist.new_group()
         for _ in range(2):
             x = torch.full((100_000,), 127.0)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from cases import in_time
 from ranks import RankPool
-from thinwire.collectives import handshake, transport
-from thinwire.collectives.handshake import Handshake
+from thinwire.collectives import failures, transport
+from thinwire.collectives.failures import Handshake
 from thinwire.errors import CollectiveError, DisagreementError, WireError
 
 Group = dist.ProcessGroup
@@ -190,7 +190,7 @@ def half_debugged(group: Group) -> str:
 
 
 def other_versions(group: Group) -> str:
-    with patch.object(handshake, "__version__", f"0.{group.rank()}"):
+    with patch.object(failures, "__version__", f"0.{group.rank()}"):
         return said(lambda: thinwire.all_reduce(torch.ones(10), group=dist.new_group(), **BASE))
 
 

@@ -55,7 +55,7 @@ from thinwire import (
     compress_ddp,
     functional as F,  # noqa: N812
 )
-from thinwire.collectives import transport
+from thinwire.collectives import groups
 from thinwire.collectives.work import new_future
 
 Device = torch.device
@@ -803,7 +803,7 @@ def bare_messages(place: Place) -> dict[str, Callable[[], object]]:
     own = whole.view(place.world, -1)[place.rank]
     return {
         "all_to_all": partial(dist.all_to_all_single, other, whole, group=place.group),
-        "all_gather": partial(transport.all_gather_single, whole, own, group=place.group),
+        "all_gather": partial(groups.all_gather_single, whole, own, group=place.group),
         "broadcast": partial(dist.broadcast, whole, group=place.group, group_src=0),
     }
 

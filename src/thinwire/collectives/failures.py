@@ -1,4 +1,11 @@
-"""How a group ends: one sentence in its store, which all ranks raise.
+"""What ranks tell each other of their calls: that they agree before data moves, and why a group has ended.
+
+[Note: Handshake] One line of text describes a call. At the first call with that line the ranks compare a hash of it, in
+about log2(world) messages per rank. If hashes differ, they send each other the lines, every rank raises the same error,
+and the group stays usable. Later calls with the same line are free: their messages carry tags made of the line and the
+step, so calls that differ never mix; ranks that make them wait for each other until the group's timeout.
+THINWIRE_DEBUG=1 compares every call. The hash covers what all calls of a rank have in common: versions, THINWIRE_DEBUG,
+checksums.
 
 [Note: Failures] A rank that fails in the middle of a call, or loses another rank, writes one sentence into the group's
 store and closes the group's connections. This wakes every rank that waits for a message; each looks into the store and
@@ -7,7 +14,10 @@ knows itself.
 """
 
 import contextlib
+import hashlib
+import itertools
 import math
+import os
 import secrets
 import threading
 import time
@@ -18,14 +28,20 @@ from typing import Any, TypeVar
 
 from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives.transport import LostRankError, Transport, timeout_s
-from thinwire.errors import PeerError
+from thinwire import wire
+from thinwire.collectives.groups import timeout_s
+from thinwire.collectives.transport import LostRankError, Transport
+from thinwire.errors import DisagreementError, PeerError
+from thinwire.version import __version__
 
 ASK_S = 0.5  # how long a rank that fails waits for the store
 _ASKS = 10  # in as many parts: a machine that stands still for seconds uses up one of them, not all
 _PAUSE_S = 0.2  # if the store does not answer, a rank waits this long before it closes its connections
 _LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
 Found = TypeVar("Found")
+_PART = "\x1e"  # between the parts of a rank's line
+_RANK = "\x1d"  # between ranks
+Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
 
 
 @dataclass
@@ -78,8 +94,8 @@ class Failures:
         with self._lock:
             if self.over is None:
                 sentence = self._sentence(error, site)
-                first = _within(ASK_S, lambda: str(self._store.compare_set(self._key, "", sentence), "utf-8"))
-                if first is None:  # other ranks find out who is lost before this one closes its connections
+                first = self._key and _within(ASK_S, lambda: self._store.compare_set(self._key, "", sentence).decode())
+                if not first:  # other ranks find out who is lost before this one closes its connections
                     time.sleep(_PAUSE_S)
                 self.over = first or sentence
                 for link in self._links:
@@ -120,3 +136,71 @@ def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
         if not thread.is_alive():
             break
     return None
+
+
+class Handshake:
+    def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
+        self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
+        self._links = [link for link in links if link.world > 1]
+        self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
+        self._failures = failures
+
+    def check(self, site: CallSite, lengths: Lengths | None = None) -> int:
+        """Raise DisagreementError on every rank unless all make the same call.
+
+        With `lengths`, of an exchange, every rank must also expect what the others send: returns the most elements that
+        one rank sends.
+        """
+        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
+        settings = f"thinwire {__version__}, wire format {wire.VERSION}, {debug}{self._mesh}"
+        details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
+        own = _PART.join((site.text, settings, details))
+        mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
+        alike, lines = self._failures.attend(site, lambda: self._compared(own, mark, lengths is not None))
+        if alike and lengths is None:
+            return 0
+        calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
+        sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
+        named = _unfit(sent_R, expected_R) if alike else _named(calls, versions)
+        if named is not None:
+            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {named}")
+        return max(map(sum, sent_R))
+
+    def _compared(self, own: str, mark: int, to_all: bool) -> tuple[bool, list[str]]:
+        """Whether all ranks have the same mark; if they have not, or if lines go `to_all`, the line of every rank."""
+        most = [mark, -mark, len(own.encode()), self._failures.own_key]
+        for link in self._links:  # on a mesh in turn: what ranks learn in the first group goes on in the second
+            most = link.agree(most)
+        self._failures.open(most[3])
+        alike = most[0] == -most[1]
+        if alike and not to_all:
+            return True, []
+        row = own.encode().ljust(most[2], b"\0")
+        for link in self._links:
+            row = _RANK.encode().join(link.share(row))
+        return alike, [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]
+
+
+def _parsed(details: str) -> Lengths:
+    sent, expected = ([int(numel) for numel in side.split(",")] for side in details.split("/"))
+    return sent, expected
+
+
+def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]]) -> str | None:
+    """Which rank sends another one what that one does not expect, if one does."""
+    for source, target in itertools.product(range(len(sent_R)), repeat=2):
+        numel, expected = sent_R[source][target], expected_R[target][source]
+        if numel != expected:
+            return f"rank {source} sends {numel} elements to rank {target}, which expects {expected}"
+    return None
+
+
+def _named(calls: Sequence[str], versions: Sequence[str]) -> str:
+    """Which ranks called what, or run what."""
+    verb = "called" if len(set(calls)) > 1 else "runs"
+    sides: dict[str, list[str]] = {}
+    for rank, side in enumerate(calls if verb == "called" else versions):
+        sides.setdefault(side, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {verb} {side}" for side, ranks in sides.items()
+    )

@@ -1,11 +1,11 @@
 """How the operations of a group run: one line of them, cut into chunks that overlap, in one scratch buffer.
 
 [Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
-that encodes, starts messages, yields what it waits for, and goes on when that is done. The line keeps as many chunks
+that encodes, starts messages, yields what it waits for, and resumes when that is done. The line keeps as many chunks
 under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
 reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
-last one's end leaves. On gloo the line is one thread; messages carry tags drawn when the operation was called, so
-delays change no result. On NCCL the line runs in the calling thread and everything is ordered by one stream.
+last one's end leaves. The line is one thread; messages carry tags drawn when the operation was called, so delays change
+no result. On NCCL there is no line: a stream of the GPU runs the chunks one after the other (programs.py).
 
 [Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
 of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
@@ -55,17 +55,14 @@ class Operation:
         """Called once when all chunks are done."""
 
 
-class Scratch:
+class ScratchRing:
     """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
 
-    It grows to the largest need it has met and is then never allocated again. With `exact` an operation gets no more
-    than its own limit, whatever the buffer has grown to: all ranks then start the same chunks in the same order, which
-    NCCL needs.
+    It grows to the largest need it has met and is then never allocated again.
     """
 
-    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._exact = exact
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._lent: deque[tuple[int, int]] = deque()  # (from, to) of what is out, in the order it was taken
         self._back: set[int] = set()  # starts of those that came back out of turn
@@ -80,7 +77,7 @@ class Scratch:
         if wanted > self.nbytes and not self._lent:
             self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
         size = aligned(max(nbytes, 1), SCRATCH_ALIGN)  # no two regions start at one place
-        at = self._place(size, min(self.nbytes, wanted) if self._exact else self.nbytes)
+        at = self._place(size, self.nbytes)
         if at is None:
             return None
         self._lent.append((at, at + size))
@@ -92,7 +89,7 @@ class Scratch:
             self._back.remove(self._lent.popleft()[0])
 
     def release(self) -> None:
-        """Let go of the buffer, whoever has a part of it."""
+        """Free the buffer, even while parts of it are out."""
         self._lent.clear()
         self._back.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -127,7 +124,7 @@ class Queued:
             self.work.finished()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for the operation gets the error."""
+        """Raise the error in all who wait for the operation."""
         self.groups = ()  # the error's traceback holds the entry, which would hold the group
         if not self.work.is_ended:
             self.work.failed(error)
@@ -148,7 +145,7 @@ _wait = ranged("thinwire::wire")(wait_for)
 class Line:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
-    def __init__(self, scratch: Scratch, failures: Failures) -> None:
+    def __init__(self, scratch: ScratchRing, failures: Failures) -> None:
         self.scratch = scratch
         self._failures = failures
         self._under_way: deque[_Running] = deque()
@@ -168,7 +165,7 @@ class Line:
             self.entry = entry
 
     def advance(self) -> None:
-        """Start a chunk if there is room, else take the chunk that has waited longest one stage on."""
+        """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
         try:
             running = self._new_chunk()
             if running is None:

@@ -54,7 +54,7 @@ class Work(dist.Work):
                 raise TimeoutError(f"the collective did not end within {timeout}")
         if self._error is not None:
             raise again(self._error)
-        self._future.wait()  # another thread is about to tell it; callers may look at its value next
+        self._future.wait()  # another thread is about to fill it; callers may read its value next
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self._device))
         return True
@@ -91,8 +91,12 @@ class Work(dist.Work):
         """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
         return self._future
 
+    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
+        """A future that holds `tensor` once the outputs are there."""
+        return self._future.then(lambda done: (done.value(), tensor)[1])
+
     def finished(self) -> "Work":
-        """Mark as done; on a GPU as done when what the current stream has so far is."""
+        """Mark as done; on a GPU, done when everything queued on the current stream is."""
         if self._device is not None:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self._device))
@@ -116,6 +120,7 @@ class StreamWork(Work):
         self._outputs = outputs
         self._device = stream.device
         self._error = None
+        self._stream = stream
         self._ready = torch.cuda.Event()
         self._ready.record(stream)
 
@@ -130,13 +135,17 @@ class StreamWork(Work):
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        assert self._ready is not None
+        return self._holding(self._outputs)
+
+    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
+        return self._holding(tensor)
+
+    def _holding(self, value: Any) -> "Futures[Any]":
+        """A future is done when everything queued on the current stream is."""
         assert self._device is not None
-        future: Futures[list[Tensor]] = Futures(devices=[self._device])
-        side = torch.cuda.Stream(self._device)
-        side.wait_event(self._ready)
-        with torch.cuda.stream(side):  # a future is as far as the current stream
-            future.set_result(self._outputs)
+        future: Futures[Any] = Futures(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(value)
         return future
 
 
@@ -153,7 +162,7 @@ def again(error: BaseException) -> BaseException:
 
 
 def fail_future(future: "Futures[Any]", error: BaseException) -> None:
-    """Let whoever waits for a future get `error`, a new one each time."""
+    """Raise `error`, a new copy each time, in all who wait for a future."""
     kept = again(error)
 
     def raise_again(_: object) -> NoReturn:
@@ -178,7 +187,7 @@ def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timed
 
 
 class TorchWork(Work):
-    """A work of torch's on gloo. What `finish` has to do is done once, by whoever learns first that it is completed."""
+    """A work of torch's on gloo. `finish` runs once, in the thread that first learns that the work is completed."""
 
     def __init__(
         self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, failures: Failures, site: CallSite
@@ -191,6 +200,7 @@ class TorchWork(Work):
         self._error = None
         self._failures = failures
         self._site = site
+        self._began = time.monotonic()
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -213,7 +223,7 @@ class TorchWork(Work):
     def is_completed(self) -> bool:
         if not self.is_ended:
             return False
-        with contextlib.suppress(Exception):  # what went wrong is told by `wait` and `exception`
+        with contextlib.suppress(Exception):  # `wait` and `exception` report what went wrong
             self.wait()
         return True
 
@@ -239,7 +249,8 @@ class TorchWork(Work):
             future.value()  # raises what went wrong
             self._end()
         except RuntimeError as error:
-            lost = error if isinstance(error, CollectiveError) else LostRankError(None, error)
+            waited = time.monotonic() - self._began
+            lost = error if isinstance(error, CollectiveError) else LostRankError(None, error, waited)
             self._error = again(self._failures.ended(lost, self._site))
             raise again(self._error) from None
         return self._outputs

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.codecs import Codec
-from thinwire.collectives import measuring, transport as transports
+from thinwire.collectives import groups, measuring
 from thinwire.collectives.channel import channel_of
-from thinwire.collectives.transport import Group
+from thinwire.collectives.groups import Group
 from thinwire.errors import AdviceError, ThinwireError
 from thinwire.tools.advise.links import TRANSPORTS, Cluster, LinkModel
 from thinwire.tools.advise.machine import MESSAGE_S, CodecSpeed, Machine, recorded_calls
@@ -153,7 +153,7 @@ def _timed(work: Mapping[str, Callable[[], object]], device: torch.device) -> di
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(_ROUNDS + 1):
         for name, call in work.items():
-            transports.barrier(transports.resolve(None), device)
+            groups.barrier(groups.resolve(None), device)
             start = time.perf_counter()
             call()
             if device.type == "cuda":

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire import collectives
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import cost, transport
+from thinwire.collectives import cost, groups
 from thinwire.collectives.channel import channel_of
 from thinwire.tools.bench import ddp_steps, launch, link as links, timing, turns
 from thinwire.tools.bench.codec import nmse
@@ -338,7 +338,7 @@ class _RankBench:
         self.exact = exact(rank, case, device)
         # Nodes, and the ranks inside them.
         self.mesh = init_device_mesh(device.type, (case.nodes, case.world // case.nodes)) if case.nodes else None
-        self.group = transport.resolve(None)
+        self.group = groups.resolve(None)
         self.torch = average if case.averages else TORCH[case.verb]
         self.calls: dict[str, Call] = {FP32: lambda: self.torch(self.out, self.source), BF16: self._in_bf16()}
         self.calls |= {entry.key: self._compressed(entry) for entry in case.entries}
@@ -398,8 +398,8 @@ class _RankBench:
 
 TORCH: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda out, source: dist.all_reduce(out),
-    "reduce_scatter_tensor": lambda out, source: transport.reduce_scatter_single(out, source),
-    "all_gather_into_tensor": lambda out, source: transport.all_gather_single(out, source),
+    "reduce_scatter_tensor": lambda out, source: groups.reduce_scatter_single(out, source),
+    "all_gather_into_tensor": lambda out, source: groups.all_gather_single(out, source),
     "all_to_all_single": lambda out, source: dist.all_to_all_single(out, source),
     "broadcast": lambda out, source: dist.broadcast(out, 0),
 }

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
-from thinwire.collectives import transport
+from thinwire.collectives import groups
 from thinwire.integrations import compress_fsdp
 from thinwire.integrations.diloco import DiLoCo
 from thinwire.integrations.options import Feedback
@@ -96,7 +96,7 @@ class _Comm:
 def _gather_narrow(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Weights in bf16 on the wire, in their own dtype before and after it."""
     rows = torch.empty(out.shape, dtype=torch.bfloat16)
-    transport.all_gather_single(rows, x.bfloat16(), group=group)
+    groups.all_gather_single(rows, x.bfloat16(), group=group)
     out.copy_(rows)
 
 

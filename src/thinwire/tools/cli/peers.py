@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import thinwire.wire
-from thinwire.collectives import transport as transports
+from thinwire.collectives import groups
 from thinwire.errors import ThinwireError
 from thinwire.tools.advise import measure
 from thinwire.tools.advise.links import TRANSPORTS
@@ -236,7 +236,7 @@ def _exchange_s(shift: int, size: int, device: torch.device) -> float:
     came = torch.empty_like(sent)
     taken = []
     for _ in range(_ROUNDS + 1):
-        transports.barrier(transports.resolve(None), device)
+        groups.barrier(groups.resolve(None), device)
         start = time.perf_counter()
         receive = dist.P2POp(dist.irecv, came, (rank - shift) % world)
         send = dist.P2POp(dist.isend, sent, (rank + shift) % world)
