@@ -28,7 +28,7 @@ from benchmarks.clock import KernelEffort as Effort
 from benchmarks.command import start
 from thinwire import kernels
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import checksums
+from thinwire.collectives import transport
 from thinwire.kernels import Backend, Encoding, hashing, reference
 from thinwire.tools.bench import timing
 from thinwire.tools.bench.record import TIMES, Progress, Record, Row, collect
@@ -187,7 +187,7 @@ def prepare(case: OpCase, backend: Backend, x: Tensor, filler: Backend | None = 
     if case.op == "encode":
         return lambda: backend.encode(how, x, wires_WN[0], None, rotation=_KEY, dither=0)
     if case.op == "checksum":
-        return lambda: checksums.sums_of(wires_WN[0])
+        return lambda: transport.sums_of(wires_WN[0])
     if case.op == "encode_residual":
         residual = torch.zeros_like(x, dtype=torch.float32)
         return lambda: backend.encode(how, x, wires_WN[0], residual, rotation=_KEY, dither=0)

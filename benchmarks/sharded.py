@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from benchmarks.schemes import ALONE, BF16, MIXED, REPLICA, Replica, TrainScheme, optimizer_for
 from benchmarks.tasks import Task
-from thinwire.collectives import transport
+from thinwire.collectives import groups
 from thinwire.integrations import compress_fsdp
 from thinwire.integrations.choice.options import Feedback
 from thinwire.integrations.diloco import DiLoCo
@@ -97,7 +97,7 @@ class _Comm:
 def _gather_narrow(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Weights in bf16 on the wire, in their own dtype before and after it."""
     rows = torch.empty(out.shape, dtype=torch.bfloat16)
-    transport.all_gather_single(rows, x.bfloat16(), group=group)
+    groups.all_gather_single(rows, x.bfloat16(), group=group)
     out.copy_(rows)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Identity
 from thinwire.collectives.lane import decoded
-from thinwire.collectives.programs import StreamLane, SumLane, lane_rows
-from thinwire.collectives.two_phase import TwoPhase
+from thinwire.collectives.programs import SumKernels, lane_rows
+from thinwire.collectives.sums import TwoPhase
 from thinwire.feedback import Memories
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions
@@ -43,7 +43,7 @@ class Lane(NamedTuple):
     """Parameters that share a codec and a feedback, on all replicas."""
 
     lane: BucketLane
-    launches_W: list[SumLane]
+    launches_W: list[SumKernels]
     carries_W: list[Any]
     start: int  # of its wires in a row
     mixed: int  # what the step is mixed with (hashing.row_step)
@@ -182,10 +182,7 @@ class ReplicaAverager:
         specs = [self.chooser.spec(name, size) for name, size in self.sizes.items()]
         found = lanes_of(list(self.sizes), specs, bridge=math.inf)
         spots = [Spot(rank, self.world, self.device) for rank in range(self.world)]
-        streamed = [
-            StreamLane(s.numel, torch.float32, s.codec, s.first, s.feedback, not isinstance(s.codec, Identity))
-            for s in (lane.spec for lane in found)
-        ]
+        streamed = [s._replace(exact_own=not isinstance(s.codec, Identity)) for s in (lane.spec for lane in found)]
         sizes = [s.codec.wire_bytes(lane_rows(s, self.world, two_phase=True).each, s.encoded) for s in streamed]
         self._stride = sum(sizes)
         links: list[Any] = list(spots)
@@ -195,7 +192,7 @@ class ReplicaAverager:
         return [
             Lane(
                 lane=lane,
-                launches_W=[SumLane(s, spot, 1.0 / self.world, self._stride, two_phase=True) for spot in spots],
+                launches_W=[SumKernels(s, spot, 1.0 / self.world, self._stride, two_phase=True) for spot in spots],
                 carries_W=[m.carry(lane.spec.feedback, lane.pieces, self.world, self.device) for m in self._memories],
                 start=sum(sizes[:i]),
                 mixed=i << 48,

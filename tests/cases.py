@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from thinwire import BlockInt, Cast, Codec, Identity, Lloyd, Trellis
-from thinwire.collectives import board as boards, chunks, plan
+from thinwire.collectives import chunks, plan
 from thinwire.kernels import BACKENDS
 from thinwire.kernels.schema import LLOYD, TRELLIS
 
@@ -166,14 +166,6 @@ def heard() -> Iterator[list[str]]:
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
-
-
-@contextmanager
-def looking_soon() -> Iterator[None]:
-    """Inside, ranks that wait look after a twentieth of a second where the others are."""
-    with patch.object(boards, "LOOK_S", 0.05):
-        boards.lookout.ask(lambda: None)  # wakes it: it may wait for the usual time already
-        yield
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

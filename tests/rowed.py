@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import channel, transport
+from thinwire.collectives import channel, groups, transport
 from thinwire.collectives.transport import Tags, Transport
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class RowedTransport(transport.PairTransport):
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self.log.append(("all_gather", whole.numel()))
-        transport.all_gather_single(whole, own.clone(), group=self.group)
+        groups.all_gather_single(whole, own.clone(), group=self.group)
 
     def broadcast(self, whole: Tensor, source: int) -> None:
         self.log.append(("broadcast", whole.numel()))

@@ -15,19 +15,18 @@ from cases import CUDA, needs_cuda, no_host_sync
 from ranks import RankPool
 from thinwire.codecs import Codec
 from thinwire.collectives import chunks, torch_verbs
-from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.lane import Lane
-from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
-from thinwire.collectives.two_phase import TwoPhase
+from thinwire.collectives.sums import OneShot, TwoPhase
 
 pytestmark = list(needs_cuda)
 N = 40_000
-PLACE = Place(1, "all_reduce", known=True)
+SITE = CallSite(1, "all_reduce")
 
 
 def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> AllReduce:
@@ -36,7 +35,7 @@ def stream_operation(channel: Channel, codec: Codec, kind: type, x: Tensor) -> A
     cut = chunks.Cut(x.numel(), 16_384)
     size = reducer.scratch_bytes(codec, cut.chunk, x.dtype)
     call = Call(channel, "all_reduce")
-    setting = call.setting(CallPlan("all_reduce", codec, cut, size, 3 * size), 7)
+    setting = call.setting(CallPlan("all_reduce", [LaneSpec(x.numel(), codec, codec)], [cut], size, 3 * size), 7)
     return AllReduce(setting, [Lane(Flat([x]), cut, codec, codec)], reducer, 1.0)
 
 
@@ -60,9 +59,9 @@ def on_nccl_stream(group: dist.ProcessGroup, spec: str, kind: str, dtype: torch.
     x = torch.randn(N, device=CUDA).to(dtype)
     expected = x.clone()
     y = x.clone()
-    channel.run(stream_operation(channel, codec, KINDS[kind], expected), PLACE).wait()  # warm
+    channel.run(stream_operation(channel, codec, KINDS[kind], expected), SITE).wait()  # warm
     with no_host_sync():
-        work = channel.run(stream_operation(channel, codec, KINDS[kind], y), PLACE)
+        work = channel.run(stream_operation(channel, codec, KINDS[kind], y), SITE)
         work.wait()
         doubled = y * 2  # on the current stream, right after wait
     torch.cuda.synchronize()
@@ -95,20 +94,20 @@ def captured(group: dist.ProcessGroup, spec: str, kind: str) -> list[float]:
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
-        channel.run(stream_operation(channel, codec, reducer, x.clone()), PLACE).wait()
+        channel.run(stream_operation(channel, codec, reducer, x.clone()), SITE).wait()
     torch.cuda.synchronize()
     time.sleep(0.5)  # NCCL's watchdog asks for finished works, which a capture would forbid
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says that it waits for NCCL
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            channel.run(stream_operation(channel, codec, reducer, x), PLACE).wait()
+            channel.run(stream_operation(channel, codec, reducer, x), SITE).wait()
     errors = []
     for _ in range(3):
         numbers = torch.randn(N, device=CUDA)
         x.copy_(numbers)
         graph.replay()
-        channel.run(stream_operation(channel, codec, reducer, numbers), PLACE).wait()
+        channel.run(stream_operation(channel, codec, reducer, numbers), SITE).wait()
         errors.append(float((x - numbers).abs().max()))
     return errors
 

@@ -14,7 +14,7 @@ from cases import worlds
 from ranks import RankPool
 from replicas import READY, Given, Group, Shapes, backward, draw, flat, mean_of, residuals, same_everywhere, wrap
 from thinwire import BlockInt, Cast, Lloyd, codec, compress_ddp
-from thinwire.collectives import channel as channels, handshake, torch_verbs, transport
+from thinwire.collectives import channel as channels, failures, torch_verbs, transport
 from thinwire.integrations import sync
 from thinwire.integrations.choice import auto
 
@@ -89,7 +89,7 @@ def count_messages(group: Group, options: Mapping[str, Any]) -> tuple[list[int],
     model = wrap(Given(LAYERS), group, 1024.0)
     compress_ddp(model, **options)
     messages, shakes = [], []
-    with counted(transport.PairTransport, "exchange") as sent, counted(handshake.Handshake, "check") as shaken:
+    with counted(transport.PairTransport, "exchange") as sent, counted(failures.Handshake, "check") as shaken:
         for step in range(4):
             backward(model, draw(group.rank(), step, LAYERS))
             messages.append(len(sent) - sum(messages))
@@ -232,7 +232,7 @@ def race_handshakes(group: Group) -> list[int]:
     model = wrap(Given(), group)
     compress_ddp(model, "auto")
     counts: list[int] = []
-    with counted(handshake.Handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
+    with counted(failures.Handshake, "check") as shaken, contextlib.redirect_stderr(io.StringIO()):
         for step in range(RACE):
             backward(model, draw(group.rank(), step))
             counts.append(len(shaken) - sum(counts))

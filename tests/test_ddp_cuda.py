@@ -21,10 +21,10 @@ from thinwire import feedback
 from thinwire.collectives import chunks
 from thinwire.collectives.call import Call
 from thinwire.collectives.chunks import Flat
-from thinwire.collectives.lane import Fine, Lane
-from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.lane import Fine, Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce
 from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.sums import OneShot
 
 pytestmark = list(needs_cuda)
 N = 40_000
@@ -86,11 +86,11 @@ def feedback_on_nccl_stream(group: dist.ProcessGroup, kind: str) -> dict[str, fl
     told: list[Fine] = []
 
     def average(x: torch.Tensor, step: int) -> None:
-        plan = CallPlan("all_reduce", codec, cut, size, 3 * size)
+        plan = CallPlan("all_reduce", [LaneSpec(N, codec, codec)], [cut], size, 3 * size)
         call = Call(channel, plan.text)
         setting = call.setting(plan, step)
         lane = Lane(Flat([x]), cut, codec, codec, carry, None, told.append)
-        channel.run(AllReduce(setting, [lane], reducer, 1.0), call.place).wait()
+        channel.run(AllReduce(setting, [lane], reducer, 1.0), call.site).wait()
 
     x = torch.randn(N, device=device)
     average(x.clone(), 0)  # warm

@@ -246,7 +246,7 @@ def hinted(group: Group, options: Mapping[str, Any]) -> list[str]:
         models = [wrap(Given(), group) for _ in range(2)]
         with (
             mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": inside}),
-            mock.patch("thinwire.collectives.transport.on_nccl", lambda group, backend=backend: backend == "nccl"),
+            mock.patch("thinwire.collectives.groups.on_nccl", lambda group, backend=backend: backend == "nccl"),
             contextlib.redirect_stderr(io.StringIO()) as said,
         ):
             for model in models:

@@ -17,14 +17,13 @@ from torch import Tensor
 import cases
 from cases import CPU, assert_same, generated, over, seeded
 from thinwire import BlockInt, Cast, Codec, CodecError, Identity, Lloyd
-from thinwire.collectives import lane as lane_module, one_shot, two_phase
+from thinwire.collectives import lane as lane_module, sums
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, shards
-from thinwire.collectives.lane import Lane
-from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.lane import Lane, LaneSpec
 from thinwire.collectives.operations import AllReduce, Setting
-from thinwire.collectives.plan import lanes_scratch
+from thinwire.collectives.plan import CallPlan, with_scratch
+from thinwire.collectives.sums import OneShot, TwoPhase
 from thinwire.collectives.transport import Transport
-from thinwire.collectives.two_phase import TwoPhase
 from thinwire.feedback import EF21, Classic, Gaps, LaneMemory, Ledger, Piece, deal
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -482,7 +481,12 @@ def message(lanes: Sequence[Ranks], xs: Sequence[Sequence[Tensor]]) -> list[Tens
     for rank in range(world):
         reduce = reducer(Link(rank, world, post))  # type: ignore[arg-type]
         made = [lane.lane(rank, row[rank]) for lane, row in zip(lanes, outs, strict=True)]
-        nbytes, _ = lanes_scratch(made, reduce)
+        kinds = ["classic" if lane.carry else "" for lane in made]
+        specs = [
+            LaneSpec(x.cut.numel, x.codec, x.first, kind, x.flat.dtype) for x, kind in zip(made, kinds, strict=True)
+        ]
+        plan = CallPlan("", specs, [lane.cut for lane in made], reducer=reduce)
+        nbytes = with_scratch(plan, [False] * len(made)).chunk_bytes
         setting = Setting(reduce.transport, made[0].codec, step, (0,), nbytes, nbytes)
         operations.append(AllReduce(setting, made, reduce, 1.0 / world))
     for index in range(operations[0].num_chunks):
@@ -577,7 +581,7 @@ def test_a_chunk_that_is_not_finite_changes_no_memory(
 ) -> None:
     if as_tensor:  # as on a GPU, where nobody waits to know
         check = lane_module.check_finite
-        for module in (one_shot, two_phase):
+        for module in (lane_module, sums):
             monkeypatch.setattr(module, "check_finite", lambda *told: torch.tensor(bool(check(*told))))
     n = 200
     chunk = 64

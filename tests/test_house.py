@@ -25,7 +25,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A room imports only rooms of lower floors.
 FLOORS = [
-    {"errors", "log", "ranges"},
+    {"errors", "log", "ranges", "version"},
     {"wire"},
     {"kernels"},
     {"codecs"},
@@ -175,6 +175,20 @@ def test_names_are_imported_when_they_are_used() -> None:
 def visible_names(module: ModuleType) -> set[str]:
     hidden = (ModuleType, type(__future__.annotations))
     return {name for name, value in vars(module).items() if not (name.startswith("_") or isinstance(value, hidden))}
+
+
+# The files of a room, at most: a new one needs a place that an old one leaves.
+MOST_FILES = {"collectives": 24}
+
+
+@pytest.mark.parametrize("room", MOST_FILES)
+def test_a_room_stays_within_its_budget(room: str) -> None:
+    files = [path for path in MODULES if room_of(path) == room]
+    assert len(files) <= MOST_FILES[room], f"{room} has {len(files)} files, at most {MOST_FILES[room]}"
+    trees = [ast.parse(path.read_text()) for path in files]
+    classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twice = sorted({name for name in classes if classes.count(name) > 1})
+    assert not twice, f"class names used twice in {room}: {twice}"
 
 
 PUBLIC_SPECIAL = {"__init__", "__call__"}

@@ -55,8 +55,7 @@ from thinwire import (
     compress_ddp,
     functional as F,  # noqa: N812
 )
-from thinwire.collectives import transport
-from thinwire.collectives.channel import channel_of
+from thinwire.collectives import groups
 from thinwire.collectives.work import new_future
 
 Device = torch.device
@@ -695,7 +694,6 @@ def in_a_new_thread(group: Group) -> list[str]:
         want, x = gaussian(place, 5003), gaussian(place, 5003)
         for _ in range(2):
             thinwire.all_reduce(want.copy_(x), **how)
-        channel_of(place.group, place.device).trail = None  # asks CUDA whether a graph is captured
         torch.cuda.synchronize()
         thread = threading.Thread(target=thinwire.all_reduce, args=(x,), kwargs=how)
         thread.start()
@@ -805,7 +803,7 @@ def bare_messages(place: Place) -> dict[str, Callable[[], object]]:
     own = whole.view(place.world, -1)[place.rank]
     return {
         "all_to_all": partial(dist.all_to_all_single, other, whole, group=place.group),
-        "all_gather": partial(transport.all_gather_single, whole, own, group=place.group),
+        "all_gather": partial(groups.all_gather_single, whole, own, group=place.group),
         "broadcast": partial(dist.broadcast, whole, group=place.group, group_src=0),
     }
 

@@ -14,7 +14,7 @@ from ranks import RankPool
 from replicas import Group
 from test_nccl import Place, each_world, on_nccl, on_worlds, profiled, some, two_nodes
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.row_message import GatherMessage, ScatterMessage
+from thinwire.collectives.message import GatherMessage, ScatterMessage
 
 Options = Mapping[str, Any]
 STEPS = 4

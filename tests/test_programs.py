@@ -36,7 +36,7 @@ from test_nccl import (
     verbs,
 )
 from thinwire.collectives import channel, chunks, programs
-from thinwire.collectives.rooms import Room, Scratch
+from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.errors import CollectiveError
 
 BF16 = torch.bfloat16
@@ -84,7 +84,7 @@ def check_both(ranks: RankPool, world: int, turns: int, run: Callable[..., Outpu
     return answers[0][2:]
 
 
-# --- verbs: calls that are made again are found by what they were given (collectives/quick.py) ------------------------
+# --- verbs: calls that are made again are found by what they were given (collectives/call.py) ------------------------
 
 SHORT: tuple[tuple[int, float | str], ...] = ((1, "avg"), (1003, "sum"), (7, -3.0))
 KINDS = [
@@ -228,14 +228,14 @@ def on_mesh(place: Place) -> Outputs:
 
 
 def test_scratch_that_grows_is_held_by_nobody() -> None:
-    room = Room(CPU)
-    small = Scratch(64, lambda buffer: buffer[:8])
-    large = Scratch(4096, lambda buffer: buffer[:8])
-    small.views(room)
-    held = weakref.ref(room.buffer)
-    large.views(room)
+    space = Workspace(CPU)
+    small = Region(64, lambda buffer: buffer[:8])
+    large = Region(4096, lambda buffer: buffer[:8])
+    small.views(space)
+    held = weakref.ref(space.buffer)
+    large.views(space)
     assert held() is None
-    assert small.views(room).data_ptr() == large.views(room).data_ptr() == room.buffer.data_ptr()
+    assert small.views(space).data_ptr() == large.views(space).data_ptr() == space.buffer.data_ptr()
 
 
 def misused(group: Group) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sums and gathers of rows in lanes (collectives/row_message.py): within their error, and programs as operations."""
+"""Sums and gathers of rows in lanes (collectives/message.py): within their error, and programs as operations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from test_nccl import OWN, Outputs, Place
 from test_programs import check_both
 from thinwire import codec, feedback
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.collectives.message import GatherMessage, LaneWatch, ScatterMessage
 
 
 class Kind(NamedTuple):
@@ -106,7 +106,7 @@ def long_rows(group: Group) -> tuple[int, int, float, bool]:
     step = sum(blocks_of(x, 128).abs().amax(1, keepdim=True) for x in mine[0]) / 127 * LONG.scale
     off = blocks_of(outputs[0] - LONG.scale * (mine[0][0] + mine[0][1]), 128).abs()
     exact = torch.equal(outputs[1], LONG.scale * (mine[1][0] + mine[1][1]))
-    return message._cuts[0].num_chunks, message.sent_bytes, float((off / step).max()), exact
+    return message._plan.cuts[0].num_chunks, message.sent_bytes, float((off / step).max()), exact
 
 
 def drawn(numel: int, source: int, target: int) -> Tensor:

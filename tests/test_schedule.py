@@ -24,10 +24,10 @@ import thinwire
 from cases import CPU, digest, generated, given, small_chunks, thorough, worlds
 from ranks import RankPool
 from thinwire.collectives import Work, channel as channels, chunks
-from thinwire.collectives.board import Place
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span
-from thinwire.collectives.pipeline import Line, Operation, Scratch
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.pipeline import Line, Operation, ScratchRing
 from thinwire.collectives.transport import Stages
 from thinwire.errors import CollectiveError
 
@@ -448,7 +448,7 @@ def test_hierarchical_operations_of_different_length_in_flight_end(ranks: RankPo
 @forall(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 7)), max_size=60), st.integers(64, 1500))
 def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, int]], limit: int) -> None:
     """Each step takes some bytes; where there is no room, one of those that are out comes back, in any order."""
-    scratch = Scratch(CPU)
+    scratch = ScratchRing(CPU)
     out = []
     for nbytes, which in steps:
         part = scratch.take(nbytes, max(limit, -(-nbytes // 64) * 64))
@@ -470,7 +470,7 @@ def test_lent_regions_never_overlap_and_all_comes_back(steps: list[tuple[int, in
 @generated(60)
 @forall(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> None:
-    scratch = Scratch(CPU)
+    scratch = ScratchRing(CPU)
     part = scratch.take(10, 4096)
     assert part is not None
     place = scratch._buffer.data_ptr()
@@ -484,7 +484,7 @@ def test_scratch_keeps_its_buffer_once_it_is_large_enough(sizes: list[int]) -> N
 
 
 def test_scratch_does_not_grow_under_what_is_lent() -> None:
-    scratch = Scratch(CPU)
+    scratch = ScratchRing(CPU)
     first = scratch.take(100, 128)
     assert first is not None
     assert scratch.take(500, 512) is None
@@ -538,7 +538,7 @@ def test_a_cut_of_nothing_has_one_empty_chunk() -> None:
 # --- lines and failures -----------------------------------------------------------------------------------------------
 
 
-PLACE = Place(1, "all_reduce", known=True)
+SITE = CallSite(1, "all_reduce")
 
 
 class Fails(Operation):
@@ -559,7 +559,7 @@ class Fails(Operation):
 def failing(group: Group) -> list[str]:
     member = dist.new_group()
     said = []
-    works = [channel_of(member).run(Fails(), PLACE) for _ in range(2)]
+    works = [channel_of(member).run(Fails(), SITE) for _ in range(2)]
     calls: list[Callable[[], Any]] = [
         *(work.wait for work in works),
         works[0].get_future().wait,
@@ -599,7 +599,7 @@ def lifetime(group: Group, fails: bool) -> list[bool]:
     found = [len(thread_names()) == len(before) + 1, len(channels._groups) == kept + 1]
     if fails:  # after which the thread ends by itself
         with suppress(OSError):
-            channel_of(member).run(Fails(), PLACE).wait()
+            channel_of(member).run(Fails(), SITE).wait()
     else:
         thinwire.all_reduce(torch.ones(900), group=member, codec="int8", algorithm="auto")
     dist.destroy_process_group(member)

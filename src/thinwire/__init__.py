@@ -7,6 +7,8 @@ To add one: a word in `_NAMES`, and the import that type checkers read.
 import importlib
 import typing
 
+from thinwire.version import __version__ as __version__
+
 if typing.TYPE_CHECKING:
     from thinwire import functional as functional, hooks as hooks, qat as qat
     from thinwire.codecs import (
@@ -62,8 +64,6 @@ if typing.TYPE_CHECKING:
         ddp_hook as ddp_hook,
     )
     from thinwire.kernels import use_backend as use_backend
-
-__version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _NAMES = {
     "thinwire.codecs": "BlockInt ByName BySize Cast Codec Identity Lloyd TopK Trellis codec",

@@ -30,8 +30,7 @@ from torch.library import custom_op
 
 from thinwire import collectives
 from thinwire.codecs import Codec
-from thinwire.collectives import transport
-from thinwire.collectives.channel import Refusable
+from thinwire.collectives import groups
 from thinwire.collectives.checks import codec_named
 from thinwire.collectives.plan import SumAlgorithm, VerbAlgorithm
 from thinwire.errors import CollectiveError
@@ -46,7 +45,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 def all_reduce(
     x: Tensor,
     op: str | dist.ReduceOp = "sum",
-    group: transport.Group = None,
+    group: groups.Group = None,
     *,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
@@ -63,7 +62,7 @@ def all_reduce(
 
 def all_gather(
     x: Tensor,
-    group: transport.Group = None,
+    group: groups.Group = None,
     *,
     dim: int = 0,
     codec: str | Codec = "int8",
@@ -78,7 +77,7 @@ def all_gather(
 def reduce_scatter(
     x: Tensor,
     op: str | dist.ReduceOp = "sum",
-    group: transport.Group = None,
+    group: groups.Group = None,
     *,
     dim: int = 0,
     codec: str | Codec = "int8",
@@ -94,7 +93,7 @@ def all_to_all_single(
     x: Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: transport.Group = None,
+    group: groups.Group = None,
     *,
     codec: str | Codec = "int8",
     backward_codec: str | Codec | None = None,
@@ -114,8 +113,8 @@ def all_to_all_single(
 # Objects to strings, and back inside the ops. torch.compile traces the way there.
 
 
-def _spelt(group: transport.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
-    name: str = transport.resolve(group).group_name
+def _spelt(group: groups.Group, codec: str | Codec, backward_codec: str | Codec | None) -> tuple[str, str, str]:
+    name: str = groups.resolve(group).group_name
     forth = codec if isinstance(codec, str) else _text(codec)
     if backward_codec is None:
         return name, forth, forth
@@ -226,8 +225,7 @@ def _op(name: str, arguments: str, shape: Any, fill: Any, backward: Any) -> _Op:
         return *settings[:own], _Way(*settings[own:])
 
     def run(x: Tensor, *settings: Any) -> Tensor:
-        with Refusable(read(settings)[-1].ranks, (x,)):
-            out = x.new_empty(shape(x, *read(settings)))
+        out = x.new_empty(shape(x, *read(settings)))
         fill(out, x, *read(settings))
         return out
 

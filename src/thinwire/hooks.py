@@ -22,10 +22,10 @@ from torch.futures import Future
 
 from thinwire import collectives, functional
 from thinwire.codecs.checks import is_int
-from thinwire.collectives import checks, transport
+from thinwire.collectives import checks, groups
+from thinwire.collectives.groups import Group
 from thinwire.collectives.hierarchical import fewest_roundings
 from thinwire.collectives.plan import SumAlgorithm
-from thinwire.collectives.transport import Group
 from thinwire.errors import CodecError
 
 __all__ = [
@@ -48,7 +48,7 @@ def allreduce_hook(process_group: Group, bucket: GradBucket) -> Future[Tensor]:
     """The exact mean, bitwise what DDP computes without a hook. Accepts sparse gradients, too."""
     if _is_pair(bucket) or bucket.buffer().layout == torch.strided:
         return _sum_of_shares(process_group, bucket, "none")
-    group = transport.resolve(process_group)
+    group = groups.resolve(process_group)
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)  # DDP divides sparse ones
     assert work is not None
     future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
@@ -161,7 +161,7 @@ def _mean(
 
     The algorithm of the fewest roundings is taken where none is named. Every `channel` numbers have a block.
     """
-    group = transport.resolve(state)
+    group = groups.resolve(state)
     carried = numbers = _numbers(bucket)
     if group.size() > 1:  # a single rank sends and rounds nothing
         carried = carried.float() if carried.dtype == torch.float64 else carried  # codecs take no doubles
@@ -174,7 +174,7 @@ def _sum_of_shares(state: Group, bucket: Any, codec: str) -> Future[Tensor]:
 
     Codecs without scales hold plain floats: their sum could overflow where the mean does not.
     """
-    group = transport.resolve(state)
+    group = groups.resolve(state)
     numbers = _numbers(bucket)
     numbers.mul_(1 / group.size())
     algorithm: SumAlgorithm = "plain" if codec == "none" else fewest_roundings(group.size())

@@ -4,7 +4,7 @@
     all_gather(tensor_list, tensor, group, async_op=True).wait()
 
 Thin over thinwire's verbs, which have torch's parameter names: most calls are passed on as they are. The four that have
-no verb are said in terms of one that has:
+no verb are built on one that has:
 
     gather, scatter       all_to_all, in which only one rank receives or sends
     reduce                all_reduce, kept by one rank; the others' tensors stay as they are
@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import Codec, codec
-from thinwire.collectives import exchange, gather, reduce, transport
-from thinwire.collectives.channel import Refusable
+from thinwire.collectives import groups, moves, reduce
 from thinwire.collectives.work import Work
 from thinwire.errors import CodecError, CollectiveError
 
@@ -81,14 +80,14 @@ class _Call(NamedTuple):
 
 
 _VERBS: dict[str, Verb] = {
-    "all_gather": gather.all_gather,
-    "all_gather_into_tensor": gather.all_gather_into_tensor,
-    "all_gather_single": gather.all_gather_into_tensor,
+    "all_gather": moves.all_gather,
+    "all_gather_into_tensor": moves.all_gather_into_tensor,
+    "all_gather_single": moves.all_gather_into_tensor,
     "all_reduce": reduce.all_reduce,
     "all_reduce_coalesced": reduce.all_reduce_coalesced,
-    "all_to_all": exchange.all_to_all,
-    "all_to_all_single": exchange.all_to_all_single,
-    "broadcast": gather.broadcast,
+    "all_to_all": moves.all_to_all,
+    "all_to_all_single": moves.all_to_all_single,
+    "broadcast": moves.broadcast,
     "reduce_scatter_single": reduce.reduce_scatter_tensor,
     "reduce_scatter_tensor": reduce.reduce_scatter_tensor,
 }
@@ -97,9 +96,9 @@ _REDUCES = (reduce.all_reduce, reduce.all_reduce_coalesced)
 
 
 def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
-    """gather and scatter: the root has a list, a tensor for every rank, and exchanges them with everybody's one."""
+    """gather and scatter: an exchange between the root's list, one tensor per rank, and the one tensor of each rank."""
     tensor = arguments["tensor"]
-    group = transport.resolve(arguments.get("group"))
+    group = groups.resolve(arguments.get("group"))
     source = _root(group, arguments.get(root), arguments.get(f"group_{root}"))
     many = _list_of_root(group, source, arguments.get(listed), listed)
     one = [tensor if rank == source else tensor.new_empty(0) for rank in range(group.size())]
@@ -108,11 +107,11 @@ def _rooted(arguments: Arguments, listed: str, root: str) -> _Call:
     many = many or [tensor.new_empty(0) for _ in one]
     receives, sends = (many, one) if gathers else (one, many)
     passed = {"output_tensor_list": receives, "input_tensor_list": sends, "group": group}
-    return _Call(exchange.all_to_all, passed | _only(arguments, "async_op"), outputs)
+    return _Call(moves.all_to_all, passed | _only(arguments, "async_op"), outputs)
 
 
 def _reduce(arguments: Arguments) -> _Call:
-    group = transport.resolve(arguments.get("group"))
+    group = groups.resolve(arguments.get("group"))
     is_root = group.rank() == _root(group, arguments.get("dst"), arguments.get("group_dst"))
     tensor = arguments["tensor"] if is_root else arguments["tensor"].clone()
     return _Call(reduce.all_reduce, {"tensor": tensor, "group": group} | _only(arguments, "op", "async_op"), [tensor])
@@ -187,8 +186,7 @@ class _AutoQuantized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Work | None:
         arguments = self._bind(args, kwargs)
-        with Refusable(arguments.get("group"), list(arguments.values())):
-            call = self._call(arguments)
+        call = self._call(arguments)
         work = call.verb(**call.arguments, codec=self._codec)
         if self._quant_loss is None:
             return work
@@ -234,7 +232,7 @@ def _algorithm(call: _Call) -> str:
         return asked
     if call.verb not in _REDUCES:
         return "compressed"
-    return "one_shot" if transport.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
+    return "one_shot" if groups.resolve(call.arguments.get("group")).size() <= 2 else "two_phase"
 
 
 def _divide(outputs: Sequence[Tensor], by: float) -> None:
@@ -244,7 +242,7 @@ def _divide(outputs: Sequence[Tensor], by: float) -> None:
 
 
 def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
-    """A Work that is done once the outputs of `work` were divided: when they arrive, whoever waits for them."""
+    """A Work that is done once the outputs of `work` have arrived and were divided, in whatever thread."""
     divided = Work(list(outputs), work.line)
 
     def arrived(done: "torch.futures.Future[list[Tensor]]") -> None:
@@ -260,7 +258,7 @@ def _then_divide(work: Work, outputs: Sequence[Tensor], by: float) -> Work:
             if stream is not None:
                 for output in outputs:
                     output.record_stream(stream)
-        except BaseException as error:  # of the collective: whoever waits for `divided` gets it
+        except BaseException as error:  # of the collective: `divided.wait` raises it
             divided.failed(error)
 
     work.get_future().add_done_callback(arrived)

@@ -1,14 +1,21 @@
-"""One call of a verb: numbered, compared with the other ranks' where it is the first of its kind, its plan found."""
+"""One call of a verb: numbered, compared with the other ranks' if it is the first of its kind, its plan found.
+
+[Note: Known calls] A small call takes so little time that some tens of microseconds of Python can be seen. So a call
+like an earlier one is found by its raw arguments, before anything is checked or compared.
+"""
 
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from thinwire.collectives.board import FIRST_TIME, Place
-from thinwire.collectives.channel import Channel, bounded
+from thinwire.collectives.channel import Channel, known_channel
 from thinwire.collectives.checks import check_step
+from thinwire.collectives.failures import CallSite, Lengths
+from thinwire.collectives.groups import Group
 from thinwire.collectives.measuring import Trial, fastest
 from thinwire.collectives.operations import Setting, VerbOperation
 from thinwire.collectives.pipeline import broken
@@ -18,29 +25,40 @@ from thinwire.collectives.transport import lost_in
 from thinwire.collectives.work import Work
 from thinwire.errors import ThinwireError
 
+_PLAIN = (Tensor, nn.Parameter)
+
 
 class Call:
     """Compared with the other ranks' unless one like it was before; `anew`: in any case."""
 
-    def __init__(self, channel: Channel, text: str, *, details: str = "", anew: bool = False) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        text: str,
+        plan: CallPlan | None = None,
+        *,
+        lengths: Lengths | None = None,
+        anew: bool = False,
+    ) -> None:
         self.channel = channel
+        self.plan = plan
+        self.most = 0  # elements that one rank sends in an exchange that was compared
         with channel.lock:
             if channel.failure is not None:
                 raise broken(channel.failure)
-            known = text in channel.kinds and not anew
-            number = channel.next_call(text if known else text + FIRST_TIME)
-            self.place = Place(number, text, known, details=details)
-        self.free_next_time = not channel.handshake.every_call
-        if not (self.place.known and self.free_next_time):
-            channel.compare(self.place)
+            known = text in channel.plans and not anew
+            channel.calls += 1  # all ranks make their calls in the same order
+            self.site = CallSite(channel.calls, text, known)
+        if not known or channel.handshake.every_call:
+            self.most = channel.compare(self.site, lengths)
 
     def setting(self, plan: CallPlan, step: int | None) -> Setting:
         """What an operation of this call needs to know."""
         assert plan.codec is not None
         channel = self.channel
         number = channel.next_step() if step is None else check_step(step)
-        self.place.step = number
-        mark = _hash(self.place.text) ^ number & 0xFFFFFFFF
+        self.site.step = number
+        mark = _hash(self.site.text) ^ number & 0xFFFFFFFF
         tags = tuple(link.draw_tags(mark) for link in channel.transports)
         return Setting(channel.transport, plan.codec, number, tags, plan.chunk_bytes, plan.scratch_bytes)
 
@@ -58,11 +76,9 @@ class Call:
         `outputs` are the caller's own, of which they are parts or other views.
         """
         number = self.channel.next_step() if step is None else check_step(step)
-        first = not self.place.known
-        rows = [tensor.detach() for tensor in tensors]
-        run = program if all(row.is_contiguous() for row in rows) else Copying(program, written)
-        text = self.place.text
-        return self.channel.start(run, rows, outputs, number, text=text, async_op=async_op, first=first)
+        run = program if all(map(Tensor.is_contiguous, tensors)) else Copying(program, written)
+        first = not self.site.known
+        return self.channel.start(run, tensors, outputs, number, text=self.site.text, async_op=async_op, first=first)
 
     def run(
         self,
@@ -73,8 +89,8 @@ class Call:
     ) -> Work | None:
         """What a verb returns: the work of the operation, or None once it is done."""
         operation.copies_back(outputs, copies)
-        work = self.channel.run(operation, self.place)
-        if async_op:
+        work = self.channel.run(operation, self.site, async_op=async_op)
+        if async_op or work is None:
             return work
         work.wait()
         return None
@@ -86,36 +102,93 @@ def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def planned(channel: Channel, key: PlanKey, decide: Callable[[], CallPlan], details: str = "") -> tuple[Call, CallPlan]:
+def known_call(
+    verb: str,
+    tensors: Sequence[Tensor],
+    group: Group,
+    step: int | None,
+    codec: object,
+    algorithm: str,
+    *how: object,
+) -> Call | None:
+    """The call whose like was remembered for these arguments; None if it was not. See [Note: Known calls].
+
+    `how`: the op of a sum, or the source of a broadcast.
+    """
+    members: Any = dist.group.WORLD if group is None else group
+    try:
+        channel = known_channel(members, tensors[0].device)
+        if channel is None:
+            return None
+        dtype = tensors[0].dtype
+        plan = channel.known.get((verb, codec, algorithm, how, dtype, *[tensor.shape for tensor in tensors]))
+    except (TypeError, AttributeError):  # not what it should be: the checks say so
+        return None
+    if plan is None:
+        return None
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.dtype != dtype or tensor.device != channel.device:
+            return None
+        if tensor.requires_grad or not tensor.is_contiguous():
+            return None
+    if step is not None:
+        check_step(step)  # before the call counts
+    return Call(channel, plan.text, plan)
+
+
+def remember(
+    call: Call, plan: CallPlan, verb: str, tensors: Sequence[Tensor], codec: object, algorithm: str, *how: object
+) -> None:
+    """From now on `known_call` finds the plan of calls like this one, unless all calls are compared."""
+    channel = call.channel
+    if channel.handshake.every_call or len(channel.transports) > 1 or any(t.is_complex() for t in tensors):
+        return
+    if not any(type(part) is dist.ReduceOp for part in how):  # one with a factor, which is not compared
+        key = verb, codec, algorithm, how, tensors[0].dtype, *[tensor.shape for tensor in tensors]
+        channel.remember(key, plan)
+
+
+def planned(
+    channel: Channel, key: PlanKey, decide: Callable[[Call], CallPlan], lengths: Lengths | None = None
+) -> tuple[Call, CallPlan]:
     """A call and its plan: compared and decided the first time, looked up afterwards.
 
-    Ranks may measure together to decide: one that fails tells the others.
+    Ranks may measure together to decide; if one fails, the others raise its error too.
     """
-    plan = channel.plans.get(key)
-    call = Call(channel, str(key) if plan is None else plan.text, details=details)
+    text = str(key)
+    plan = channel.plans.get(text)
+    call = Call(channel, text, plan, lengths=lengths, anew=plan is None)
     if plan is not None:
         return call, plan
     try:
-        plan = bounded(channel.plans)[key] = decide()
+        channel.plans[text] = plan = decide(call)
         return call, plan
-    except ThinwireError:  # of all ranks alike, or told already
+    except ThinwireError:  # the same on all ranks, or reported already
         raise
     except BaseException as error:
         lost = lost_in(error)
         if lost is None:
-            channel.board.ended(error, call.place)
+            channel.failures.ended(error, call.site)
             raise
-    raise channel.board.ended(lost, call.place)
+    raise channel.failures.ended(lost, call.site)
 
 
 def planned_verb(
-    channel: Channel, key: PlanKey, verb: str, part: int, numel: int, trial: Trial, shares: Sequence[int]
+    channel: Channel,
+    key: PlanKey,
+    verb: str,
+    part: int,
+    numel: int,
+    trial: Trial,
+    shares: Sequence[int],
+    lengths: Lengths | None = None,
 ) -> tuple[Call, CallPlan]:
-    """The same for a verb of one phase that moves `numel` elements, of which the largest part of a rank has `part`."""
+    """The same for a verb that moves `numel` elements, of which the largest part of a rank has `part`."""
 
-    def decide() -> CallPlan:
+    def decide(call: Call) -> CallPlan:
+        most = call.most or numel
         in_group = functools.partial(trial, group=channel.transport.group)
-        choose = fastest(channel, verb, key.dtype, numel, in_group, shares)
-        return plan_verb(key, verb, part, numel, channel.transport, choose)
+        choose = fastest(channel, verb, key.dtype, most, in_group, shares)
+        return plan_verb(key, verb, part, most, channel.transport, choose)
 
-    return planned(channel, key, decide)
+    return planned(channel, key, decide, lengths)

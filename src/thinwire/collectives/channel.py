@@ -1,37 +1,35 @@
 """What thinwire keeps about a group of ranks: its transports, its line of operations, what was decided and measured."""
 
 import atexit
-import contextlib
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.collectives import transport as transports
-from thinwire.collectives.board import Board, Place, Trail, lookout
+from thinwire.collectives import groups, transport as transports
 from thinwire.collectives.cost import Measured
-from thinwire.collectives.handshake import Handshake
-from thinwire.collectives.pipeline import Line, Operation, Queued, Scratch, refuse, serve
-from thinwire.collectives.plan import CallPlan, PlanKey
-from thinwire.collectives.programs import Program
-from thinwire.collectives.rooms import Room, Rooms
-from thinwire.collectives.transport import Alike, Group, LostRankError, Tags, Transport
+from thinwire.collectives.failures import CallSite, Failures, Handshake, Lengths
+from thinwire.collectives.groups import Group
+from thinwire.collectives.pipeline import Line, Operation, Queued, ScratchRing, refuse, serve
+from thinwire.collectives.plan import CallPlan
+from thinwire.collectives.programs import Program, Staged
+from thinwire.collectives.transport import LostRankError, Tags, Transport
 from thinwire.collectives.work import StreamWork, Work
-from thinwire.errors import CollectiveError, ThinwireError
+from thinwire.collectives.workspaces import Workspace, Workspaces
+from thinwire.errors import CollectiveError, PeerError
 
 _GRACE_S = 0.5  # how long the end of the process waits for lines to end by themselves
 _END_S = 5.0  # and once their connections are closed: kernels end by themselves
-Made = TypeVar("Made")
 MOST_KINDS = 1024  # of calls that are remembered; ranks make the same calls, so they forget alike
 
 
@@ -39,49 +37,32 @@ class Channel:
     """Everything about one group, or one mesh of nodes, and one device."""
 
     def __init__(self, links: tuple[Transport, ...], device: torch.device) -> None:
-        kernels.select(device)  # a slow backend is announced in the caller's thread, not in the line's
+        kernels.select(device)  # so that a slow backend is announced in the caller's thread
         self.transports = links  # one; two for a mesh: across nodes, inside a node
         self.transport = links[0]
         self.device = device
         self.world = math.prod(link.world for link in links)
-        self.kinds: dict[str, int] = {}  # calls that ranks have compared, as they compare them, and what that gave
-        self.plans: dict[PlanKey, CallPlan] = {}
-        self.quick: dict[tuple[object, ...], tuple[str, Program | None, Alike]] = {}  # [Note: Quick calls] in quick.py
-        self._made: dict[tuple[object, ...], Any] = {}  # programs and messages that no plan holds, by what fixes them
+        self.plans: dict[str, CallPlan | None] = {}  # of calls that ranks have compared, by the line they compare
+        self.known: dict[Hashable, CallPlan] = {}  # the same by the raw arguments of this rank's calls, and by parts
         self.measured = Measured()
-        self.board = Board(links)
-        self.handshake = Handshake(links, self.board)
+        self.failures = Failures(links)
+        self.handshake = Handshake(links, self.failures)
         self.calls = 0
         self._failed: str | None = None  # what made the group unusable
         self.lock = threading.RLock()
         self.measuring = threading.RLock()  # not `lock`: callbacks start calls meanwhile
-        self.rooms = Rooms(device) if self.transport.on_stream else None  # where programs run
-        self.stream = torch.cuda.Stream(device) if self.rooms and device.type == "cuda" else None
-        self.scratch = Scratch(device, exact=self.transport.on_stream)
+        self.workspaces = Workspaces(device) if self.transport.on_stream else None  # where programs run
+        self.stream = torch.cuda.Stream(device) if self.workspaces and device.type == "cuda" else None
+        self.scratch = ScratchRing(device)
         self._steps = 0
-        self._line = Line(self.scratch, self.board)
+        self._line = Line(self.scratch, self.failures)
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.trail = Trail() if self.transport.on_stream and self.world > 1 else None
-        self._registered = all(link.is_registered for link in links)  # not where others made the group
-        if self.world > 1:
-            lookout.add(self)
+        self._registered = all(link.is_registered for link in links)  # not if others than torch made the group
 
     @property
     def failure(self) -> str | None:
-        return self._failed or self._line.failure or self.board.over
-
-    def next_call(self, name: str) -> int:
-        """The number of a call: all ranks make them in the same order."""
-        with self.lock:
-            self.calls += 1
-            if self.board.refused:
-                self.board.refuse(self.calls, None)
-            if self.trail is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.trail = None  # the user's graphs make calls that are not counted
-            if self.trail is not None:
-                self.trail.add(self.calls, name)
-            return self.calls
+        return self._failed or self._line.failure or self.failures.over
 
     def next_step(self) -> int:
         """The step of a call that names none: such calls are counted, alike on all ranks."""
@@ -89,41 +70,41 @@ class Channel:
             self._steps += 1
             return self._steps - 1
 
-    def compare(self, place: Place) -> None:
+    def compare(self, site: CallSite, lengths: Lengths | None) -> int:
         """Compare a call with the other ranks'; very many kinds of calls are all forgotten, and compared again.
 
-        All ranks forget at the same call: they count kinds as they compare them, however each spells its calls.
+        All ranks forget at the same call: they count lines as they compare them, however each spells its calls.
+        Returns the most elements that one rank sends, where there are `lengths`.
         """
-        found = self.handshake.check(place)
-        if len(self.kinds) >= MOST_KINDS:
-            self.kinds.clear()
-            self.quick.clear()
-        self.kinds[place.text] = found
-
-    def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
-        """What `make` gives for a key, made once."""
-        if key not in self._made:
-            bounded(self._made)[key] = make()
-        found: Made = self._made[key]
+        found = self.handshake.check(site, lengths)
+        if len(self.plans) >= MOST_KINDS:
+            self.plans.clear()
+            self.known.clear()
+        self.plans.setdefault(site.text, None)
         return found
 
-    def run(self, operation: Operation, place: Place) -> Work:
-        """Enter an operation, called at `place`, into the line."""
+    def remember(self, key: Hashable, plan: CallPlan) -> CallPlan:
+        """Keep a plan under the raw arguments of a call, or under what fixes a part of another plan."""
+        bounded(self.known)[key] = plan
+        return plan
+
+    def run(self, operation: Operation, site: CallSite, *, async_op: bool = True) -> Work | None:
+        """Run the operation of a call: in the line of the group or, on a GPU's stream, as a program."""
+        if self.workspaces is not None:
+            how: Any = {"text": site.text, "async_op": async_op, "ordered": True}
+            return self.start(Staged(operation), operation.memory(), operation.outputs, 0, **how)
         work = Work(operation.outputs, self._line)
-        entry = Queued(operation, work, tuple(link.group for link in self.transports), place)
-        if self.stream is not None:
-            with self.lock:
-                self._run_on_stream(entry, self.stream)
-        else:
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
-                _record(operation, torch.cuda.default_stream(self.device))
-            with self.lock:
-                if self._thread is None:
-                    self._start_thread()
-                self._inbox.put(entry)
-            if self._line.failure is not None:  # the thread has ended, or will
-                refuse(self._inbox, self._line.failure)
+        entry = Queued(operation, work, tuple(link.group for link in self.transports), site)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # gloo's thread has no stream of the caller's
+            for tensor in operation.memory():  # whose owner may free it before the thread is done with it
+                tensor.record_stream(torch.cuda.default_stream(self.device))
+        with self.lock:
+            if self._thread is None:
+                self._start_thread()
+            self._inbox.put(entry)
+        if self._line.failure is not None:  # the thread has ended, or will
+            refuse(self._inbox, self._line.failure)
         return work
 
     def start(
@@ -136,24 +117,26 @@ class Channel:
         text: str,
         async_op: bool,
         first: bool = False,
+        ordered: bool = False,
     ) -> Work | None:
         """Run the program of a call on contiguous tensors: on the caller's stream, or asynchronously on the group's.
 
-        When it runs for the `first` time its kernels are compiled before, all at once.
+        When it runs for the `first` time its kernels are compiled before, all at once. `ordered`: asynchronous calls
+        follow each other on one stream, as those need that add up what feedback and statistics share.
         """
-        assert self.rooms is not None
+        assert self.workspaces is not None
         if first and self.stream is not None:
-            self.compile(lambda room: program.run(room, tensors, step))
-        room = self.rooms.next() if async_op else None
+            self.compile(lambda space: program.run(space, tensors, step))
+        space = self.workspaces.next(ordered) if async_op else None
         lost = None
         with self.lock:
             try:
-                if room is None:
-                    program.run(self.rooms.here, tensors, step)
+                if space is None:
+                    program.run(self.workspaces.here, tensors, step)
                     self.settle(text)
                 else:
-                    with room.entered((*tensors, *outputs)) as stream:
-                        program.run(room, tensors, step)
+                    with space.entered((*tensors, *outputs)) as stream:
+                        program.run(space, tensors, step)
                         work = StreamWork(list(outputs), stream)
                         self.settle(text)
             except BaseException as error:
@@ -165,21 +148,21 @@ class Channel:
         for tensor in outputs:
             if not tensor.is_inference():  # autograd cannot see what a kernel writes through a pointer
                 torch.autograd.graph.increment_version(tensor)
-        if room is not None:
+        if space is not None:
             return work
         return Work(list(outputs)).finished() if async_op else None
 
-    def compile(self, run: Callable[[Room], None]) -> None:
+    def compile(self, run: Callable[[Workspace], None]) -> None:
         """Compile the kernels of a program, all at once, before it first runs; in scratch that is not kept."""
-        room = Room(self.device)
+        space = Workspace(self.device, silent=True)
         with kernels.compiling():
-            run(room)
-        room.release()
+            run(space)
+        space.release()
 
     def settle(self, text: str) -> None:
         """Wait for what the current stream was given by a call, where the host was asked to; raises PeerError."""
         if self.transport.blocking:
-            self.board.attend(Place(self.calls, text, known=True), self.transport.settle)
+            self.failures.attend(CallSite(self.calls, text), self.transport.settle)
 
     def fail(self, error: BaseException) -> LostRankError | None:
         """A program that failed half-way has sent what others wait to go on with: no other call may follow it.
@@ -191,19 +174,17 @@ class Channel:
 
     def ended(self, lost: LostRankError, text: str) -> BaseException:
         """Not while the other error is handled, which holds tensors and groups."""
-        return self.board.ended(lost.with_traceback(None), Place(self.calls, text, known=True))
+        return self.failures.ended(lost.with_traceback(None), CallSite(self.calls, text))
 
-    def scan(self, now: float) -> bool:
-        """In the lookout's thread: look for who waits. A group that was destroyed needs no thread any more."""
-        is_idle = self._line.idle and not self.board.has_waits
-        if is_idle and self._registered and not all(link.is_registered for link in self.transports):
-            self.close()
-            return False
-        self.board.scan(now)
-        trail = self.trail
-        if trail is not None:
-            self.board.follow(trail, self.calls, now)
-        return True
+    def _is_over(self) -> bool:
+        """In the line's thread, which is idle: whether it ends, since the group was destroyed."""
+        with self.lock:
+            if self._thread is not threading.current_thread() or not self._inbox.empty():
+                return False
+            if not self._registered or all(link.is_registered for link in self.transports):
+                return False
+            self._thread = None
+            return True
 
     def close(self) -> None:
         """End the thread once it has nothing more to do; another operation would start a new one.
@@ -218,19 +199,9 @@ class Channel:
         if thread is not None and thread is not threading.current_thread() and self._line.idle:
             thread.join(_GRACE_S)
 
-    def _run_on_stream(self, entry: Queued, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self._line.enter(entry)
-            while not self._line.idle:
-                self._line.advance()
-            if not self.failure:
-                self.settle(entry.place.text)
-        _record(entry.operation, stream)
-
     def _start_thread(self) -> None:
         name = f"thinwire-{self.transport.group.group_name}"
-        thread = threading.Thread(target=serve, args=(self._inbox, self._line), name=name, daemon=True)
+        thread = threading.Thread(target=serve, args=(self._inbox, self._line, self._is_over), name=name, daemon=True)
         _threads[thread] = _Served(self._inbox, self.transports)
         thread.start()
         self._thread = thread
@@ -241,12 +212,6 @@ def bounded(kept: dict[Any, Any]) -> dict[Any, Any]:
     if len(kept) >= MOST_KINDS:
         kept.clear()
     return kept
-
-
-def _record(operation: Operation, stream: torch.cuda.Stream) -> None:
-    """Memory that is freed by its owner meanwhile is not given to others before `stream` is done with it."""
-    for tensor in operation.memory():
-        tensor.record_stream(stream)
 
 
 @dataclass
@@ -277,7 +242,6 @@ def _end_threads() -> None:
     A daemon thread that returns from C++ then, or frees the last reference to a group, aborts the process. So every
     thread is joined here: operations under way have a moment to end, then their connections are closed.
     """
-    lookout.end(_GRACE_S)
     left = {thread: served for thread, served in _threads.items() if thread.is_alive()}
     for served in left.values():
         served.inbox.put(None)
@@ -304,8 +268,8 @@ os.register_at_fork(after_in_child=_forked)
 
 def channel_of(group: Group, device: torch.device) -> Channel:
     """The channel of a group for tensors on `device`, or of a mesh: nodes along dimension 0, their ranks along 1."""
-    mesh = transports.mesh_of_nodes(group)
-    members = [transports.resolve(group)] if mesh is None else mesh.get_all_groups()
+    mesh = groups.mesh_of_nodes(group)
+    members = [groups.resolve(group)] if mesh is None else mesh.get_all_groups()
     key = device, None if mesh is None else str(members[1].group_name)
     state = _groups.get(members[0])
     found = None if state is None else state.channels.get(key)
@@ -347,38 +311,11 @@ def wait_in(group: dist.ProcessGroup, future: "torch.futures.Future[Tensor]", te
     try:
         future.wait()
         return
-    except RuntimeError as error:
+    except RuntimeError:
         channel = known_channel(group, tensor.device)
-        lost = transports.lost_in(error)
-        if channel is None or (lost is None and channel.board.over is None):
+        if channel is None or channel.failures.over is None:
             raise
-    if lost is not None:  # told by torch, unless the board knows better
-        channel.board.ended(lost, Place(channel.calls, f"an average of {tensor.numel()} elements", known=True))
-    raise channel.board.raised()
-
-
-class Refusable:
-    """Around the checks of a call: what they raise is told to the ranks that wait for this one, where that is possible.
-
-    It is not on NCCL before a group's first call, nor on a mesh.
-    """
-
-    def __init__(self, group: Group, tensors: Sequence[Any]) -> None:
-        self._group = group
-        self._tensors = tensors
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ThinwireError):
-            found = [x.device for x in self._tensors if isinstance(x, Tensor)]
-            device = found[0] if found else torch.device("cpu")
-            with contextlib.suppress(CollectiveError):  # of what is no group
-                members = transports.resolve(self._group)
-                if known_channel(members, device) is not None or transports.backend(members, device) == "gloo":
-                    channel = channel_of(members, device)
-                    channel.board.refuse(channel.calls + 1, error)
+    raise PeerError(channel.failures.over)
 
 
 class Traffic(NamedTuple):
@@ -389,7 +326,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(group: Group = None) -> Traffic:
-    """What thinwire's compressed collectives moved in a group so far. Calls served by torch itself are not counted."""
-    state = _groups.get(transports.resolve(group))
+    """What thinwire's compressed collectives have moved in a group. Calls that torch itself serves are not counted."""
+    state = _groups.get(groups.resolve(group))
     links = [] if state is None else list(state.transports.values())
     return Traffic(sum(link.sent for link in links), sum(link.received for link in links))

@@ -1,4 +1,4 @@
-"""What verbs are given, checked and brought to one form: tensors, codecs, ops, steps."""
+"""Checks of what a verb gets, and one form for it: tensors, codecs, ops, steps."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def _parsed(spec: str | Codec) -> Codec:
 def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec | str, ...]:
     """The codecs that a call names, one or two; those that serve a tensor of `shape`, where all ranks have the same.
 
-    A string that names none is kept as it is: whoever plans the call says what is wrong, after the ranks compared it.
+    A string that names no codec is kept: the plan of the call raises for it, after the ranks have compared it.
     """
     found: list[Codec | str] = []
     for spec in specs if isinstance(specs, tuple) else (specs,):
@@ -93,7 +93,7 @@ def codecs_for(specs: Codecs, shape: Sequence[int] | None = None) -> tuple[Codec
 def check_tensors(tensors: Sequence[Any], what: str, outputs: int = 0, step: int | None = None) -> list[Tensor]:
     """`tensors` as a list of dense tensors of one dtype and device; complex ones as pairs of reals.
 
-    The first `outputs` of them have to take numbers element by element. A `step` has to be one.
+    The first `outputs` of them must be writable element by element. A `step`, if given, must be a valid one.
     """
     if step is not None:
         check_step(step)

@@ -106,12 +106,12 @@ def shards(span: Span, count: int, unit: int = 1) -> list[Span]:
 
 
 def others_first(rank: int, world: int) -> list[int]:
-    """Ranks in the order in which each meets another first, the own one last."""
+    """All ranks, beginning after the own one, which comes last: no two ranks begin with the same."""
     return [(rank + 1 + i) % world for i in range(world)]
 
 
 def aligned(nbytes: int, to: int = 16) -> int:
-    """What a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
+    """The bytes that a part of scratch takes: parts begin on multiples of 16 bytes, as wires do."""
     return -(-nbytes // to) * to
 
 
@@ -130,7 +130,7 @@ class Desk:
         return part
 
     def part(self, begin: int, nbytes: int) -> "Desk":
-        """A desk of its own on a part of the scratch."""
+        """Another desk, on a part of the scratch."""
         return Desk(self._scratch[begin : begin + nbytes])
 
     def matrix(self, world: int, nbytes: int) -> Tensor:
@@ -144,7 +144,7 @@ class Desk:
 class Flat:
     """One or several tensors as one row of numbers, read and written by spans.
 
-    A span inside one contiguous tensor is a view of it; one that touches several is copied into `room` and back.
+    A span inside one contiguous tensor is a view of it; one that touches several is copied into scratch and back.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -165,19 +165,19 @@ class Flat:
         return len(self._parts) > 1
 
     def read(self, span: Span, desk: Desk) -> Tensor:
-        """The numbers of a span; pass what is returned to `write` after changing it."""
+        """The numbers of a span; after changing them, pass them to `write`."""
         if not self.scattered:
             return self._parts[0][span.begin : span.end]
         pieces = self._pieces(span)
         if len(pieces) == 1:
             return pieces[0]
-        room = desk.numbers(span.numel, self.dtype)
+        copy = desk.numbers(span.numel, self.dtype)
         if pieces:
-            torch.cat(pieces, out=room)
-        return room
+            torch.cat(pieces, out=copy)
+        return copy
 
     def write(self, span: Span, values: Tensor) -> None:
-        """Put back what `read` gave."""
+        """Write the numbers that `read` returned back to the tensors."""
         if self.scattered and len(pieces := self._pieces(span)) > 1:
             torch._foreach_copy_(pieces, values.split([piece.numel() for piece in pieces]))
 

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.codecs import Codec, Identity
 
-_GAIN = 0.9  # a compressed algorithm must be predicted below this share of plain
+_GAIN = 0.9  # a compressed algorithm must be predicted to take less than this share of plain's time
 
 Points = tuple[tuple[int, float], ...]  # (size, seconds), both rising
 Curves = dict[str, Points]  # of every algorithm, over elements
@@ -60,7 +60,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` does with a call, and why: str() tells it."""
+    """What `auto` does with a call; str() explains why."""
 
     verb: str
     codec: str
@@ -110,7 +110,7 @@ def explained(measured: Measured, key: CurveKey, numel: int, world: int) -> Choi
 
 
 def choice(measured: Measured, key: CurveKey, numel: int, world: int) -> Choice:
-    """What `auto` does with a message of `numel` elements in all, by what was measured so far."""
+    """What `auto` does with a message of `numel` elements in all, by the measurements there are."""
     codec = key.codecs[-1]
     curves = measured.curves.get(key)
     link = measured.link(world)

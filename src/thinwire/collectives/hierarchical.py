@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
 from thinwire.collectives.lane import Key, Lane, LaneChunk, Watch, check_finite, encoded_dtype, known_step
-from thinwire.collectives.one_shot import OneShot
+from thinwire.collectives.sums import OneShot, TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.collectives.transport import Stages, Transport
-from thinwire.collectives.two_phase import TwoPhase, finish, send_shards, sums_are_finite
 from thinwire.errors import CollectiveError
 from thinwire.kernels import reference
 
@@ -24,7 +23,7 @@ _MOST_HALF = 65280.0  # the largest float16 that bfloat16 has too: rounded up, i
 
 
 def fewest_roundings(world: int) -> Literal["one_shot", "two_phase"]:
-    """Two ranks that exchange everything send as many bytes as in two phases, and round once."""
+    """one_shot for two ranks: they send as many bytes as in two phases, and round once."""
     return "one_shot" if world <= 2 else "two_phase"
 
 
@@ -115,7 +114,7 @@ Reducer = OneShot | TwoPhase | Hierarchical
 
 
 def fitted(total: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
-    """A decoded sum as numbers of `dtype`: what the codec's error took past the largest of them becomes that."""
+    """A decoded sum in `dtype`; numbers that the codec's error pushed past its largest number become that number."""
     if dtype.itemsize >= total.itemsize:
         return total.to(dtype)
     most = _MOST_HALF if dtype == torch.float16 else torch.finfo(dtype).max
@@ -128,7 +127,7 @@ def total_dtype(across: Codec, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """A group numbers its ranks by size: those that a rank meets across nodes must have its own number in theirs."""
+    """Raise unless a rank has the same number in its node as the ranks it meets across nodes."""
     order = mesh.mesh.argsort(1)
     if not bool((order == order[0]).all()):
         raise CollectiveError(

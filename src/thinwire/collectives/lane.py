@@ -1,4 +1,4 @@
-"""Lanes: the numbers of a message that share a codec, from what fixes them to what one chunk of them holds.
+"""Lanes: the numbers of a message that share a codec, from their description to one chunk of them.
 
 [Note: Lanes] A message may hold several lanes. The wires of all lanes for one rank lie side by side, so that they
 travel as one message whatever the number of lanes. A lane is described once (`LaneSpec`), gets its tensors at every
@@ -23,7 +23,7 @@ from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, shards
 from thinwire.kernels import hashing
 
 _NO_WIRES = torch.empty(0, dtype=torch.uint8)
-Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU nobody waits to know
+Fine = bool | Tensor  # whether every number of a chunk is finite; on a GPU a tensor, so that the host does not wait
 # Called with the span, the message and what its wire decodes to.
 Watch = Callable[[Span, Tensor, Tensor], None]
 
@@ -63,29 +63,42 @@ class Carry(Protocol):
         """Remember what `sent` left, or what was lost, if `fine`."""
 
     def keep_own(self, span: Span, kept: Tensor, result: Tensor, fine: Fine) -> None:
-        """Remember what `reduced` left, where `result` is what everybody read, if `fine`."""
+        """Remember what `reduced` left, where `result` is what all ranks read, if `fine`."""
 
     def result(self, span: Span, x: Tensor, fine: Fine) -> None:
-        """x, the mean of what was sent, becomes the mean of what was meant."""
+        """x, the mean of what ranks sent, becomes the mean of their numbers."""
 
 
 def encoded_dtype(codec: Codec, dtype: torch.dtype, *, fed_back: bool) -> torch.dtype:
-    """In which numbers of `dtype` are encoded: with feedback, and where the codec takes nothing wider, fp32."""
+    """The dtype in which numbers are encoded: fp32 with feedback, or if the codec does not take `dtype`."""
     return torch.float32 if fed_back or dtype not in codec.inputs else dtype
 
 
 def known_step(step: int, device: torch.device) -> int | None:
-    """The step that a decoder is told. Headers are checked where that is free: on the CPU."""
+    """The step for a decoder; None lets it check the header of the wire, which is free on the CPU alone."""
     return None if device.type == "cpu" else step
 
 
 class LaneSpec(NamedTuple):
-    """What is the same of a lane at every call."""
+    """What does not change of a lane from call to call."""
 
     numel: int
     codec: Codec
     first: Codec  # of the first of two phases: the same wire format, perhaps another choice of scales
     feedback: str = ""
+    dtype: torch.dtype = torch.float32
+    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
+    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
+
+    @property
+    def encoded(self) -> torch.dtype:
+        """The dtype in which numbers are encoded."""
+        return encoded_dtype(self.codec, self.dtype, fed_back=bool(self.feedback))
+
+    def copy_bytes(self, numel: int, *, scattered: bool = False) -> int:
+        """Scratch for `numel` numbers that cannot be worked on where they are."""
+        copied = aligned(numel * self.dtype.itemsize) if scattered else 0
+        return copied + (aligned(numel * self.encoded.itemsize) if self.encoded != self.dtype else 0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ class Lane:
     first: Codec  # of the first of two phases
     carry: Carry | None = None
     watch: Watch | None = None
-    checked: Callable[[Fine], None] | None = None  # is told for every chunk whether all of it was finite
+    checked: Callable[[Fine], None] | None = None  # called for every chunk with whether all of it was finite
     exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
     across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
 
@@ -112,11 +125,6 @@ class Lane:
     def keeps_own(self) -> bool:
         """Whether a rank's part of its own shard stays as it is."""
         return self.exact_own or self.carry is not None
-
-    def room_bytes(self, numel: int) -> int:
-        """Scratch of `numel` numbers that cannot be worked on where they are."""
-        copied = aligned(numel * self.flat.dtype.itemsize) if self.flat.scattered else 0
-        return copied + (aligned(numel * self.dtype.itemsize) if self.dtype != self.flat.dtype else 0)
 
     def chunk(self, span: Span, key: Key, desk: Desk) -> "LaneChunk":
         """A span of the lane's numbers."""
@@ -193,7 +201,7 @@ class LaneChunk:
 
 
 def decoded(codec: Codec, wire: Tensor, numel: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a wire says, in fp32; one that holds the numbers themselves, in their `dtype`."""
+    """Decode a wire in fp32, or in `dtype` if it holds the numbers themselves."""
     out = torch.empty(numel, dtype=dtype if isinstance(codec, Identity) else torch.float32, device=wire.device)
     codec.decode(wire, out, step=known_step(step, wire.device))
     return out
@@ -206,12 +214,12 @@ def all_true(found: Tensor) -> Fine:
 
 
 def check_finite(chunks: Sequence[LaneChunk], is_finite: Callable[[LaneChunk], Tensor]) -> Fine:
-    """Whether all lanes of a chunk are finite, where somebody wants to know; the first that does is told."""
+    """Whether all lanes of a chunk are finite, if one has feedback or a `checked`; the first `checked` is called."""
     lanes = [chunk.lane for chunk in chunks]
     if not any(lane.carry or lane.checked for lane in lanes):
         return True
     fine = all_true(torch.stack([is_finite(chunk) for chunk in chunks]))
-    told = [lane.checked for lane in lanes if lane.checked is not None]
-    if told:  # a chunk counts once, however many of its lanes are not finite
-        told[0](fine)
+    callbacks = [lane.checked for lane in lanes if lane.checked is not None]
+    if callbacks:  # a chunk counts once, however many of its lanes are not finite
+        callbacks[0](fine)
     return fine

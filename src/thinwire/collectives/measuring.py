@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from thinwire import log
 from thinwire.codecs import Codec
-from thinwire.collectives import cost, transport
+from thinwire.collectives import cost
 from thinwire.collectives.channel import Channel
 from thinwire.collectives.cost import CurveKey, Curves, MeasuredLink, Points
 from thinwire.collectives.plan import Choose
+from thinwire.collectives.transport import wait_for
 
 _ROUNDS = 7
 _ENOUGH_S = 0.02  # sizes rise until a call takes as long
@@ -30,7 +30,7 @@ Trial = Callable[..., object]
 
 
 def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: Trial, shares: Sequence[int]) -> Choose:
-    """For a plan: the fastest algorithm for a message of `numel` elements, measured where it was not yet."""
+    """For a plan: the fastest algorithm for a message of `numel` elements, measured if it has not been yet."""
 
     def prepare(codecs: tuple[Codec, ...], algorithm: str, size: int) -> Callable[[], object]:
         part = -(-size // channel.world)
@@ -51,7 +51,7 @@ def fastest(channel: Channel, verb: str, dtype: torch.dtype, numel: int, trial: 
 
 
 def link(channel: Channel, nbytes: int = _SIZES[-1]) -> MeasuredLink:
-    """Measure messages themselves, up to `nbytes` to every other rank, as far as that was not done yet."""
+    """Measure messages of up to `nbytes` to every other rank, unless that has been done."""
     measured = channel.measured
     if not measured.exchange and all(member.rank == 0 for member in channel.transports):
         log.announce("measuring the link of this group, about a second")
@@ -70,8 +70,7 @@ def _exchange(channel: Channel, size: int) -> Callable[[], object]:
     others = [rank for rank in range(link.world) if rank != link.rank]
 
     def call() -> None:
-        for work in link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag):
-            work.wait()
+        wait_for(link.exchange([(p, sent[p]) for p in others], [(p, came[p]) for p in others], tag))
 
     return call
 
@@ -89,7 +88,7 @@ def _missing(points: Points, wanted: int) -> list[int]:
 
 
 def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str, Prepare]) -> Curves:
-    """Curves that reach `wanted`: the calls timed by turns at rising sizes, which agreed times decide on all ranks."""
+    """Extend curves to `wanted`: time the calls in turn at rising sizes. Agreed times decide alike on all ranks."""
     points = {name: list(row) for name, row in curves.items()}
     slowest = max((row[-1][1] for row in points.values() if row), default=0.0)
     for size in _missing(max(curves.values(), key=lambda row: row[-1][1] if row else 0.0), wanted):
@@ -104,24 +103,24 @@ def _extended(channel: Channel, curves: Curves, wanted: int, calls: Mapping[str,
 
 
 def _leveled(row: Sequence[tuple[int, float]]) -> Points:
-    """Noise only adds time, so a message takes no longer than a larger one did."""
+    """Noise only adds time, so a message counts as no slower than a larger one."""
     levels = list(itertools.accumulate((seconds for _, seconds in reversed(row)), min))
     return tuple((size, level) for (size, _), level in zip(row, reversed(levels), strict=True))
 
 
 def _timed(channel: Channel, calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Lower quartiles of calls that all ranks start together, in the slowest rank."""
+    """Lower quartiles of calls that all ranks start together, on the slowest rank."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
             for member in channel.transports:
-                transport.barrier(member.group, channel.device)
+                member.agree([0])
             start = time.perf_counter()
             call()
             channel.transport.synchronize(channel.device)
             taken[name].append(time.perf_counter() - start)
     quartiles = [sorted(times[1:])[rounds // 4] for times in taken.values()]
-    slowest = torch.tensor(quartiles, dtype=torch.float64, device=channel.device)
+    slowest = [int(1e9 * seconds) for seconds in quartiles]
     for member in channel.transports:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=member.group)
-    return dict(zip(calls, slowest.tolist(), strict=True))
+        slowest = member.agree(slowest)
+    return {name: 1e-9 * nanoseconds for name, nanoseconds in zip(calls, slowest, strict=True)}

@@ -1,24 +1,30 @@
-"""Lanes that are averaged over ranks again and again, all in one message: decided once, run at every step."""
+"""Messages that ranks send again and again: lanes that travel together, decided once and run at every step.
+
+A sum serves the buckets of DDP. Rows, one per rank, serve FSDP2 and other sharded trainers: a scatter sums over ranks
+what they have for each rank; a gather gives every rank what all have. A row is whatever a rank owns of a flat buffer.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.codecs import Codec, Identity
-from thinwire.collectives import chunks, operations
+from thinwire.collectives import operations, programs
 from thinwire.collectives.call import Call
-from thinwire.collectives.channel import channel_of
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.checks import check_recodes, codec_for
-from thinwire.collectives.hierarchical import Hierarchical, Reducer, check_order, fewest_roundings, flat_reducer
-from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch, encoded_dtype
-from thinwire.collectives.plan import CallPlan, lanes_scratch, sum_cut, sum_program
-from thinwire.collectives.programs import StreamLane, Sum
-from thinwire.collectives.transport import Group
+from thinwire.collectives.chunks import Flat
+from thinwire.collectives.groups import Group
+from thinwire.collectives.hierarchical import check_order, fewest_roundings
+from thinwire.collectives.lane import Carry, Fine, Lane, LaneSpec, Watch
+from thinwire.collectives.plan import CallPlan, rows_plan, sum_plan, with_scratch
 from thinwire.collectives.work import Work
+from thinwire.kernels.rows import Bad
 
 ALGORITHMS = ("auto", "one_shot", "two_phase")
 _MANY = 1 << 20  # elements, by which codecs are compared: few ones are all headers
@@ -31,8 +37,57 @@ class Nodes(NamedTuple):
     inside: Codec  # inside a node, where a lane's own has not more bits
 
 
-class Message:
-    """Lanes that travel together, in codecs that do not change.
+@dataclass(frozen=True)
+class LaneWatch:
+    """Who watches a lane: its feedback, and what learns of its errors and of numbers that are not finite."""
+
+    carry: Carry | None = None
+    watch: Watch | None = None
+    checked: Callable[[Fine], None] | None = None
+
+
+class RowCarries(Protocol):
+    """What a call needs of thinwire.RowFeedback."""
+
+    kind: str
+
+    def carry(self, numel: int, part: int, scale: float, device: torch.device) -> Carry:
+        """The feedback of rows of `numel` elements in all, `part` each, whose sum is multiplied by `scale`."""
+
+
+class _LaneMessage:
+    """What sums and rows have in common: a plan, which the channel keeps for messages like this one."""
+
+    def __init__(
+        self, channel: Channel, specs: Sequence[LaneSpec], plan: Callable[[], CallPlan], text: str, scale: float
+    ) -> None:
+        self.specs = tuple(specs)
+        self.channel = channel
+        self.text = text
+        key = text, self.specs, scale
+        self._plan = channel.known.get(key) or channel.remember(key, plan())
+
+    @property
+    def program(self) -> Any:
+        """What runs the message on a stream of a GPU, unless lanes are watched; None where nothing does."""
+        return self._plan.program
+
+    @functools.cached_property
+    def wire_bytes(self) -> int:
+        """Bytes of the wires of all lanes, uncut; of one row; of several nodes those that cross between them."""
+        alone = self.channel.transports[0].world == 1
+        pairs = zip(self._plan.lanes, self.specs, strict=True)
+        lanes = [lane if alone else lane._replace(codec=spec.codec) for lane, spec in pairs]
+        return sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in lanes)
+
+
+def _described(specs: Sequence[LaneSpec], dtype: torch.dtype) -> str:
+    named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in specs)
+    return f"{named}; {str(dtype).removeprefix('torch.')}"
+
+
+class Message(_LaneMessage):
+    """A sum of lanes that travel together, in codecs that do not change.
 
     Algorithm "auto" is "one_shot" for two ranks and "two_phase" for more, whatever the link: the numbers that come out
     depend on it, and a run must be repeatable. Where a lane's sums are not encoded again it is "one_shot". With `nodes`
@@ -48,40 +103,27 @@ class Message:
         algorithm: str = "auto",
         nodes: Nodes | None = None,
     ) -> None:
-        self.specs = tuple(specs)
-        self.dtype = like.dtype
-        self._reducer: Reducer
-        self.channel = channel_of(group if nodes is None else nodes.mesh, like.device)
-        codecs = [spec.codec for spec in self.specs]
+        channel = channel_of(group if nodes is None else nodes.mesh, like.device)
+        codecs = [spec.codec for spec in specs]
         if nodes is not None or algorithm == "two_phase":
             check_recodes(codecs, "a sum in two phases or by nodes")
         if nodes is None:
-            usual = fewest_roundings(self.channel.world) if all(codec.recodes for codec in codecs) else "one_shot"
+            usual = fewest_roundings(channel.world) if all(codec.recodes for codec in codecs) else "one_shot"
             self.algorithm = usual if algorithm == "auto" else algorithm
-            self._reducer = flat_reducer(self.channel.transport, self.algorithm)
         else:
             check_order(nodes.mesh)
             self.algorithm = "hierarchical"
-            self._reducer = Hierarchical(*self.channel.transports)
-        self._lanes = [self._described(spec, nodes) for spec in self.specs]
-        links = self.channel.transports
-        self._cuts = [
-            sum_cut(lane.codec, lane.numel, self._encoded(lane), links, self.algorithm) for lane in self._lanes
-        ]
-        self._plans: dict[tuple[bool, ...], CallPlan] = {}  # by which lanes are scattered
-        named = "; ".join(f"{spec.numel} {spec.codec} {spec.feedback}".strip() for spec in self.specs)
+        self.dtype = like.dtype
         where = "" if nodes is None else f" in {nodes.inside}"
-        self.text = f"gradients({named}; {str(like.dtype).removeprefix('torch.')}, algorithm={self.algorithm}{where})"
+        text = f"gradients({_described(specs, like.dtype)}, algorithm={self.algorithm}{where})"
+        self._scale = 1.0 / channel.world
+        self._scattered: dict[tuple[bool, ...], CallPlan] = {}  # plans by which lanes are scattered
 
-    def _described(self, spec: LaneSpec, nodes: Nodes | None) -> StreamLane:
-        """A lane as it is encoded first: in its codec; inside a node, where bits are cheaper, in one of no fewer."""
-        lane = StreamLane(spec.numel, self.dtype, spec.codec, spec.first, spec.feedback)
-        if nodes is None:
-            return lane._replace(exact_own=not isinstance(spec.codec, Identity))
-        assert not spec.feedback  # a hierarchy has none
-        inside = codec_for(nodes.inside, (spec.numel,))
-        codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
-        return lane._replace(codec=codec, first=codec, across=(spec.codec, spec.first))
+        def plan() -> CallPlan:
+            lanes = [_laid(spec, like.dtype, nodes) for spec in specs]
+            return sum_plan(text, lanes, channel.transports, self.algorithm, self._scale)
+
+        super().__init__(channel, specs, plan, text, self._scale)
 
     def lane(
         self,
@@ -91,25 +133,10 @@ class Message:
         watch: Watch | None = None,
         checked: Callable[[Fine], None] | None = None,
     ) -> Lane:
-        """Lane `index` of this message with the tensors of one step; `checked` is told whether a chunk is finite."""
-        lane = self._lanes[index]
-        flat = chunks.Flat(tensors)
-        cut = self._cuts[index]
-        return Lane(flat, cut, lane.codec, lane.first, carry, watch, checked, lane.exact_own, lane.across)
-
-    @functools.cached_property
-    def program(self) -> Sum | None:
-        """On a stream of a GPU: what averages lanes whose feedback, if any, is a tensor; None where `run` has to."""
-        scale = 1.0 / self.channel.world
-        return sum_program(self.channel.transports, self.algorithm, self._lanes, self._cuts, scale)
-
-    def meet(self) -> None:
-        """Compare the message with the other ranks' before its program runs for the first time."""
-        channel = self.channel
-        if self.text in channel.kinds and channel.failure is None and not channel.handshake.every_call:
-            channel.next_call(self.text)
-        else:
-            Call(channel, self.text)
+        """Lane `index` of this message with the tensors of one step; `checked` learns whether a chunk is finite."""
+        lane = self._plan.lanes[index]
+        cut = self._plan.cuts[index]
+        return Lane(Flat(tensors), cut, lane.codec, lane.first, carry, watch, checked, lane.exact_own, lane.across)
 
     def run(
         self,
@@ -123,31 +150,124 @@ class Message:
         """Average the lanes over the ranks, in place; then tensor = numbers for the (tensor, numbers) of `copies`."""
         call = Call(self.channel, self.text)
         scattered = tuple(lane.flat.scattered for lane in lanes)
-        plan = self._plans.get(scattered)
+        plan = self._scattered.get(scattered)
         if plan is None:
-            plan = CallPlan(self.text, lanes[0].codec, lanes[0].cut, *lanes_scratch(lanes, self._reducer))
-            self._plans[scattered] = plan
-        scale = 1.0 / self.channel.world
-        operation = operations.AllReduce(call.setting(plan, step), lanes, self._reducer, scale, meter)
-        operation.copies_back(outputs, copies)
-        return self.channel.run(operation, call.place)
+            plan = self._scattered[scattered] = with_scratch(self._plan, scattered)
+        assert plan.reducer is not None
+        operation = operations.AllReduce(call.setting(plan, step), lanes, plan.reducer, self._scale, meter)
+        work = call.run(operation, outputs, True, copies)
+        assert work is not None
+        return work
 
     @functools.cached_property
     def sent_bytes(self) -> int:
         """Bytes of wires that this rank hands to the transport at one step."""
+        plan = self._plan
+        assert plan.reducer is not None
         return sum(
-            self._reducer.sent_bytes(lane.codec, cut.span(index).numel, self._encoded(lane), spec.codec)
-            for spec, lane, cut in zip(self.specs, self._lanes, self._cuts, strict=True)
+            plan.reducer.sent_bytes(lane.codec, cut.span(index).numel, lane.encoded, spec.codec)
+            for spec, lane, cut in zip(self.specs, plan.lanes, plan.cuts, strict=True)
             for index in range(cut.num_chunks)
         )
 
-    @functools.cached_property
-    def wire_bytes(self) -> int:
-        """Bytes of the wires of all lanes, uncut; of several nodes those that cross between them."""
-        alone = self.channel.transports[0].world == 1
-        pairs = zip(self._lanes, self.specs, strict=True)
-        lanes = self._lanes if alone else [lane._replace(codec=spec.codec) for lane, spec in pairs]
-        return sum(lane.codec.wire_bytes(lane.numel, self._encoded(lane)) for lane in lanes)
 
-    def _encoded(self, lane: StreamLane) -> torch.dtype:
-        return encoded_dtype(lane.codec, self.dtype, fed_back=bool(lane.feedback))
+def _laid(spec: LaneSpec, dtype: torch.dtype, nodes: Nodes | None) -> LaneSpec:
+    """A lane as it is encoded first: in its codec; inside a node, where bits are cheaper, in one of no fewer."""
+    spec = spec._replace(dtype=dtype)
+    if nodes is None:
+        return spec._replace(exact_own=not isinstance(spec.codec, Identity))
+    assert not spec.feedback  # a hierarchy has none
+    inside = codec_for(nodes.inside, (spec.numel,))
+    codec = max(inside, spec.codec, key=lambda codec: codec.wire_bytes(_MANY, torch.float32))
+    return spec._replace(codec=codec, first=codec, across=(spec.codec, spec.first))
+
+
+class _RowMessage(_LaneMessage):
+    """Rows, of which `numel` of a spec is the length, the same for every rank."""
+
+    def __init__(
+        self, verb: str, specs: Sequence[LaneSpec], like: Tensor, group: Group, text: str, scale: float = 1.0
+    ) -> None:
+        channel = channel_of(group, like.device)
+
+        def plan() -> CallPlan:
+            lanes = [spec._replace(dtype=like.dtype) for spec in specs]
+            return rows_plan(text, verb, lanes, channel.transport, scale=scale)
+
+        super().__init__(channel, specs, plan, text, scale)
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether launches of its own run it on a stream of a GPU, unless lanes are watched."""
+        return self.program is not None
+
+    @functools.cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of wires that this rank hands to the transport at one step: a row to every other rank."""
+        row = sum(
+            lane.codec.wire_bytes(cut.span(index).numel, lane.encoded)
+            for lane, cut in zip(self._plan.lanes, self._plan.cuts, strict=True)
+            for index in range(cut.num_chunks)
+        )
+        return (self.channel.world - 1) * row
+
+    def _start(self, call: Call, program: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
+        tensors = [tensor.detach() for tensor in (*outputs, *inputs)]
+        call.start(program, tensors, outputs, step, False, written=len(outputs))
+
+
+class ScatterMessage(_RowMessage):
+    """Sums of rows: every rank gets scale * the sum over ranks of their rows for it."""
+
+    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group, scale: float) -> None:
+        self.scale = scale
+        text = f"scatter({_described(specs, like.dtype)}, scale={scale:g})"
+        super().__init__("reduce_scatter", specs, like, group, text, scale)
+
+    def run(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        step: int,
+        watched: Sequence[LaneWatch] | None = None,
+        note: Bad | None = None,
+    ) -> None:
+        """By lane: a row for the sum, and the rows of all ranks; what has feedback is changed.
+
+        It returns when the outputs are there or, on a GPU, when the current stream will have them. `note`: where a
+        program notes numbers that are not finite.
+        """
+        call = Call(self.channel, self.text)
+        plan = self._plan
+        if plan.program is not None and watched is None:
+            program: Any = plan.program if note is None else programs.Noting(self.program, note)
+            self._start(call, program, outputs, inputs, step)
+            return
+        parts = zip(inputs, plan.cuts, plan.lanes, watched or [LaneWatch()] * len(inputs), strict=True)
+        lanes = [
+            Lane(Flat([x]), cut, lane.codec, lane.codec, seen.carry, seen.watch, seen.checked)
+            for x, cut, lane, seen in parts
+        ]
+        rows = [Flat([output]) for output in outputs]
+        operation = operations.ReduceScatter(call.setting(plan, step), lanes, rows, self.scale)
+        call.run(operation, outputs, False)
+
+
+class GatherMessage(_RowMessage):
+    """Every rank's row, on every rank, as decoded from its wire."""
+
+    def __init__(self, specs: Sequence[LaneSpec], like: Tensor, group: Group) -> None:
+        super().__init__("all_gather", specs, like, group, f"gather({_described(specs, like.dtype)})")
+
+    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], step: int) -> None:
+        """By lane: the rows of all ranks, and the own one, which may be a part of them."""
+        call = Call(self.channel, self.text)
+        plan = self._plan
+        if plan.program is not None:
+            self._start(call, plan.program, outputs, inputs, step)
+            return
+        parts = zip(inputs, plan.cuts, plan.lanes, strict=True)
+        lanes = [Lane(Flat([x]), cut, lane.codec, lane.codec) for x, cut, lane in parts]
+        rows_LW = [[Flat([row]) for row in output.view(self.channel.world, -1).unbind()] for output in outputs]
+        operation = operations.Gather(call.setting(plan, step), lanes, rows_LW)
+        call.run(operation, outputs, False)

@@ -16,8 +16,8 @@ from thinwire.codecs import Codec
 from thinwire.collectives.chunks import Cut, Desk, Flat, Span, aligned, others_first, shards, wire_sizes
 from thinwire.collectives.hierarchical import Hierarchical, Reducer
 from thinwire.collectives.lane import Fine, Key, Lane, LaneChunk, all_true, known_step
-from thinwire.collectives.one_shot import columns
 from thinwire.collectives.pipeline import Operation
+from thinwire.collectives.sums import columns
 from thinwire.collectives.transport import Stages, Transport, Waitable
 
 NOTE_BYTES = 16  # that a message of rows with feedback has more; wires begin on multiples of it
@@ -57,7 +57,7 @@ class VerbOperation(Operation):
         return [*flats, *(numbers for _, numbers in self._copies)]
 
     def finish(self) -> None:
-        """Outputs that are not contiguous get their numbers now."""
+        """Copy the results to outputs that are not contiguous."""
         for flat in self._outputs:
             flat.finish()
         for tensor, numbers in self._copies:
@@ -89,9 +89,9 @@ class AllReduce(VerbOperation):
             self.in_order = True
             self._count = self.num_chunks
             self.num_chunks = 1
-            self._room = aligned(setting.chunk_bytes)  # of one
+            self._each = aligned(setting.chunk_bytes)  # of one
             self._slots = min(self._count, reducer.messages + 1)
-            self.chunk_bytes = self._slots * self._room
+            self.chunk_bytes = self._slots * self._each
             self.scratch_bytes = max(self.scratch_bytes, self.chunk_bytes)
 
     def chunk(self, index: int, desk: Desk) -> Stages:
@@ -124,8 +124,8 @@ class AllReduce(VerbOperation):
         for place in itertools.count():
             begun = []
             if place < self._count:
-                room = place % self._slots * self._room
-                stages = self._sum(place, desk.part(room, self._room))
+                begin = place % self._slots * self._each
+                stages = self._sum(place, desk.part(begin, self._each))
                 begun = [(stages, next(stages))]
             elif not under_way:
                 return
@@ -140,8 +140,8 @@ class AllReduce(VerbOperation):
 class ReduceScatter(VerbOperation):
     """outputs = scale * sum over ranks of their rows for this rank, of every lane. One message, one rounding.
 
-    A lane holds one row per rank, and its cut is of a row. Where lanes have feedback, ranks tell each other in the same
-    message whether all they send is finite, and remember nothing if one of them has anything that is not.
+    A lane holds one row per rank, and its cut is of a row. If lanes have feedback, every
+    message also says whether all that its rank sends is finite; if anything is not, no rank remembers anything.
     """
 
     def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs: Sequence[Flat], scale: float) -> None:
@@ -182,7 +182,7 @@ class ReduceScatter(VerbOperation):
                 self._add(at, spans[at], wires_WN, rows[at], fine, desk)
 
     def _encoded(self, key: Key, lane: Lane, rank: int, span: Span, wire: Tensor, desk: Desk) -> LaneChunk:
-        """A span of the row for a rank, of which the wire was written."""
+        """Write the wire of a span of the row for a rank."""
         begin = rank * lane.cut.numel + span.begin
         part = lane.chunk(Span(begin, begin + span.numel), key, desk)
         part.wires = [wire]
@@ -191,15 +191,15 @@ class ReduceScatter(VerbOperation):
         return part
 
     def _count(self, sizes: Sequence[int], came_WN: Tensor, spans: Sequence[Span]) -> None:
-        """Tell whoever wants to know whether what came, of all lanes, is finite."""
-        told = [lane.checked for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.checked]
-        if told:
+        """Call the first `checked` with whether what came, of all lanes, is finite."""
+        callbacks = [lane.checked for lane, size in zip(self._lanes, sizes, strict=True) if size and lane.checked]
+        if callbacks:
             parts = zip(self._lanes, spans, columns(came_WN, sizes), sizes, strict=True)
             found = [lane.codec.all_finite(wires, span.numel, lane.dtype) for lane, span, wires, size in parts if size]
-            told[0](all_true(torch.stack(found)))
+            callbacks[0](all_true(torch.stack(found)))
 
     def _add(self, at: int, span: Span, wires_WN: Tensor, rows: Sequence[LaneChunk], fine: Fine, desk: Desk) -> None:
-        """A span of the output of lane `at`, and of what its feedback remembers."""
+        """Write a span of the output of lane `at`, and update what its feedback remembers."""
         lane = self._lanes[at]
         output = self._outputs[at]
         step = rows[0].key.of(self._link.rank)
@@ -215,45 +215,38 @@ class ReduceScatter(VerbOperation):
         output.write(span, out)
 
 
-@dataclass(frozen=True)
-class GatherLane:
-    """Numbers that share a codec: what this rank sends to all, and what all ranks send, of any lengths."""
-
-    outputs: Sequence[Flat]  # one per rank
-    input: Flat
-    cut: Cut  # of the longest
-    codec: Codec
-
-
 class Gather(VerbOperation):
-    """outputs[r] = rank r's input on every rank, of every lane. One message, one rounding."""
+    """outputs_LW[lane][r] = rank r's numbers of the lane, on every rank. One message, one rounding.
 
-    def __init__(self, setting: Setting, lanes: Sequence[GatherLane]) -> None:
-        outputs = [flat for lane in lanes for flat in lane.outputs]
-        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.input for lane in lanes])
+    Rows may have any lengths; the cut of a lane is that of the longest.
+    """
+
+    def __init__(self, setting: Setting, lanes: Sequence[Lane], outputs_LW: Sequence[Sequence[Flat]]) -> None:
+        outputs = [flat for row in outputs_LW for flat in row]
+        super().__init__(setting, max(lane.cut.num_chunks for lane in lanes), outputs, [lane.flat for lane in lanes])
         self._lanes = lanes
-        self._cuts = [
-            [Cut(flat.numel, lane.cut.chunk, lane.cut.edge, lane.cut.unit) for flat in lane.outputs] for lane in lanes
-        ]
+        self._outputs_LW = outputs_LW
+        pairs = zip([lane.cut for lane in lanes], outputs_LW, strict=True)
+        self._cuts = [[Cut(flat.numel, cut.chunk, cut.edge, cut.unit) for flat in row] for cut, row in pairs]
 
     def chunk(self, index: int, desk: Desk) -> Stages:
         link = self._link
         keys = [Key(self._step, index, at) for at in range(len(self._lanes))]
         parts_LW = [[cut.span(index) for cut in cuts] for cuts in self._cuts]
         pairs = zip(self._lanes, parts_LW, strict=True)
-        sizes_LW = [wire_sizes(lane.codec, parts, lane.input.dtype) for lane, parts in pairs]
+        sizes_LW = [wire_sizes(lane.codec, parts, lane.flat.dtype) for lane, parts in pairs]
         sizes_WL = list(zip(*sizes_LW, strict=True))
         wires = [desk.take(sum(sizes)) for sizes in sizes_WL]
         wires_WL = [columns(wire, sizes) for wire, sizes in zip(wires, sizes_WL, strict=True)]
         for at, lane in enumerate(self._lanes):
             part = parts_LW[at][link.rank]
             if part.numel:
-                lane.codec.encode(lane.input.read(part, desk), wires_WL[link.rank][at], step=keys[at].of(link.rank))
+                lane.codec.encode(lane.flat.read(part, desk), wires_WL[link.rank][at], step=keys[at].of(link.rank))
         yield link.gather(wires, self._tags[0])
         for at, lane in enumerate(self._lanes):
             for rank, part in enumerate(parts_LW[at]):
                 if part.numel:
-                    out = lane.outputs[rank].read(part, desk)
+                    out = self._outputs_LW[at][rank].read(part, desk)
                     lane.codec.decode(wires_WL[rank][at], out, step=known_step(keys[at].of(rank), out.device))
 
 
@@ -297,7 +290,7 @@ class Exchange(VerbOperation):
 
 
 class Broadcast(VerbOperation):
-    """flat = the source's, decoded from the source's wires on every rank, its own too.
+    """flat = the source's numbers, which every rank, the source too, decodes from the source's wires.
 
     The source sends every other rank a share of the wires, and these pass their shares on: no link carries more than
     one wire in either direction.

@@ -1,11 +1,11 @@
 """How the operations of a group run: one line of them, cut into chunks that overlap, in one scratch buffer.
 
 [Note: Issue order] Every group has one line of operations. An operation is cut into chunks; a chunk is a coroutine
-that encodes, starts messages, yields what it waits for, and goes on when that is done. The line keeps as many chunks
+that encodes, starts messages, yields what it waits for, and resumes when that is done. The line keeps as many chunks
 under way as the scratch holds and always waits for the one whose messages were started first, so chunk 0 is being
 reduced while chunk 1 travels and chunk 2 is encoded, and the next operation's first chunk fills the gap that the
-last one's end leaves. On gloo the line is one thread; messages carry tags drawn when the operation was called, so
-delays change no result. On NCCL the line runs in the calling thread and everything is ordered by one stream.
+last one's end leaves. The line is one thread; messages carry tags drawn when the operation was called, so delays change
+no result. On NCCL there is no line: a stream of the GPU runs the chunks one after the other (programs.py).
 
 [Note: No deadlock] Ranks may hold different numbers of chunks, since their scratch fills at different times. A chunk
 of at most two messages is safe: before a rank waits for a later chunk's first message, it has waited for the first and
@@ -16,7 +16,7 @@ done, and overlap their parts in an order of their own (operations.py, [Note: In
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.board import Board, Place
 from thinwire.collectives.chunks import SCRATCH_ALIGN, Desk, aligned
+from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import Stages, Waitable, wait_for
 from thinwire.collectives.work import Work, serving
 from thinwire.errors import CollectiveError
 from thinwire.ranges import ranged
+
+_IDLE_S = 1.0  # how often an idle line asks whether its group still exists
 
 
 class Operation:
@@ -53,17 +55,14 @@ class Operation:
         """Called once when all chunks are done."""
 
 
-class Scratch:
+class ScratchRing:
     """One buffer handed out in turn: chunks end about in the order they start, so a ring is enough.
 
-    It grows to the largest need it has met and is then never allocated again. With `exact` an operation gets no more
-    than its own limit, whatever the buffer has grown to: all ranks then start the same chunks in the same order, which
-    NCCL needs.
+    It grows to the largest need it has met and is then never allocated again.
     """
 
-    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._exact = exact
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._lent: deque[tuple[int, int]] = deque()  # (from, to) of what is out, in the order it was taken
         self._back: set[int] = set()  # starts of those that came back out of turn
@@ -78,7 +77,7 @@ class Scratch:
         if wanted > self.nbytes and not self._lent:
             self._buffer = torch.empty(wanted, dtype=torch.uint8, device=self.device)
         size = aligned(max(nbytes, 1), SCRATCH_ALIGN)  # no two regions start at one place
-        at = self._place(size, min(self.nbytes, wanted) if self._exact else self.nbytes)
+        at = self._place(size, self.nbytes)
         if at is None:
             return None
         self._lent.append((at, at + size))
@@ -90,7 +89,7 @@ class Scratch:
             self._back.remove(self._lent.popleft()[0])
 
     def release(self) -> None:
-        """Let go of the buffer, whoever has a part of it."""
+        """Free the buffer, even while parts of it are out."""
         self._lent.clear()
         self._back.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -112,7 +111,7 @@ class Queued:
     operation: Operation
     work: Work
     groups: tuple[dist.ProcessGroup, ...]  # alive until the operation is done
-    place: Place
+    site: CallSite
     started: int = 0  # chunks
     ended: int = 0
 
@@ -125,7 +124,7 @@ class Queued:
             self.work.finished()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for the operation gets the error."""
+        """Raise the error in all who wait for the operation."""
         self.groups = ()  # the error's traceback holds the entry, which would hold the group
         if not self.work.is_ended:
             self.work.failed(error)
@@ -146,16 +145,13 @@ _wait = ranged("thinwire::wire")(wait_for)
 class Line:
     """Runs operations one after the other, their chunks overlapping. See [Note: Issue order]."""
 
-    def __init__(self, scratch: Scratch, board: Board) -> None:
+    def __init__(self, scratch: ScratchRing, failures: Failures) -> None:
         self.scratch = scratch
-        self.board = board
-        self.turn = 0
-        self.place: Place | None = None  # where messages are waited for
+        self._failures = failures
         self._under_way: deque[_Running] = deque()
         self.entry: Queued | None = None  # the one whose chunks are being started
         self._current: _Running | None = None  # the one that is being taken on
         self.failure: str | None = None  # not the error: its traceback would hold the group
-        board.line = self
 
     @property
     def idle(self) -> bool:
@@ -169,17 +165,14 @@ class Line:
             self.entry = entry
 
     def advance(self) -> None:
-        """Start a chunk if there is room, else take the chunk that has waited longest one stage on."""
+        """Start a chunk if there is scratch for it, else resume the chunk that has waited longest."""
         try:
             running = self._new_chunk()
             if running is None:
                 if not self._under_way:
                     return
                 self._current = running = self._under_way.popleft()
-                self.turn += 1
-                self.place = running.entry.place
                 _wait(running.awaited)
-                self.place = None
             self._resume(running)
         except BaseException as error:
             self._fail(error)
@@ -225,12 +218,11 @@ class Line:
             entries[id(self.entry)] = self.entry
         self.entry = None
         self._under_way.clear()
-        self.place = None
-        told = self.board.ended(error, next(iter(entries.values())).place)
-        self.failure = f"{type(told).__name__}: {told}"
+        raised = self._failures.ended(error, next(iter(entries.values())).site)
+        self.failure = f"{type(raised).__name__}: {raised}"
         self.scratch.release()
         for entry in entries.values():
-            entry.fail(told)
+            entry.fail(raised)
 
 
 def broken(cause: str) -> CollectiveError:
@@ -247,20 +239,23 @@ def refuse(inbox: "SimpleQueue[Queued | None]", cause: str) -> None:
                 entry.fail(broken(cause))
 
 
-def serve(inbox: "SimpleQueue[Queued | None]", line: Line) -> None:
-    """The thread of a line, until None comes or it fails. While it sleeps it holds no group, which can end."""
+def serve(inbox: "SimpleQueue[Queued | None]", line: Line, is_over: Callable[[], bool]) -> None:
+    """The thread of a line, until None comes, it fails, or it is idle and over. While it sleeps it holds no group."""
     if line.scratch.device.type == "cuda":
         torch.cuda.set_device(line.scratch.device)
     serving.line = line
     closing = False
     while not (closing and line.idle):
         if line.entry is None and not closing:
-            with contextlib.suppress(Empty):
-                entry = inbox.get(block=line.idle)
+            try:
+                entry = inbox.get(block=line.idle, timeout=_IDLE_S)
                 closing = entry is None
                 if entry is not None:
                     line.enter(entry)
                 del entry
+            except Empty:
+                if line.idle and is_over():
+                    return
         line.advance()
         if line.failure is not None:
             refuse(inbox, line.failure)

@@ -13,10 +13,11 @@ import torch
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives import chunks, programs
 from thinwire.collectives.checks import Reduction, check_algorithm, check_recodes, codec_for
-from thinwire.collectives.chunks import Cut, Flat, Span
+from thinwire.collectives.chunks import Cut, Span
 from thinwire.collectives.hierarchical import Hierarchical, Reducer, flat_reducer
-from thinwire.collectives.lane import Lane
-from thinwire.collectives.programs import Program, StreamLane
+from thinwire.collectives.lane import LaneSpec
+from thinwire.collectives.operations import NOTE_BYTES
+from thinwire.collectives.programs import Program
 from thinwire.collectives.transport import RowTransport, Transport
 from thinwire.errors import CollectiveError
 
@@ -24,8 +25,7 @@ SumAlgorithm = Literal["auto", "two_phase", "one_shot", "hierarchical", "plain"]
 VerbAlgorithm = Literal["auto", "compressed", "plain"]
 SUM_ALGORITHMS = ("auto", "two_phase", "one_shot", "hierarchical", "plain")
 VERB_ALGORITHMS = ("auto", "compressed", "plain")
-_UNCUT = Cut(0, 1)
-_GLOO_DTYPES = (  # of all its verbs alike
+_GLOO_DTYPES = (  # that all of its verbs take
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
@@ -38,7 +38,7 @@ class PlanKey(NamedTuple):
     verb: str
     lengths: tuple[int, ...]  # elements of the tensors; () where they may differ between ranks
     dtype: torch.dtype
-    codecs: tuple[Codec | str, ...]  # two of a hierarchy; a string that names no codec is kept until all have seen it
+    codecs: tuple[Codec | str, ...]  # two for a hierarchy; a string that names no codec is kept until ranks compared it
     algorithm: str
     reduction: Reduction | None = None
     source: int | None = None  # of a broadcast
@@ -60,21 +60,143 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class CallPlan:
+    """What is the same at every call of a kind. Without lanes torch's own verb runs."""
+
     text: str
-    codec: Codec | None = None  # None: torch's own verb
-    cut: Cut = _UNCUT
+    lanes: Sequence[LaneSpec] = ()
+    cuts: Sequence[Cut] = ()
     chunk_bytes: int = 0  # scratch of one chunk
     scratch_bytes: int = 0  # scratch of the operation
     reducer: Reducer | None = None  # of a sum
-    across: tuple[Codec, Codec] | None = None  # of a hierarchy: codec and first of the sums of nodes
     program: Program | None = None  # on a stream of a GPU: what runs in place of an operation
+    reduction: Reduction | None = None
+    source: int | None = None  # of a broadcast
+
+    @property
+    def codec(self) -> Codec | None:
+        return self.lanes[0].codec if self.lanes else None
 
 
 Choose = Callable[[tuple[Codec, ...], Sequence[str]], str]  # the fastest of these algorithms with these codecs
 
 
-def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
+# --- lanes to plans ---------------------------------------------------------------------------------------------------
+
+
+def sum_plan(
+    text: str, lanes: Sequence[LaneSpec], links: Sequence[Transport], algorithm: str, scale: float
+) -> CallPlan:
+    """The plan of a sum of lanes on a group, or on a mesh of nodes (two links: across, inside)."""
+    cuts = [_sum_cut(lane, links, algorithm) for lane in lanes]
+    reducer: Reducer = Hierarchical(*links) if len(links) == 2 else flat_reducer(links[0], algorithm)
+    plan = CallPlan(text, lanes, cuts, reducer=reducer, program=_sum_program(links, algorithm, lanes, cuts, scale))
+    return with_scratch(plan, (False,) * len(lanes))
+
+
+def with_scratch(plan: CallPlan, scattered: Sequence[bool]) -> CallPlan:
+    """The plan of a sum, with its scratch; `scattered`: whether a lane's numbers lie in several tensors."""
+    assert plan.reducer is not None
+    chunk_bytes = 0
+    chunk_wire = 0
+    for lane, cut, apart in zip(plan.lanes, plan.cuts, scattered, strict=True):
+        numel = min(cut.chunk, cut.numel)
+        outer = (lane.across or (lane.codec,))[0]
+        chunk_bytes += plan.reducer.scratch_bytes(lane.codec, numel, lane.encoded, outer)
+        chunk_bytes += lane.copy_bytes(numel, scattered=apart)
+        chunk_wire += lane.codec.wire_bytes(numel, lane.encoded)
+    wire = sum(lane.codec.wire_bytes(lane.numel, lane.encoded) for lane in plan.lanes)
+    most = max(cut.num_chunks for cut in plan.cuts)
+    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
+    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
+
+
+def _sum_cut(lane: LaneSpec, links: Sequence[Transport], algorithm: str) -> Cut:
+    """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
+    wire = lane.codec.wire_bytes(lane.numel, lane.encoded)
+    shards = links[-1].world
+    if links[0].on_stream:
+        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit, shards if algorithm == "one_shot" else 2)
+    return chunks.cut(lane.numel, wire, math.prod(link.world for link in links), shards, lane.codec.unit)
+
+
+def _sum_program(
+    links: Sequence[Transport], algorithm: str, lanes: Sequence[LaneSpec], cuts: Sequence[Cut], scale: float
+) -> programs.SumProgram | None:
+    """The program of a sum on a stream of a GPU; None where there is none."""
+    if not all(isinstance(link, RowTransport) for link in links) or not all(lane.numel for lane in lanes):
+        return None
+    for lane in lanes:
+        codecs = {lane.codec, lane.first, *(lane.across or ())}
+        dtype = torch.float32 if lane.feedback else lane.dtype
+        if not all(programs.fits(codec, dtype, lane.feedback) for codec in codecs):
+            return None
+        if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
+            return None  # sums in fp32 of numbers that travel as they are
+    return programs.SumProgram([cast(RowTransport, link) for link in links], algorithm, lanes, cuts, scale)
+
+
+def rows_plan(
+    text: str, verb: str, lanes: Sequence[LaneSpec], link: Transport, *, total: int = 0, scale: float = 1.0
+) -> CallPlan:
+    """The plan of a reduce_scatter or all_gather of lanes, whose `numel` is that of the longest row of a rank.
+
+    `total`: the elements of all rows, where they are not all as long.
+    """
+    held = 2 if verb == "reduce_scatter" else 1  # matrices of wires in a chunk's scratch
+    cuts = []
+    wire = 0
+    chunk_wire = 0
+    copies = 0
+    for lane in lanes:
+        rows = max(1, -(-(total or link.world * lane.numel) // max(lane.numel, 1)))
+        whole = rows * lane.codec.wire_bytes(lane.numel, lane.encoded)
+        cuts.append(_rows_cut(lane, whole, link))
+        numel = min(cuts[-1].chunk, lane.numel)
+        wire += whole
+        chunk_wire += link.world * lane.codec.wire_bytes(numel, lane.encoded)
+        copies += (link.world + 1) * lane.copy_bytes(numel)
+    chunk_bytes = held * (chunk_wire + link.world * NOTE_BYTES) + copies
+    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, max(cut.num_chunks for cut in cuts))
+    plan = CallPlan(text, lanes, cuts, chunk_bytes, limit)
+    if not isinstance(link, RowTransport) or total or not all(map(_has_rows, lanes, cuts)):
+        return plan
+    if verb == "reduce_scatter":
+        return replace(plan, program=programs.ScatterProgram(link, lanes, scale))
+    return replace(plan, program=programs.GatherProgram(link, lanes))
+
+
+def _rows_cut(lane: LaneSpec, wire: int, link: Transport, shards: int = 1) -> Cut:
+    """The chunks of a rank's part, where the parts of all ranks take `wire` bytes."""
+    if link.on_stream:
+        return programs.stream_cut(lane.numel, wire, shards, lane.codec.unit)
+    return chunks.cut(lane.numel, wire, link.world, shards, lane.codec.unit)
+
+
+def _has_rows(lane: LaneSpec, cut: Cut) -> bool:
+    """Whether one launch encodes a lane's rows."""
+    fits = programs.fits(lane.codec, lane.dtype)
+    return cut.num_chunks == 1 and lane.numel > 0 and not lane.feedback and fits
+
+
+def _broadcast_plan(text: str, lane: LaneSpec, link: Transport, source: int) -> CallPlan:
+    count = link.world - 1
+    wire = lane.codec.wire_bytes(lane.numel, lane.dtype)
+    cut = _rows_cut(lane, wire, link, count)
+    parts = chunks.shards(Span(0, min(cut.chunk, lane.numel)), count, lane.codec.unit)
+    chunk_bytes = sum(chunks.wire_sizes(lane.codec, parts, lane.dtype))
+    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, cut.num_chunks)
+    program = None
+    if isinstance(link, RowTransport) and _has_rows(lane, cut):
+        program = programs.BroadcastProgram(link, lane, source)
+    return CallPlan(text, [lane], [cut], chunk_bytes, limit, program=program)
+
+
+# --- calls to plans ---------------------------------------------------------------------------------------------------
+
+
+def plan_sum(key: PlanKey, links: tuple[Transport, ...], choose: Choose) -> CallPlan:
     """Decide how an all_reduce runs on a group (one transport) or on a mesh of nodes (two: across, inside)."""
+    numel = sum(key.lengths)
     check_algorithm(key.algorithm, SUM_ALGORITHMS)
     on_mesh = len(links) == 2
     if on_mesh != (key.algorithm == "hierarchical") and not (on_mesh and key.algorithm in ("auto", "plain")):
@@ -84,26 +206,23 @@ def plan_sum(key: PlanKey, flat: Flat, links: tuple[Transport, ...], choose: Cho
     if len(key.codecs) == 2 and not on_mesh:
         pair = tuple(map(str, key.codecs))
         raise CollectiveError(f"a pair of codecs goes with algorithm='hierarchical', got {pair} for {key.algorithm!r}")
-    codecs = _named(key, flat.numel)
+    codecs = _named(key, numel)
+    assert key.reduction is not None
+    plain = CallPlan(str(key), reduction=key.reduction)
     if all(link.world == 1 for link in links):
-        return CallPlan(str(key))  # exact, whatever the codec
+        return plain  # exact, whatever the codec
     if on_mesh or key.algorithm == "two_phase":
         check_recodes(codecs, f"algorithm={'hierarchical' if on_mesh else key.algorithm!r}")
     names = ("plain", "hierarchical") if on_mesh else to_choose_from(codecs)
-    algorithm = _algorithm(key, codecs, flat.numel, names, choose)
+    algorithm = _algorithm(key, codecs, numel, names, choose)
     if algorithm == "plain":
         _check_torch_takes(key.dtype, links)
-        return CallPlan(str(key))
-    codec = codecs[0]
-    cut = sum_cut(codec, flat.numel, flat.dtype, links, algorithm)
+        return plain
     across = (codecs[-1], codecs[-1]) if on_mesh else None
-    reducer: Reducer = Hierarchical(*links) if on_mesh else flat_reducer(links[0], algorithm)
-    lane = Lane(flat, cut, codec, codec, across=across)
-    assert key.reduction is not None
+    lane = LaneSpec(numel, codecs[0], codecs[0], dtype=key.dtype, across=across)
     scale = key.reduction.scale(math.prod(link.world for link in links))
-    streamed = StreamLane(flat.numel, flat.dtype, codec, codec, across=across)
-    program = sum_program(links, algorithm, [streamed], [cut], scale)
-    return CallPlan(str(key), codec, cut, *lanes_scratch([lane], reducer), reducer, across, program)
+    plan = sum_plan(plain.text, [lane], links, algorithm, scale)
+    return replace(with_scratch(plan, [len(key.lengths) > 1]), reduction=key.reduction)
 
 
 def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
@@ -111,122 +230,49 @@ def to_choose_from(codecs: Sequence[Codec]) -> Sequence[str]:
     return ("plain", "one_shot", "two_phase") if all(codec.recodes for codec in codecs) else ("plain", "one_shot")
 
 
-def sum_cut(codec: Codec, numel: int, dtype: torch.dtype, links: Sequence[Transport], algorithm: str) -> Cut:
-    """The chunks of a sum, which fall into shards for the ranks of a group or of a node."""
-    wire = codec.wire_bytes(numel, dtype)
-    shards = links[-1].world
-    if links[0].on_stream:
-        return programs.stream_cut(numel, wire, shards, codec.unit, shards if algorithm == "one_shot" else 2)
-    return chunks.cut(numel, wire, math.prod(link.world for link in links), shards, codec.unit)
-
-
-def sum_program(
-    links: Sequence[Transport], algorithm: str, lanes: Sequence[StreamLane], cuts: Sequence[Cut], scale: float
-) -> programs.Sum | None:
-    """The program of a sum on a stream of a GPU; None where operations run it."""
-    if not all(isinstance(link, RowTransport) for link in links) or not all(lane.numel for lane in lanes):
-        return None
-    for lane in lanes:
-        codecs = {lane.codec, lane.first, *(lane.across or ())}
-        if not all(programs.fits(codec, lane.encoded, lane.feedback) for codec in codecs):
-            return None
-        if len(links) == 2 and isinstance(lane.codec, Identity) and lane.dtype != torch.float32:
-            return None  # sums in fp32 of numbers that travel as they are
-    return programs.Sum([cast(RowTransport, link) for link in links], algorithm, lanes, cuts, scale)
-
-
 def plan_verb(key: PlanKey, verb: str, part: int, numel: int, link: Transport, choose: Choose) -> CallPlan:
     """Decide how a verb moves `numel` elements, of which the largest part of a rank has `part`."""
-    world = link.world
-    codec = _chosen(key, numel, link, choose)
-    if codec is None:
-        return CallPlan(str(key))
-    if verb == "broadcast":
-        check_recodes([codec], verb)
-    wire = codec.wire_bytes(part, key.dtype) * max(1, -(-numel // max(part, 1)))
-    shards = world - 1 if verb == "broadcast" else 1
-    cut = verb_cut(codec, part, wire, link, shards)
-    span = Span(0, min(cut.chunk, part))
-    if verb == "broadcast":
-        chunk_wire = sum(chunks.wire_sizes(codec, chunks.shards(span, world - 1, codec.unit), key.dtype))
-    else:
-        chunk_wire = world * codec.wire_bytes(span.numel, key.dtype)
-    chunk_bytes = 2 * chunk_wire if verb == "reduce_scatter" else chunk_wire
-    limit = chunks.scratch_limit(wire, chunk_wire, chunk_bytes, cut.num_chunks)
-    program = _verb_program(key, part, link, codec) if cut.num_chunks == 1 else None
-    return CallPlan(str(key), codec, cut, chunk_bytes, limit, program=program)
-
-
-def verb_cut(codec: Codec, part: int, wire: int, link: Transport, shards: int = 1) -> Cut:
-    """The chunks of a rank's part, where the parts of all ranks take `wire` bytes."""
-    if link.on_stream:
-        return programs.stream_cut(part, wire, shards, codec.unit)
-    return chunks.cut(part, wire, link.world, shards, codec.unit)
-
-
-def _verb_program(key: PlanKey, part: int, link: Transport, codec: Codec) -> Program | None:
-    """The program of a verb on a stream of a GPU; None where an operation runs it."""
-    if not isinstance(link, RowTransport) or not part or not programs.fits(codec, key.dtype):
-        return None
-    lane = StreamLane(part, key.dtype, codec, codec)
-    if key.verb == "reduce_scatter_tensor":
-        assert key.reduction is not None
-        return programs.ReduceScatter(link, [lane], key.reduction.scale(link.world))
-    if key.verb == "all_gather_into_tensor":
-        return programs.Gather(link, [lane])
-    if key.verb == "broadcast":
-        assert key.source is not None
-        return programs.Broadcast(link, codec, key.dtype, part, key.source)
-    return None
-
-
-def plan_exchange(key: PlanKey, numel: int, link: Transport, choose: Choose) -> CallPlan:
-    """Decide how ranks exchange; what it takes depends on the lengths of a call, which others do not know."""
-    codec = _chosen(key, numel, link, choose)
-    if codec is None:
-        return CallPlan(str(key))
-    check_recodes([codec], key.verb)
-    if isinstance(link, RowTransport) and programs.fits(codec, key.dtype):
-        return CallPlan(str(key), codec, program=programs.UnevenExchange(link, codec))
-    per_element = codec.wire_bytes(1 << 16, key.dtype) / (1 << 16)
-    chunk = max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024)
-    return CallPlan(str(key), codec, Cut(0, chunk))
-
-
-def sized(plan: CallPlan, lengths: Sequence[int], dtype: torch.dtype) -> CallPlan:
-    """The plan of an exchange, with the scratch that messages of these lengths take."""
-    assert plan.codec is not None
-    chunk = plan.cut.chunk
-    wire = sum(plan.codec.wire_bytes(numel, dtype) for numel in lengths)
-    chunk_bytes = sum(plan.codec.wire_bytes(min(numel, chunk), dtype) for numel in lengths)
-    num_chunks = -(-max(lengths, default=1) // chunk)
-    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
-    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
-
-
-def lanes_scratch(lanes: Sequence[Lane], reducer: Reducer) -> tuple[int, int]:
-    """Scratch of one chunk, and of all, of a sum of these lanes."""
-    chunk_bytes = 0
-    chunk_wire = 0
-    for lane in lanes:
-        numel = min(lane.cut.chunk, lane.cut.numel)
-        chunk_bytes += reducer.scratch_bytes(lane.codec, numel, lane.dtype, lane.outer[0]) + lane.room_bytes(numel)
-        chunk_wire += lane.codec.wire_bytes(numel, lane.dtype)
-    wire = sum(lane.codec.wire_bytes(lane.cut.numel, lane.dtype) for lane in lanes)
-    most = max(lane.cut.num_chunks for lane in lanes)
-    return chunk_bytes, chunks.scratch_limit(wire, chunk_wire, chunk_bytes, most)
-
-
-def _chosen(key: PlanKey, numel: int, link: Transport, choose: Choose) -> Codec | None:
-    """The codec that a verb uses, or None for an exact call."""
     check_algorithm(key.algorithm, VERB_ALGORITHMS)
     codecs = _named(key, numel)
+    plain = CallPlan(str(key), reduction=key.reduction, source=key.source)
     if link.world == 1:
-        return None
+        return plain
     if _algorithm(key, codecs, numel, ("plain", "compressed"), choose) == "plain":
         _check_torch_takes(key.dtype, [link])
-        return None
-    return codecs[0]
+        return plain
+    if verb in ("broadcast", "all_to_all"):
+        check_recodes(codecs, key.verb)
+    lane = LaneSpec(part, codecs[0], codecs[0], dtype=key.dtype)
+    if verb == "broadcast":
+        assert key.source is not None
+        plan = _broadcast_plan(plain.text, lane, link, key.source)
+    elif verb == "all_to_all":
+        plan = _exchange_plan(plain.text, lane, link)
+    else:
+        scale = 1.0 if key.reduction is None else key.reduction.scale(link.world)
+        total = numel if key.verb == "all_gather" else 0
+        plan = rows_plan(plain.text, verb, [lane], link, total=total, scale=scale)
+    return replace(plan, reduction=key.reduction, source=key.source)
+
+
+def _exchange_plan(text: str, lane: LaneSpec, link: Transport) -> CallPlan:
+    """What an exchange takes depends on the lengths of a call, which other ranks do not know; see `sized`."""
+    per_element = lane.codec.wire_bytes(1 << 16, lane.dtype) / (1 << 16)
+    cut = Cut(0, max(1024, int(_MESSAGE_BYTES / per_element) // 1024 * 1024))
+    program = None
+    if isinstance(link, RowTransport) and programs.fits(lane.codec, lane.dtype):
+        program = programs.UnevenExchange(link, lane.codec)
+    return CallPlan(text, [lane], [cut], program=program)
+
+
+def sized(plan: CallPlan, lengths: Sequence[int]) -> CallPlan:
+    """The plan of an exchange, with the scratch that messages of these lengths take."""
+    (lane,), (cut,) = plan.lanes, plan.cuts
+    wire = sum(lane.codec.wire_bytes(numel, lane.dtype) for numel in lengths)
+    chunk_bytes = sum(lane.codec.wire_bytes(min(numel, cut.chunk), lane.dtype) for numel in lengths)
+    num_chunks = -(-max(lengths, default=1) // cut.chunk)
+    limit = chunks.scratch_limit(wire, chunk_bytes, chunk_bytes, num_chunks)
+    return replace(plan, chunk_bytes=chunk_bytes, scratch_bytes=limit)
 
 
 def _check_torch_takes(dtype: torch.dtype, links: Sequence[Transport]) -> None:
@@ -249,5 +295,5 @@ def _algorithm(key: PlanKey, codecs: tuple[Codec, ...], numel: int, names: Seque
 
 
 def _named(key: PlanKey, numel: int) -> tuple[Codec, ...]:
-    """The codecs of a call, those too that it has no use for; raises where a string names none."""
+    """The codecs of a call, even those it has no use for; raises where a string names none."""
     return tuple(codec_for(codec, (numel,)) for codec in key.codecs)

@@ -12,7 +12,7 @@ Legend: W ranks, `stride` bytes from one row to the next.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from thinwire.codecs import Codec
 from thinwire.collectives import chunks
 from thinwire.collectives.chunks import Cut, Span, aligned
 from thinwire.collectives.hierarchical import fewest_roundings, fitted
-from thinwire.collectives.lane import Key
-from thinwire.collectives.rooms import Room, Scratch
-from thinwire.collectives.transport import Place, RowTransport
-from thinwire.kernels import hashing, is_ahead, rows
+from thinwire.collectives.lane import Key, LaneSpec
+from thinwire.collectives.pipeline import Operation
+from thinwire.collectives.transport import Member, RowTransport, wait_for
+from thinwire.collectives.workspaces import Region, Workspace
+from thinwire.kernels import hashing, rows
 from thinwire.kernels.rows import Bad, Feedback, Memory
 from thinwire.kernels.schema import RowJob, Rows
 
@@ -33,32 +34,15 @@ MOST_WIRES = 4  # so long that a chunk's scratch holds; a sum in one phase has o
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class StreamLane(NamedTuple):
-    """A lane of a sum: what fixes its launches."""
-
-    numel: int
-    dtype: torch.dtype
-    codec: Codec
-    first: Codec  # of the first of two phases
-    feedback: str = ""
-    exact_own: bool = False  # True => in two phases a rank's part of its own shard, which does not travel, is exact
-    across: tuple[Codec, Codec] | None = None  # in a hierarchy: codec and first of the sums of nodes
-
-    @property
-    def encoded(self) -> torch.dtype:
-        """In which numbers are encoded."""
-        return torch.float32 if self.feedback else self.dtype
-
-
 class Program(Protocol):
     """A series of launches on the tensors of one call."""
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
-        """Start them on the current stream, which owns the scratch of `room`."""
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+        """Start them on the current stream, which owns the scratch of `space`; in a silent one send nothing."""
 
 
 def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 2) -> Cut:
-    """A message in as few chunks as the scratch, which holds so many wires, allows: on a GPU more gain nothing."""
+    """Cut a message into as few chunks as the scratch, for `held` wires, allows: on a GPU more chunks gain nothing."""
     count = -(-wire_bytes * max(held, MOST_WIRES) // (MAX_WIRE_BYTES * MOST_WIRES))
     if count < 2:
         return Cut(numel, max(numel, 1))
@@ -67,58 +51,67 @@ def stream_cut(numel: int, wire_bytes: int, shards: int, unit: int, held: int = 
 
 
 def fits(codec: Codec, dtype: torch.dtype, feedback: str = "") -> bool:
-    """Whether tensors of `dtype` can be encoded in rows of this codec: one that has not to choose by their lengths."""
+    """Whether one launch can encode rows of `dtype` with this codec, which must not depend on their lengths."""
     if dtype not in _DTYPES or dtype not in codec.inputs or codec.pick(shape=(1,)) != codec or not codec.recodes:
         return False
     return not feedback or codec.encoding(torch.float32).format.block > 0
 
 
-def _job(codec: Codec, shape: Rows, lane: StreamLane, device: torch.device, stride: int) -> RowJob:
+def _job(codec: Codec, shape: Rows, lane: LaneSpec, device: torch.device, stride: int) -> RowJob:
     return RowJob(codec.encoding(lane.encoded), codec.seed, shape, lane.dtype, device, stride)
 
 
 @dataclass(frozen=True)
 class Copying:
-    """A program on tensors that do not lie in one piece: on copies, of which the first `written` go back."""
+    """A program on copies of tensors that do not lie in one piece; the first `written` go back.
+
+    Then tensor = numbers for the (tensor, numbers) of `copies`.
+    """
 
     program: Program
     written: int
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        copies = [tensor.contiguous() for tensor in tensors]
-        self.program.run(room, copies, step)
-        for tensor, copy in zip(tensors[: self.written], copies, strict=False):
-            if copy is not tensor:
-                tensor.copy_(copy)
-
-
-@dataclass(frozen=True)
-class Returning:
-    """A program whose results go on to tensors that do not lie in one piece: (tensor, numbers) of each."""
-
-    program: Program
-    copies: Sequence[tuple[Tensor, Tensor]]
-
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
-        """See Program."""
-        self.program.run(room, tensors, step)
+        pieces = [tensor.contiguous() for tensor in tensors]
+        self.program.run(space, pieces, step)
+        for tensor, piece in zip(tensors[: self.written], pieces, strict=False):
+            if piece is not tensor:
+                tensor.copy_(piece)
         for tensor, numbers in self.copies:
             tensor.detach().copy_(numbers.view(tensor.shape))
 
 
 @dataclass(frozen=True)
 class Coalesced:
-    """A program of one tensor on several: as one row, and back."""
+    """Runs a program of one tensor on several: they are copied into one row, and back."""
 
     program: Program
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         row = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.program.run(room, [row], step)
+        self.program.run(space, [row], step)
         parts = row.split([tensor.numel() for tensor in tensors])
         torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An operation as a program, for calls without launches of their own: its chunks run in order on the stream."""
+
+    operation: Operation
+
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program. Waiting for a message makes the stream wait, never the host."""
+        operation = self.operation
+        buffer = space.reserve(operation.chunk_bytes)[: operation.chunk_bytes]
+        with torch.inference_mode():  # outputs may be inference tensors
+            for index in range(operation.num_chunks):
+                for awaited in operation.chunk(index, chunks.Desk(buffer)):
+                    wait_for(awaited)
+            operation.finish()
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -126,7 +119,7 @@ class Coalesced:
 
 @dataclass(frozen=True)
 class _Views:
-    """A sum's parts of the scratch; L: one per lane."""
+    """The parts of the scratch that a sum uses; L: one per lane."""
 
     sent: Tensor  # the rows that are sent, and later those that are gathered
     own: Tensor  # the row of this rank in them
@@ -153,10 +146,10 @@ def _cut_rows(
     return _Views(sent, own, came, [sent[b:] for b in starts], [came[b:] for b in starts], own_L, floats_L)
 
 
-class SumLane:
+class SumKernels:
     """The launches of a lane on the rank at `link`."""
 
-    def __init__(self, lane: StreamLane, link: Place, scale: float, stride: int, *, two_phase: bool) -> None:
+    def __init__(self, lane: LaneSpec, link: Member, scale: float, stride: int, *, two_phase: bool) -> None:
         world = link.world
         self.lane = lane
         self.shape = lane_rows(lane, world, two_phase=two_phase)
@@ -181,7 +174,7 @@ class SumLane:
         self.left_bytes = 4 * lane.numel if feedback and lane.dtype != torch.float32 else 0
 
 
-def lane_rows(lane: StreamLane, world: int, *, two_phase: bool) -> Rows:
+def lane_rows(lane: LaneSpec, world: int, *, two_phase: bool) -> Rows:
     """The shards of a lane, one per rank; in one phase there is one."""
     if not two_phase:
         return Rows(lane.numel, lane.numel, 1)
@@ -193,7 +186,7 @@ class SumChunk:
     """A sum of lanes over the ranks, in place, all in one message; no lane is empty."""
 
     def __init__(
-        self, link: RowTransport, lanes: Sequence[StreamLane], scale: float, *, two_phase: bool, begin: int = 0
+        self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float, *, two_phase: bool, begin: int = 0
     ) -> None:
         self._link = link
         self._two_phase = two_phase
@@ -202,34 +195,36 @@ class SumChunk:
         self._sizes = [lane.codec.wire_bytes(shape.each, lane.encoded) for lane, shape in pairs]
         self._stride = sum(self._sizes)
         self._matrices = (2 if two_phase else 1) * link.world * self._stride
-        self._lanes = [SumLane(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
+        self._lanes = [SumKernels(lane, link, scale, self._stride, two_phase=two_phase) for lane in lanes]
         # Lanes without feedback find out, as they are decoded, whether they are finite; the others have to know before.
         self._last_first = sorted(range(len(lanes)), key=lambda i: bool(lanes[i].feedback))
         self._nothing: list[Memory | None] = [None] * len(lanes)
         lefts = sum(aligned(lane.left_bytes) for lane in self._lanes)
-        self.scratch = Scratch(self._matrices + lefts, self._cut, begin)
+        self.scratch = Region(self._matrices + lefts, self._cut, begin)
 
     def run(
         self,
-        room: Room,
+        space: Workspace,
         xs: Sequence[Tensor],
         mixed: Sequence[int],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
         """x = scale * sum of x over the ranks. By lane: the mixed step, and the memory where there is feedback."""
-        views = self.scratch.views(room)
+        views = self.scratch.views(space)
         link = self._link
         kept = self._nothing if memories is None else _with_left(memories, xs, views.floats_L)
         sent_L = views.sent_L if self._two_phase else views.own_L
         for i, lane in enumerate(self._lanes):
             lane.encode(xs[i], sent_L[i], mixed[i], kept[i])
         if self._two_phase:
-            link.all_to_all(views.came, views.sent)
+            if not space.silent:
+                link.all_to_all(views.came, views.sent)
             for i, lane in enumerate(self._lanes):
                 if lane.recode is not None:
                     lane.recode(views.came_L[i], views.own_L[i], mixed[i], xs[i] if lane.keeps_own else None, kept[i])
-        link.all_gather(views.sent, views.own)
+        if not space.silent:
+            link.all_gather(views.sent, views.own)
         if bad is not None:
             for scan, wires in self._scans(views):
                 scan(wires, bad)
@@ -247,7 +242,7 @@ class SumChunk:
 
 
 def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: Sequence[Tensor]) -> list[Memory | None]:
-    """The memories, with the place for what is left: of its own where the tensor has too few bits."""
+    """The memories with a place for `left`: x itself, or scratch if x has too few bits."""
     return [
         memory and memory._replace(left=left if left.numel() else x)
         for memory, x, left in zip(memories, xs, lefts, strict=True)
@@ -257,7 +252,7 @@ def _with_left(memories: Sequence[Memory | None], xs: Sequence[Tensor], lefts: S
 class NodesChunk:
     """A sum on a mesh of nodes: inside every node, across nodes, and back inside; see hierarchical.py."""
 
-    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[StreamLane], scale: float, chunk: int) -> None:
+    def __init__(self, links: Sequence[RowTransport], lanes: Sequence[LaneSpec], scale: float, chunk: int) -> None:
         across, inside = links
         self._chunk = chunk
         self._inside = inside
@@ -285,41 +280,43 @@ class NodesChunk:
             phases = fewest_roundings(across.world) == "two_phase"
             self._outer = SumChunk(across, outer, scale, two_phase=phases, begin=nbytes)
             end = self._outer.scratch.end
-        self.scratch = Scratch(end, self._cut)
+        self.scratch = Region(end, self._cut)
 
     def run(
         self,
-        room: Room,
+        space: Workspace,
         xs: Sequence[Tensor],
         mixed: Sequence[int],
         memories: Sequence[Memory | None] | None = None,
         bad: Bad | None = None,
     ) -> None:
         """x = scale * sum of x over the ranks of all nodes; there is no feedback."""
-        views = self.scratch.views(room)
+        views = self.scratch.views(space)
         for i, encode in enumerate(self._encodes):
             encode(xs[i], views.sent_L[i], mixed[i], None)
-        self._inside.all_to_all(views.came, views.sent)
+        if not space.silent:
+            self._inside.all_to_all(views.came, views.sent)
         for i, add in self._adds.items():
             add(views.came_L[i], views.floats_L[i], None, None)
-        self._add_nodes(room, mixed, views)
+        self._add_nodes(space, mixed, views)
         for i, put in self._puts.items():
             lane = self._lanes[i]
             total = fitted(views.floats_L[i], lane.dtype, (lane.across or (lane.codec,))[0])
             put(total, views.own_L[i], mixed[i], None)
-        self._inside.all_gather(views.sent, views.own)
+        if not space.silent:
+            self._inside.all_gather(views.sent, views.own)
         for i, decode in enumerate(self._decodes):
             decode(views.sent_L[i], xs[i], None, bad)
 
-    def _add_nodes(self, room: Room, mixed: Sequence[Any], views: _Views) -> None:
-        """The sums of the own shards over nodes, whose step is the shard's key."""
+    def _add_nodes(self, space: Workspace, mixed: Sequence[Any], views: _Views) -> None:
+        """Sum the own shards over the nodes; the step is the shard's key."""
         totals = [views.floats_L[i] for i in self._filled]
         if self._outer is None:
             for total in totals:
                 total.mul_(self._scale)
             return
         steps = [hashing.row_step(mixed[i], self._inside.rank) for i in self._filled]
-        self._outer.run(room, totals, [Key(step, self._chunk).mixed() for step in steps])
+        self._outer.run(space, totals, [Key(step, self._chunk).mixed() for step in steps])
 
     def _cut(self, buffer: Tensor) -> _Views:
         owns = [job.layout(self._inside.rank).nbytes for job in self._jobs]
@@ -327,19 +324,19 @@ class NodesChunk:
         return _cut_rows(buffer, self._inside, self._sizes, owns, totals, 2)
 
 
-def _outer_lane(lane: StreamLane, numel: int) -> StreamLane:
+def _outer_lane(lane: LaneSpec, numel: int) -> LaneSpec:
     codec, first = lane.across or (lane.codec, lane.codec)
-    return StreamLane(numel, torch.float32, codec, first)
+    return LaneSpec(numel, codec, first)
 
 
-class Sum:
+class SumProgram:
     """A sum of lanes, in chunks where the message is long; over one link, or two of a mesh: across nodes, inside."""
 
     def __init__(
         self,
         links: Sequence[RowTransport],
         algorithm: str,
-        lanes: Sequence[StreamLane],
+        lanes: Sequence[LaneSpec],
         cuts: Sequence[Cut],
         scale: float,
     ) -> None:
@@ -360,13 +357,13 @@ class Sum:
         self._places = [lane << 48 for lane in range(len(lanes))]
         self.scratch_end = aligned(max(chunk.scratch.end for _, chunk in self._chunks))
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self.run_lanes(room, tensors, hashing.mix64(step))
+        self.run_lanes(space, tensors, hashing.mix64(step))
 
     def run_lanes(
         self,
-        room: Room,
+        space: Workspace,
         xs: Sequence[Tensor],
         mixed: int,
         memories: Sequence[Memory | None] | None = None,
@@ -377,7 +374,7 @@ class Sum:
         mixed: mix64 of the step.
         """
         if self.count == 1:
-            self._chunks[0][1].run(room, xs, [mixed ^ place for place in self._places], memories, bad)
+            self._chunks[0][1].run(space, xs, [mixed ^ place for place in self._places], memories, bad)
             return
         for index, (some, chunk) in enumerate(self._chunks):
             spans = [self._cuts[i].span(index) for i in some]
@@ -387,7 +384,7 @@ class Sum:
             if memories is not None:
                 pieces = [_slice(memories[i], span) for i, span in zip(some, spans, strict=True)]
             noted = None if bad is None else bad._replace(call=bad.call + index)
-            chunk.run(room, parts, steps, pieces, noted)
+            chunk.run(space, parts, steps, pieces, noted)
 
 
 def _slice(memory: Memory | None, span: Span) -> Memory | None:
@@ -403,7 +400,7 @@ def _slice(memory: Memory | None, span: Span) -> Memory | None:
 class _RowLanes:
     """Lanes of rows, one row per rank; the wires for one rank lie side by side. `numel` of a lane is that of a row."""
 
-    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane]) -> None:
+    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
         self._link = link
         self._sizes = [lane.codec.wire_bytes(lane.numel, lane.dtype) for lane in lanes]
         self._stride = sum(self._sizes)
@@ -420,23 +417,24 @@ class _RowLanes:
         return [matrix[start:] for start in self._starts]
 
 
-class ReduceScatter(_RowLanes):
+class ScatterProgram(_RowLanes):
     """(*outputs, *inputs), of every lane: output = scale * the sum over ranks of their row for this rank."""
 
-    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane], scale: float) -> None:
+    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec], scale: float) -> None:
         super().__init__(link, lanes)
         self._encodes = [rows.encoder(job) for job in self._all]
         self._decodes = [rows.decoder(job, world=link.world, scale=scale) for job in self._one]
-        self._scratch = Scratch(2 * self._matrix, self._cut)
+        self._scratch = Region(2 * self._matrix, self._cut)
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int, bad: Bad | None = None) -> None:
         """See Program."""
-        sent, came, sent_L, came_L = self._scratch.views(room)
+        sent, came, sent_L, came_L = self._scratch.views(space)
         mixed = hashing.mix64(step)
         count = len(self._encodes)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], sent_L[i], mixed ^ self._places[i], None)
-        self._link.all_to_all(came, sent)
+        if not space.silent:
+            self._link.all_to_all(came, sent)
         for i, decode in enumerate(self._decodes):
             decode(came_L[i], tensors[i], None, bad)
 
@@ -448,33 +446,34 @@ class ReduceScatter(_RowLanes):
 
 @dataclass(frozen=True)
 class Noting:
-    """A sum of rows that notes whether it met numbers which are not finite."""
+    """A sum of rows that also notes whether all numbers were finite."""
 
-    program: ReduceScatter
+    program: ScatterProgram
     bad: Bad
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        self.program.run(room, tensors, step, self.bad)
+        self.program.run(space, tensors, step, self.bad)
 
 
-class Gather(_RowLanes):
+class GatherProgram(_RowLanes):
     """(*outputs, *inputs), of every lane: output = every rank's input, as decoded from its wire."""
 
-    def __init__(self, link: RowTransport, lanes: Sequence[StreamLane]) -> None:
+    def __init__(self, link: RowTransport, lanes: Sequence[LaneSpec]) -> None:
         super().__init__(link, lanes)
         self._encodes = [rows.encoder(job, by_row=0, first_row=link.rank) for job in self._one]
         self._decodes = [rows.decoder(job) for job in self._all]
-        self._scratch = Scratch(self._matrix, self._cut)
+        self._scratch = Region(self._matrix, self._cut)
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
-        whole, own, whole_L, own_L = self._scratch.views(room)
+        whole, own, whole_L, own_L = self._scratch.views(space)
         mixed = hashing.mix64(step)
         count = len(self._encodes)
         for i, encode in enumerate(self._encodes):
             encode(tensors[count + i], own_L[i], mixed ^ self._places[i], None)
-        self._link.all_gather(whole, own)
+        if not space.silent:
+            self._link.all_gather(whole, own)
         for i, decode in enumerate(self._decodes):
             decode(whole_L[i], tensors[i], None, None)
 
@@ -483,61 +482,62 @@ class Gather(_RowLanes):
         return buffer, own, self._lanes_of(buffer), self._lanes_of(own)
 
 
-class Exchange(_RowLanes):
-    """(output, input): row r of output = rank r's row for this one; the own row exactly."""
+class ExchangeProgram(_RowLanes):
+    """(output, input): row r of output = rank r's row for this rank; the own row is copied exactly."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int) -> None:
-        super().__init__(link, [StreamLane(numel, dtype, codec, codec)])
+    def __init__(self, link: RowTransport, lane: LaneSpec) -> None:
+        super().__init__(link, [lane])
         self._encode = rows.encoder(self._all[0], skip=link.rank, by_row=0, first_row=link.rank)
         self._decode = rows.decoder(self._all[0], skip=link.rank)
         matrix = self._matrix
         self._each = [self._stride] * link.world
-        self._scratch = Scratch(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
+        self._scratch = Region(2 * matrix, lambda buffer: (buffer[:matrix], buffer[matrix:]))
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         output, input = tensors
-        sent, came = self._scratch.views(room)
+        sent, came = self._scratch.views(space)
         self._encode(input, sent, hashing.mix64(step), None)
-        self._link.exchange_rows(came, sent, self._each, self._each)  # others may have rows of other lengths
+        if not space.silent:
+            self._link.exchange_rows(came, sent, self._each, self._each)  # others may have rows of other lengths
         self._decode(came, output, None, None, input)
 
 
-class Broadcast:
-    """(tensor,): the source's, as decoded from its wires on every rank."""
+class BroadcastProgram:
+    """(tensor,): becomes the source's tensor, as every rank decodes it from the source's wires."""
 
-    def __init__(self, link: RowTransport, codec: Codec, dtype: torch.dtype, numel: int, source: int) -> None:
+    def __init__(self, link: RowTransport, lane: LaneSpec, source: int) -> None:
         self._link = link
         self._source = source
         count = link.world - 1
-        longest = chunks.shards(Span(0, numel), count, codec.unit)[0].numel
-        stride = codec.wire_bytes(longest, dtype)
-        lane = StreamLane(numel, dtype, codec, codec)
-        job = _job(codec, Rows(numel, longest, count), lane, link.device, stride)
+        longest = chunks.shards(Span(0, lane.numel), count, lane.codec.unit)[0].numel
+        stride = lane.codec.wire_bytes(longest, lane.dtype)
+        job = _job(lane.codec, Rows(lane.numel, longest, count), lane, link.device, stride)
         self._encode = rows.encoder(job) if link.rank == source else None
         self._decode = rows.decoder(job)
-        self._scratch = Scratch(count * stride, lambda buffer: buffer)
+        self._scratch = Region(count * stride, lambda buffer: buffer)
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program."""
         (tensor,) = tensors
-        wires = self._scratch.views(room)
+        wires = self._scratch.views(space)
         if self._encode is not None:
             self._encode(tensor, wires, hashing.mix64(step), None)
-        self._link.broadcast(wires, self._source)
+        if not space.silent:
+            self._link.broadcast(wires, self._source)
         self._decode(wires, tensor, None, None)
 
 
 class UnevenExchange:
-    """(*outputs, *inputs): output r = what rank r's inputs hold for this rank, of any lengths; what is kept exactly."""
+    """(*outputs, *inputs): output r = what rank r sends to this rank, of any length; the own part is copied exactly."""
 
     def __init__(self, link: RowTransport, codec: Codec) -> None:
         self._link = link
         self._codec = codec
 
-    def run(self, room: Room, tensors: Sequence[Tensor], step: int) -> None:
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
         """See Program. Lengths change from call to call, so every message is a launch of its own."""
-        if is_ahead():
+        if space.silent:
             return
         link = self._link
         outputs = tensors[: link.world]
@@ -545,7 +545,7 @@ class UnevenExchange:
         key = Key(step, 0)
         sent_R = self._sizes(inputs)
         came_R = self._sizes(outputs)
-        buffer = room.reserve(sum(sent_R) + sum(came_R))
+        buffer = space.reserve(sum(sent_R) + sum(came_R))
         sent = buffer[: sum(sent_R)]
         came = buffer[sum(sent_R) : sum(sent_R) + sum(came_R)]
         for peer, wire in enumerate(sent.split(sent_R)):
@@ -558,7 +558,7 @@ class UnevenExchange:
         outputs[link.rank].copy_(inputs[link.rank].view(outputs[link.rank].shape))
 
     def _sizes(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Bytes of every message; what is kept does not travel."""
+        """Bytes of every message; the own part does not travel."""
         sizes = [self._codec.wire_bytes(t.numel(), t.dtype) if t.numel() else 0 for t in tensors]
         sizes[self._link.rank] = 0
         return sizes

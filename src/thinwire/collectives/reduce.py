@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.collectives import checks, cost, measuring, operations, torch_verbs, transport
-from thinwire.collectives.call import Call, planned, planned_verb
-from thinwire.collectives.channel import Channel, Refusable, channel_of, known_channel
+from thinwire.collectives import checks, cost, groups, measuring, operations, torch_verbs
+from thinwire.collectives.call import Call, known_call, planned, planned_verb, remember
+from thinwire.collectives.channel import Channel, channel_of, known_channel
 from thinwire.collectives.checks import SUM, Codecs, Op
 from thinwire.collectives.chunks import Flat
 from thinwire.collectives.cost import Choice
 from thinwire.collectives.hierarchical import check_order
 from thinwire.collectives.lane import Lane, LaneSpec
+from thinwire.collectives.message import LaneWatch, RowCarries, ScatterMessage
 from thinwire.collectives.plan import CallPlan, Choose, PlanKey, SumAlgorithm, VerbAlgorithm, plan_sum, to_choose_from
 from thinwire.collectives.programs import Coalesced
-from thinwire.collectives.quick import UNKNOWN, quick, remember
-from thinwire.collectives.row_message import LaneWatch, RowCarries, ScatterMessage
 from thinwire.collectives.work import Work
 from thinwire.errors import CollectiveError
 
@@ -26,7 +25,7 @@ from thinwire.errors import CollectiveError
 def all_reduce(
     tensor: Tensor,
     op: Op = SUM,
-    group: transport.Group = None,
+    group: groups.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -41,16 +40,16 @@ def all_reduce(
     `step` varies rotation and stochastic rounding, so that errors of successive calls average out. None counts the
     calls of the group. Pass the iteration, the same on all ranks, where a run must repeat itself from a checkpoint.
     """
-    done = quick("all_reduce", (tensor,), group, codec, algorithm, op, step=step, async_op=async_op)
-    if done is not UNKNOWN:
-        return done
-    return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
+    call = known_call("all_reduce", (tensor,), group, step, codec, algorithm, op)
+    if call is None or call.plan is None:
+        return _all_reduce("all_reduce", (tensor,), op, group, async_op, codec, algorithm, step)
+    return _sum(call, call.plan, (tensor,), (tensor,), async_op, step)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Op = SUM,
-    group: transport.Group = None,
+    group: groups.Group = None,
     async_op: bool = False,
     *,
     codec: Codecs = "int8",
@@ -65,43 +64,55 @@ def _all_reduce(
     verb: str,
     tensors: Sequence[Tensor],
     op: Op,
-    group: transport.Group,
+    group: groups.Group,
     async_op: bool,
     codec: Codecs,
     algorithm: str,
     step: int | None,
 ) -> Work | None:
-    with Refusable(group, tensors):
-        parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
-        flat = Flat(parts)
-        codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (flat.numel,))
-        reduction = checks.reduction(op)
-    channel = channel_of(group, flat.device)
-    key = PlanKey(verb, tuple(part.numel() for part in parts), flat.dtype, codecs, algorithm, reduction)
-    call, plan = planned(channel, key, lambda: _plan(channel, key, flat, group))
-    is_plain = plan.reducer is None or plan.codec is None
-    by_torch = is_plain and (reduction.name == "sum" or (reduction.name == "avg" and channel.transport.has_all_ops))
-    if verb == "all_reduce" and (plan.program is not None or by_torch):
-        remember(call, plan.program, verb, tensors, codec, algorithm, op)
-    if plan.reducer is None or plan.codec is None:
-        return torch_verbs.all_reduce(call, parts, list(tensors), reduction, async_op)
+    parts = checks.check_tensors(tensors, verb, outputs=len(tensors), step=step)
+    lengths = tuple(part.numel() for part in parts)
+    dtype = parts[0].dtype
+    codecs = checks.codecs_for(codec, parts[0].shape if len(parts) == 1 else (sum(lengths),))
+    reduction = checks.reduction(op)
+    channel = channel_of(group, parts[0].device)
+    key = PlanKey(verb, lengths, dtype, codecs, algorithm, reduction)
+
+    def decide(call: Call) -> CallPlan:
+        mesh = groups.mesh_of_nodes(group)
+        if mesh is not None and algorithm != "plain":
+            check_order(mesh)
+        return plan_sum(key, channel.transports, _fastest(channel, group, dtype, sum(lengths)))
+
+    call, plan = planned(channel, key, decide)
+    if len(tensors) == 1:
+        remember(call, plan, verb, tensors, codec, algorithm, op)
+    return _sum(call, plan, [part.detach() for part in parts], tensors, async_op, step)
+
+
+def _sum(
+    call: Call,
+    plan: CallPlan,
+    parts: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    async_op: bool,
+    step: int | None,
+) -> Work | None:
+    """Sum `parts`, which are the outputs or views of them."""
+    assert plan.reduction is not None
     if plan.program is not None:
         program = plan.program if len(parts) == 1 else Coalesced(plan.program)
-        return call.start(program, parts, tensors, step, async_op, written=len(parts))
-    lane = Lane(flat, plan.cut, plan.codec, plan.codec, across=plan.across)
-    scale = reduction.scale(channel.world)
+        return call.start(program, parts, outputs, step, async_op, written=len(parts))
+    if plan.reducer is None:
+        return torch_verbs.all_reduce(call, parts, outputs, plan.reduction, async_op)
+    (spec,), (cut,) = plan.lanes, plan.cuts
+    lane = Lane(Flat(parts), cut, spec.codec, spec.first, across=spec.across)
+    scale = plan.reduction.scale(call.channel.world)
     operation = operations.AllReduce(call.setting(plan, step), [lane], plan.reducer, scale)
-    return call.run(operation, tensors, async_op)
+    return call.run(operation, outputs, async_op)
 
 
-def _plan(channel: Channel, key: PlanKey, flat: Flat, group: transport.Group) -> CallPlan:
-    mesh = transport.mesh_of_nodes(group)
-    if mesh is not None and key.algorithm != "plain":
-        check_order(mesh)
-    return plan_sum(key, flat, channel.transports, _fastest(channel, group, flat.dtype, flat.numel))
-
-
-def _fastest(channel: Channel, group: transport.Group, dtype: torch.dtype, numel: int) -> Choose:
+def _fastest(channel: Channel, group: groups.Group, dtype: torch.dtype, numel: int) -> Choose:
     trial = functools.partial(all_reduce, group=group)
     return measuring.fastest(channel, "all_reduce", dtype, numel, trial, (channel.world,))
 
@@ -110,7 +121,7 @@ def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
     op: Op = SUM,
-    group: transport.Group = None,
+    group: groups.Group = None,
     async_op: bool = False,
     *,
     codec: str | Codec = "int8",
@@ -127,33 +138,41 @@ def reduce_scatter_tensor(
     if feedback is not None:
         _scatter_fed_back(output, input, op, group, async_op, codec, algorithm, step, feedback)
         return None
-    done = quick("reduce_scatter", (output, input), group, codec, algorithm, op, step=step, async_op=async_op)
-    if done is not UNKNOWN:
-        return done
-    with Refusable(group, (output, input)):
-        target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1, step=step)
-        channel = channel_of(transport.resolve(group), target.device)
-        reduction = checks.reduction(op)
-        world = channel.world
-        if source.numel() != world * target.numel():
-            raise CollectiveError(
-                f"reduce_scatter_tensor: input must have {world} times the elements of output, "
-                f"got {source.numel()} and {target.numel()}"
-            )
-        codecs = checks.codecs_for(codec, source.shape)
+    given = (output, input)
+    call = known_call("reduce_scatter", given, group, step, codec, algorithm, op)
+    if call is not None and call.plan is not None:
+        return _scatter(call, call.plan, given, output, async_op, step)
+    target, source = checks.check_tensors(given, "reduce_scatter_tensor", outputs=1, step=step)
+    channel = channel_of(groups.resolve(group), target.device)
+    reduction = checks.reduction(op)
+    world = channel.world
+    if source.numel() != world * target.numel():
+        raise CollectiveError(
+            f"reduce_scatter_tensor: input must have {world} times the elements of output, "
+            f"got {source.numel()} and {target.numel()}"
+        )
+    codecs = checks.codecs_for(codec, source.shape)
     key = PlanKey("reduce_scatter_tensor", (source.numel(),), source.dtype, codecs, algorithm, reduction)
     call, plan = planned_verb(
         channel, key, "reduce_scatter", target.numel(), source.numel(), reduce_scatter_tensor, (1, world)
     )
-    if plan.program is not None or (plan.codec is None and reduction.name == "sum"):
-        remember(call, plan.program, "reduce_scatter", (output, input), codec, algorithm, op)
-    if plan.codec is None:
-        return torch_verbs.reduce_scatter(call, target, source, [output], reduction, async_op)
+    remember(call, plan, "reduce_scatter", given, codec, algorithm, op)
+    return _scatter(call, plan, (target.detach(), source.detach()), output, async_op, step)
+
+
+def _scatter(
+    call: Call, plan: CallPlan, given: Sequence[Tensor], output: Tensor, async_op: bool, step: int | None
+) -> Work | None:
+    target, source = given
+    assert plan.reduction is not None
     if plan.program is not None:
-        return call.start(plan.program, (target, source), [output], step, async_op)
+        return call.start(plan.program, given, [output], step, async_op)
+    if not plan.lanes:
+        return torch_verbs.reduce_scatter(call, target, source, [output], plan.reduction, async_op)
     source = torch_verbs.unstraddled(source, source, target)
-    lane = Lane(Flat([source]), plan.cut, plan.codec, plan.codec)
-    operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], reduction.scale(world))
+    lane = Lane(Flat([source]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
+    scale = plan.reduction.scale(call.channel.world)
+    operation = operations.ReduceScatter(call.setting(plan, step), [lane], [Flat([target])], scale)
     return call.run(operation, [output], async_op)
 
 
@@ -164,7 +183,7 @@ def _scatter_fed_back(
     output: Tensor,
     input: Tensor,
     op: Op,
-    group: transport.Group,
+    group: groups.Group,
     async_op: bool,
     codec: str | Codec,
     algorithm: str,
@@ -174,7 +193,7 @@ def _scatter_fed_back(
     if async_op or algorithm == "plain":
         raise CollectiveError("reduce_scatter_tensor: calls with feedback are compressed and blocking")
     target, source = checks.check_tensors((output, input), "reduce_scatter_tensor", outputs=1)
-    channel = channel_of(transport.resolve(group), target.device)
+    channel = channel_of(groups.resolve(group), target.device)
     if source.numel() != channel.world * target.numel() or not (source.is_contiguous() and target.is_contiguous()):
         raise CollectiveError(
             f"reduce_scatter_tensor: expected contiguous tensors, the input with {channel.world} times the elements of "
@@ -183,35 +202,34 @@ def _scatter_fed_back(
     scale = checks.reduction(op).scale(channel.world)
     chosen = checks.codec_for(codec, source.shape)
     spec = LaneSpec(target.numel(), chosen, chosen, feedback.kind)
-    key = "scatter", spec, source.dtype, scale
-    message = channel.once(key, lambda: ScatterMessage([spec], source, group, scale))
+    message = ScatterMessage([spec], source, group, scale)
     watched = LaneWatch(feedback.carry(source.numel(), target.numel(), scale, source.device))
     number = channel.next_step() if step is None else checks.check_step(step)
     message.run([target.view(1, -1)], [source.view(channel.world, -1)], number, [watched])
 
 
-def explain(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
-    """What all_reduce(tensor, group=group, codec=codec) does by default, and why, by what was measured so far.
+def explain(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = "int8") -> Choice:
+    """What all_reduce(tensor, group=group, codec=codec) does by default, and why, by the measurements there are.
 
     `print(thinwire.explain(tensor))` shows the measured link and every algorithm's predicted time and bytes, or how to
     measure. It never communicates, so one rank may call it alone.
     """
     part = checks.check_tensors((tensor,), "explain")[0]
-    members = transport.resolve(group)
+    members = groups.resolve(group)
     channel = known_channel(members, part.device)
     measured = cost.Measured() if channel is None else channel.measured
     curve = cost.CurveKey("all_reduce", part.dtype, (checks.codec_for(codec, part.shape),))
     return cost.explained(measured, curve, part.numel(), members.size())
 
 
-def measure(tensor: Tensor, group: transport.Group = None, *, codec: str | Codec = "int8") -> Choice:
+def measure(tensor: Tensor, group: groups.Group = None, *, codec: str | Codec = "int8") -> Choice:
     """Measure what each algorithm takes for all_reduce(tensor, group=group, codec=codec), now, and explain.
 
     All ranks of the group must call it. `algorithm="auto"` does the same at its first call of a kind; what was measured
     is kept for the life of the group.
     """
     part = checks.check_tensors((tensor,), "measure")[0]
-    members = transport.resolve(group)
+    members = groups.resolve(group)
     if members.size() > 1 and part.numel():
         channel = channel_of(members, part.device)
         codecs = (checks.codec_for(codec, part.shape),)

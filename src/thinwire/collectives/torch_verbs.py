@@ -1,16 +1,8 @@
 """torch's own verbs behind the same signatures: what algorithm="plain" runs. Exact, any dtype torch takes.
 
-gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of what it has.
-
-[Note: Set apart] gloo counts the collectives of a group, and messages carry the count and the kind of verb, nothing
-else. Known calls that differ would mix unnoticed, or end a process where one gets more bytes than it expects. So a call
-takes the next number only where the same call came before it the last time, as in every step of a loop. One that is out
-of turn skips a number, by a sum of nothing, which sends nothing; the second of as many bytes skips two, the third
-three. Ranks that differ then wait for messages that never come, and find out why ([Note: Board] in board.py): where one
-of them is in turn, or both send as many bytes. Two calls out of turn that differ in bytes end as torch's own do. Ranks
-know calls in the same order, since they have compared the first of each.
-To skip takes a fifth of a small call. So where more than a fifth of the calls is out of turn, those of as many bytes
-are still set apart, and the first of them, in turn or not, skips none.
+They are called on the group itself: torch's functions would check the arguments again, and put calls off under its
+_coalescing_manager. gloo lacks averages, sums that are multiplied first, and lists of uneven lengths: they are made of
+what it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +11,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
-from thinwire.collectives import transport
-from thinwire.collectives.board import Place
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import Channel, channel_of
-from thinwire.collectives.checks import Reduction
-from thinwire.collectives.work import TorchWork, Work, wait_looking
+from thinwire.collectives.checks import SUM, Reduction
+from thinwire.collectives.failures import CallSite
+from thinwire.collectives.work import TorchWork, Work, wait_for_torch
+
+_GROUP: Any = dist.ProcessGroup
+# torch 2.13 warns on the older names.
+_all_gather: Any = getattr(_GROUP, "all_gather_single", None) or _GROUP._allgather_base
+_reduce_scatter: Any = getattr(_GROUP, "reduce_scatter_single", None) or _GROUP._reduce_scatter_base
+_all_to_all: Any = getattr(_GROUP, "all_to_all_single", None) or _GROUP.alltoall_base
+_SUMS: dict[str, Any] = {}  # options of sums without a factor, by name
 
 
 def all_reduce(
-    call: Call, parts: Sequence[Tensor], outputs: list[Tensor], reduction: Reduction, async_op: bool
+    call: Call, parts: Sequence[Tensor], outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's all_reduce, several tensors as one row; on a mesh inside its nodes, then across."""
     row = _row(parts)
     links = [link for link in reversed(call.channel.transports) if link.world > 1]
     whole = len(links) == 1 and links[0].has_all_ops  # else a sum is multiplied afterwards
-    op = reduction.torch_op if whole else dist.ReduceOp.SUM
-    _set_apart(call, "all_reduce", row)
-    for link in links[:-1]:
-        wait(_reduce(row, op, link.group), call.channel, call.place)
-    work = _reduce(row, op, links[-1].group) if links else None
+    work = None
+    for at, link in enumerate(links):
+        if at:
+            wait(work, call.channel, call.site)
+        work = link.group.allreduce([row], _options(reduction if whole else None))
     finish = _finish(parts, row, None if whole else reduction, call.channel.world)
     return _end(call, work, outputs, finish, async_op, row)
 
@@ -48,12 +47,9 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> "torch.futures.Future[T
     """The mean over the ranks of a group, in place, as DDP computes it without a hook: bit for bit the same."""
     call = Call(channel_of(group, tensor.device), f"average({tensor.numel()} of {tensor.dtype})")
     tensor.mul_(1.0 / group.size())
-    _set_apart(call, "all_reduce", tensor)
-    work = _reduce(tensor, dist.ReduceOp.SUM, group)
-    if not call.channel.transport.on_stream:
-        work = TorchWork(work, [tensor], None, call.channel.board, call.place)
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: (done.value(), tensor)[1])
-    return future
+    work = all_reduce(call, [tensor], [tensor], Reduction("sum"), True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup, device: torch.device) -> list[float]:
@@ -67,57 +63,54 @@ def agree(what: str, values: Sequence[float], op: Any, group: dist.ProcessGroup,
 def combine(what: str, tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """The same of a tensor, in place."""
     call = Call(channel_of(group, tensor.device), f"{what}({op.name.lower()} of {tensor.numel()} of {tensor.dtype})")
-    _set_apart(call, "all_reduce", tensor)
-    wait(_reduce(tensor, op, group), call.channel, call.place)
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    wait(group.allreduce([tensor], options), call.channel, call.site)
 
 
 def gather(what: str, tensor: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
     """parts = every rank's tensor, all of one size, on the group's first rank, which alone has parts."""
     call = Call(channel_of(group, tensor.device), f"{what}(gather of {tensor.numel()} of {tensor.dtype})")
-    _set_apart(call, "gather", tensor)
     work = dist.gather(tensor, parts or None, group=group, group_dst=0, async_op=True)
-    wait(work, call.channel, call.place)
+    wait(work, call.channel, call.site)
 
 
 def reduce_scatter(
-    call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], reduction: Reduction, async_op: bool
+    call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tensor], reduction: Reduction, async_op: bool
 ) -> Work | None:
     """torch's reduce_scatter into one tensor."""
     link = call.channel.transport
     whole = _row([output])
     sent = _row([input])
     by_torch = link.has_all_ops and link.world > 1
-    op = reduction.torch_op if by_torch else dist.ReduceOp.SUM
-    _set_apart(call, "reduce_scatter", sent)
-    work = _start(call, transport.reduce_scatter_single, whole, sent, op)
+    options: Any = dist.ReduceScatterOptions()
+    options.reduceOp = reduction.torch_op if by_torch else SUM
+    work = _start(call, _reduce_scatter, whole, sent, options)
     finish = _finish([output], whole, None if by_torch else reduction, link.world)
     return _end(call, work, outputs, finish, async_op, whole, sent)
 
 
-def all_gather(call: Call, output: Tensor, input: Tensor, outputs: list[Tensor], async_op: bool) -> Work | None:
+def all_gather(call: Call, output: Tensor, input: Tensor, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
     """torch's all_gather into one tensor."""
     whole = _row([output])
     sent = _row([input])
-    _set_apart(call, "all_gather", sent)
-    work = _start(call, transport.all_gather_single, whole, sent)
+    work = _start(call, _all_gather, whole, sent, c10d.AllgatherOptions())
     return _end(call, work, outputs, _finish([output], whole), async_op, whole, sent)
 
 
 def all_gather_list(
-    call: Call, parts: Sequence[Tensor], input: Tensor, outputs: list[Tensor], async_op: bool
+    call: Call, parts: Sequence[Tensor], input: Tensor, outputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
     """torch's all_gather; of uneven lengths as an exchange in which every rank sends the same to all."""
     sizes = [part.numel() for part in parts]
     sent = _row([input])
     if len(set(sizes)) > 1 or len(sizes) == 1:
         splits = sizes, [sent.numel()] * len(sizes)
-        of_any_lengths = f"all_gather {sent.dtype}"
-        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op, of_any_lengths)
+        return all_to_all(call, parts, [sent.repeat(len(sizes))], splits, outputs, async_op)
     in_place = all(part.is_contiguous() for part in parts)  # which may differ between ranks
     whole = sent.new_empty(0 if in_place else sum(sizes))
     rows = [_row([part]) for part in parts] if in_place else list(whole.split(sizes))
-    _set_apart(call, "all_gather", sent)
-    work = dist.all_gather(rows, sent, group=call.channel.transport.group, async_op=True)
+    work = call.channel.transport.group.allgather([rows], [sent], c10d.AllgatherOptions())
     return _end(call, work, outputs, None if in_place else _finish(parts, whole), async_op, sent, whole)
 
 
@@ -126,25 +119,24 @@ def all_to_all(
     parts: Sequence[Tensor],
     inputs: Sequence[Tensor],
     splits: tuple[list[int], list[int]],  # of outputs and inputs, in elements
-    outputs: list[Tensor],
+    outputs: Sequence[Tensor],
     async_op: bool,
-    kind: str = "",
 ) -> Work | None:
     """torch's all_to_all_single of lists laid out one tensor after the other: gloo has no lists of uneven lengths."""
     sent = _row(inputs)
     whole = _row(parts) if len(parts) == 1 else sent.new_empty(sum(splits[0]))
     sent = apart(whole, sent)
-    _set_apart(call, "all_to_all", sent, kind)
-    work = _start(call, dist.all_to_all_single, whole, sent, *splits)
+    work = _start(call, _all_to_all, whole, sent, *splits, dist.AllToAllOptions())
     return _end(call, work, outputs, _finish(parts, whole), async_op, whole, sent)
 
 
-def broadcast(call: Call, tensor: Tensor, source: int, outputs: list[Tensor], async_op: bool) -> Work | None:
+def broadcast(call: Call, tensor: Tensor, source: int, outputs: Sequence[Tensor], async_op: bool) -> Work | None:
     """torch's broadcast from the group's rank `source`."""
     row = _row([tensor])
     link = call.channel.transport
-    _set_apart(call, "broadcast", row)
-    work = dist.broadcast(row, group=link.group, group_src=source, async_op=True) if link.world > 1 else None
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    work = link.group.broadcast([row], options) if link.world > 1 else None
     return _end(call, work, outputs, _finish([tensor], row), async_op, row)
 
 
@@ -160,26 +152,16 @@ def unstraddled(read: Tensor, whole: Tensor, part: Tensor) -> Tensor:
     return read.clone() if -part.nbytes < offset < whole.nbytes and offset % part.nbytes else read
 
 
-def alike(verb: str, sent: Tensor) -> transport.Alike:
-    """What gloo can tell of a call. Its reduce_scatter is a sum; the bytes of all_to_all differ between ranks."""
-    if verb == "all_to_all":
-        return verb, 0
-    return "sum" if verb in ("all_reduce", "reduce_scatter") else verb, sent.nbytes
-
-
-def _set_apart(call: Call, verb: str, sent: Tensor, kind: str = "") -> None:
-    """Let gloo count a call out of turn as another; see [Note: Set apart]."""
-    channel = call.channel
-    text = call.place.text if len(channel.transports) == 1 else f"{call.place.text} on a mesh"
-    for link in channel.transports:
-        if link.world > 1 and not link.on_stream:
-            skip(link, link.to_skip(text, alike(verb, sent), kind))
-
-
-def skip(link: transport.Transport, numbers: int) -> None:
-    """Let gloo count so many collectives more."""
-    for _ in range(numbers):
-        link.group.allreduce([torch.empty(0)])
+def _options(reduction: Reduction | None) -> Any:
+    """The options of a sum on a group; None is SUM."""
+    name = "sum" if reduction is None else reduction.name
+    options: Any = _SUMS.get(name)
+    if options is None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = SUM if reduction is None else reduction.torch_op
+        if name != "premul_sum":
+            _SUMS[name] = options
+    return options
 
 
 def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how: object) -> Any:
@@ -187,23 +169,16 @@ def _start(call: Call, verb: Callable[..., Any], out: Tensor, sent: Tensor, *how
     if call.channel.world == 1:
         out.copy_(sent)
         return None
-    group = call.channel.transport.group
-    with transport.at_once(group):
-        return verb(out, sent, *how, group=group, async_op=True)
+    return verb(call.channel.transport.group, out, sent, *how)
 
 
-def _reduce(row: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
-    with transport.at_once(group):
-        return dist.all_reduce(row, op, group=group, async_op=True)
-
-
-def wait(work: Any, channel: Channel, place: Place) -> None:
+def wait(work: Any, channel: Channel, site: CallSite) -> None:
     """Wait for a work of torch's."""
     if channel.transport.on_stream:
         work.wait()
-        channel.settle(place.text)
+        channel.settle(site.text)
     else:
-        wait_looking(work, channel.board, place)
+        wait_for_torch(work, channel.failures, site)
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:
@@ -235,7 +210,7 @@ def _finish(
 def _end(
     call: Call,
     work: Any,
-    outputs: list[Tensor],
+    outputs: Sequence[Tensor],
     finish: Callable[[], None] | None,
     async_op: bool,
     *temporaries: Tensor,
@@ -243,15 +218,15 @@ def _end(
     if work is None:
         if finish is not None:
             finish()
-        return Work(outputs).finished() if async_op else None
+        return Work(list(outputs)).finished() if async_op else None
     stream = call.channel.stream
     if not async_op:
-        wait(work, call.channel, call.place)
+        wait(work, call.channel, call.site)
         if finish is not None:
             finish()
         return None
     if stream is None:
-        return TorchWork(work, outputs, finish, call.channel.board, call.place)
+        return TorchWork(work, list(outputs), finish, call.channel.failures, call.site)
     # Finish on the channel's stream, so that neither the host nor the caller's stream waits before `wait`.
     with torch.cuda.stream(stream), torch.inference_mode():
         work.wait()
@@ -260,4 +235,4 @@ def _end(
         for tensor in (*outputs, *temporaries):
             tensor.record_stream(stream)
     with torch.cuda.stream(stream):
-        return Work(outputs).finished()
+        return Work(list(outputs)).finished()

@@ -1,11 +1,14 @@
-"""Groups of ranks, and the ways bytes travel between them.
+"""How bytes travel between the ranks of a group.
 
 [Note: Pairs, not collectives] On gloo bytes travel as tagged messages between pairs of ranks. A tagged message has no
 place in the group's order of collectives: it cannot be mixed up with what the user's script runs on the same group in
 the meantime, whichever thread it comes from, and no second group has to be made. It is also faster: one all_to_all of
 12.5 MB per rank took 187 ms on a 1 Gbit link, the same bytes between pairs 107 (ideal: 105).
 On NCCL, messages are torch's collectives on the stream of the call (programs.py), so its watchdog and flight recorder
-see them; what has no launches of its own goes in grouped messages, issued inline.
+see them; what has no launches of its own goes in grouped messages.
+
+[Note: Checksums] On gloo, THINWIRE_CHECKSUM=1 and THINWIRE_DEBUG=1 send a CRC-32 of every piece after a message: a
+bit that flips on the way is an error that names the sender.
 """
 
 import contextlib
@@ -14,7 +17,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -23,27 +27,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives import checksums
-from thinwire.errors import CollectiveError
-from thinwire.kernels import is_ahead
+from thinwire.collectives.groups import backend, backend_impl, timeout_s
+from thinwire.errors import CollectiveError, WireError
 from thinwire.ranges import ranged
 
-Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
 Messages = Sequence[tuple[int, Tensor]]  # the other rank, and the bytes for it or from it
 Lengths = Sequence[Sequence[int]]  # of the messages that are sent, and of those that are received
-Alike = tuple[str, int]  # what messages of torch's own verbs tell of themselves: a kind of verb, and bytes
 
 TAGS = 8  # an operation draws as many, whatever it is: ranks may not differ in how many they drew
 _TAGS_FROM = 1 << 30  # below are the user's own tags
 _TURNS = 1 << 11  # operations in flight that have tags of their own
-_MARKS = 1 << 16  # what an operation's tags tell of it
+_MARKS = 1 << 16  # values of a mark in an operation's tags
 _MIX = 2654435761  # a prime: lengths that differ by less than _MARKS - 1 never have the same tags
 _LAST_TAG = _TAGS_FROM + _TURNS * _MARKS * TAGS - 1  # of no message: no operation uses all of its tags
-_MOST_AFTER = 1024  # calls whose order is remembered
-_ORDERLY = 8  # how many calls in turn make a program orderly; one out of turn counts as half of them
 _MOMENT = timedelta(milliseconds=1)
+_PIECE = 1 << 16  # bytes under one checksum
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # the host waits in every call
 _SOONER = 0.9  # of the group's timeout, on NCCL: when it is over, torch's watchdog ends the process
 
@@ -59,22 +58,21 @@ Stages = Generator[Sequence[Waitable], None, None]  # work that yields, between 
 
 
 class LostRankError(RuntimeError):
-    """A message did not come, or could not be sent: whoever waits for it says in which call."""
+    """A message did not come, or could not be sent. The caller knows in which call, and reports it."""
 
-    def __init__(self, rank: int | None, error: Exception) -> None:
+    def __init__(self, rank: int | None, error: BaseException, waited: float = 0.0) -> None:
         text = str(error).split("\n", 1)[0].rsplit("RuntimeError: ", 1)[-1]  # without the callbacks it came through
         text = text.split("] ", 1)[-1] if text.startswith("[") else text  # and gloo's file and line
         super().__init__(text.split(". ", 1)[0])
         self.rank = rank  # at the other end, where that is known
-        self.late = text.startswith("Timed out waiting")
+        self.waited = waited  # for so many seconds
 
 
 def lost_in(error: BaseException) -> LostRankError | None:
-    """What torch's own verbs raise when a rank is lost, as such; None for other errors."""
-    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-        return None
-    by_torch = isinstance(error, dist.DistBackendError) or "gloo" in str(error) or "pair closure" in str(error)
-    return LostRankError(None, error) if by_torch else None
+    """The error as a LostRankError, if a transport or NCCL raised it because a rank is lost; None for other errors."""
+    if isinstance(error, LostRankError):
+        return error
+    return LostRankError(None, error) if isinstance(error, dist.DistBackendError) else None
 
 
 class Moving(list[Waitable]):
@@ -88,13 +86,16 @@ class Moving(list[Waitable]):
 def wait_for(moving: Sequence[Waitable]) -> None:
     """Wait for messages; raises LostRankError."""
     at = 0
+    began = 0.0
     try:
         for at, waitable in enumerate(moving):  # noqa: B007
+            began = time.monotonic()
             waitable.wait()
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
-        raise LostRankError(moving.peers[at] if isinstance(moving, Moving) else None, error) from None
+        peer = moving.peers[at] if isinstance(moving, Moving) else None
+        raise LostRankError(peer, error, time.monotonic() - began) from None
 
 
 class Tags:
@@ -103,42 +104,17 @@ class Tags:
     def __init__(self) -> None:
         self._next = 0
         self._lock = threading.Lock()
-        self._last = ""  # call that torch served
-        self._after: dict[str, str] = {}  # the call that came after another, the last time
-        self._alike: dict[Alike, dict[str, int]] = {}
-        self._order = _ORDERLY  # how often calls come in turn, of late
 
     def draw(self, mark: int | None = None) -> int:
         """The first of TAGS consecutive tags that no other operation in flight uses.
 
-        `mark` is a number made of all that ranks have to agree on. Messages of calls that differ have other tags: they
-        never meet, and whoever waits for them finds out why ([Note: Board] in board.py). None is that of messages that
-        compare calls.
+        `mark` is a number made of all that ranks have to agree on: messages of calls that differ have other tags, so
+        they never meet. None is for messages that compare calls.
         """
         with self._lock:
             turn = self._next
             self._next = (turn + 1) % _TURNS
         return _TAGS_FROM + (turn * _MARKS + (0 if mark is None else mark % (_MARKS - 1) + 1)) * TAGS
-
-    def to_skip(self, text: str, alike: "Alike", kind: str = "") -> int:
-        """How many numbers a call of torch's own skips; see [Note: Set apart] in torch_verbs.py."""
-        last, self._last = self._last, text
-        order = self._order
-        in_turn = self._after.get(last) == text
-        if in_turn:
-            self._order = min(order + 1, _ORDERLY)
-            if order >= 0:
-                return 0
-        elif len(self._after) >= _MOST_AFTER:
-            self._after.clear()
-            self._alike.clear()
-        self._after[last] = text
-        known = self._alike.setdefault(alike, {})
-        called = kind or text
-        if not in_turn and called in known:
-            self._order = max(order - _ORDERLY // 2, -_ORDERLY)
-        number = known.setdefault(called, len(known))
-        return number + (order >= 0)
 
 
 class Transport:
@@ -156,7 +132,6 @@ class Transport:
         self.sent = 0  # bytes of payload since the group was first used
         self.received = 0
         self.draw_tags = tags.draw
-        self.to_skip = tags.to_skip
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -167,12 +142,12 @@ class Transport:
 
     @property
     def is_registered(self) -> bool:
-        """Whether torch knows the group; one that was destroyed it does not, though it may keep the object."""
+        """Whether torch has the group registered; a destroyed group is not, even if its object lives on."""
         group = self._group()
         return group is not None and group in dist.distributed_c10d._world.pg_map
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> list[Waitable]:
-        """Start sending and receiving. Buffers belong to the transport until what is returned was waited for.
+        """Start sending and receiving. Buffers belong to the transport until the returned works have been waited for.
 
         `lengths`: what ranks have to agree on pair by pair, of the sends and of the receives, where calls that differ
         in it have to be kept apart; see `Tags.draw`.
@@ -194,18 +169,56 @@ class Transport:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the connections of the group: whoever waits for a message gets an error."""
+        """Close the connections of the group: all who wait for a message get an error."""
         raise NotImplementedError
 
     def settle(self) -> None:
         """Make the host wait for the messages that the current stream has. Raises LostRankError."""
 
     def synchronize(self, device: torch.device) -> None:
-        """Make the host wait for what the transport was given, where waiting for a message does not."""
+        """Make the host wait for all messages, on transports where waiting for a message does not."""
 
     def _count(self, sends: Messages, receives: Messages) -> None:
         self.sent += sum(part.numel() for _, part in sends)
         self.received += sum(part.numel() for _, part in receives)
+
+
+def checksums_wanted() -> bool:
+    """Whether the environment asks for checksums."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("THINWIRE_CHECKSUM", "THINWIRE_DEBUG"))
+
+
+def sums_of(message: Tensor) -> Tensor:
+    """The checksums of a message's pieces."""
+    pieces = message.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE)
+    return torch.tensor([zlib.crc32(memoryview(piece.numpy())) for piece in pieces])
+
+
+def _sums_like(message: Tensor) -> Tensor:
+    """A buffer for the checksums of a message."""
+    return torch.empty(max(1, -(-message.numel() * message.itemsize // _PIECE)), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A message that is compared with its checksums when both have arrived."""
+
+    works: tuple[Any, Any]  # of the message and of its checksums
+    message: Tensor
+    sums: Tensor
+    sender: int
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        wrong = (sums_of(self.message) != self.sums).nonzero().flatten().tolist()
+        if wrong:
+            total = self.message.numel() * self.message.itemsize
+            begin = wrong[0] * _PIECE
+            raise WireError(
+                f"a message of {total} bytes from rank {self.sender} was damaged on the way: bytes {begin} to "
+                f"{min(begin + _PIECE, total)} do not have their checksum; see to that rank's memory and network"
+            )
 
 
 class PairTransport(Transport):
@@ -213,7 +226,7 @@ class PairTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, tags: Tags) -> None:
         super().__init__(group, tags)
-        self.checked = checksums.wanted()
+        self.checked = checksums_wanted()
 
     def exchange(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths = ()) -> Moving:
         """Receives come first in what is returned."""
@@ -230,17 +243,17 @@ class PairTransport(Transport):
 
     def _exchange_checked(self, sends: Messages, receives: Messages, tag: int, lengths: Lengths) -> Moving:
         """Every message is followed by its checksums."""
-        sums_out = [(rank, checksums.sums_of(part)) for rank, part in sends]
-        sums_in = [(rank, checksums.room_for(part)) for rank, part in receives]
+        sums_out = [(rank, sums_of(part)) for rank, part in sends]
+        sums_in = [(rank, _sums_like(part)) for rank, part in receives]
         twice = [[*own, *own] for own in lengths]
         moving = self._exchange([*sends, *sums_out], [*receives, *sums_in], tag, twice)
         count = len(receives)
         pairs = zip(moving[:count], moving[count : 2 * count], receives, sums_in, strict=True)
-        works = [checksums.Checked((work, after), part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
+        works = [Checked((work, after), part, sums, rank) for work, after, (rank, part), (_, sums) in pairs]
         return Moving([*works, *moving[2 * count :]], moving.peers[count:])
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """In about log2(world) rounds of one message each: what a rank knows reaches twice as many in every round."""
+        """In about log2(world) rounds of one message: in every round a rank's values reach twice as many ranks."""
         tag = self.draw_tags()
         most = torch.tensor(values)
         for hop in hops(self.world):
@@ -259,7 +272,7 @@ class PairTransport(Transport):
         return [bytes(found.tolist()) for found in rows]
 
     def close(self) -> None:
-        """A message that is given up on closes all connections of gloo's, at both ends; some may be closed already."""
+        """A receive that times out makes gloo close all connections, at both ends; some may be closed already."""
         for rank in range(self.world):
             if rank != self.rank:
                 with contextlib.suppress(RuntimeError, CollectiveError):
@@ -267,7 +280,7 @@ class PairTransport(Transport):
 
 
 def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
-    """The tags of messages that are sent and of those that are received: with other lengths others."""
+    """The tags of messages to send and to receive; they depend on the lengths."""
     if not lengths:
         return itertools.repeat(tag), itertools.repeat(tag)
     turn, mark = divmod((tag - _TAGS_FROM) // TAGS, _MARKS)
@@ -280,7 +293,7 @@ def _tags(tag: int, lengths: Lengths) -> tuple[Iterable[int], Iterable[int]]:
 
 
 def _start(verb: Callable[..., Waitable], rank: int, part: Tensor, tag: int) -> Waitable:
-    """Start a message; over a connection that is known to be closed that raises at once."""
+    """Start a message; raises LostRankError if the connection is known to be closed."""
     try:
         return verb([part], rank, tag)
     except RuntimeError as error:
@@ -300,7 +313,7 @@ class StagedTransport(PairTransport):
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A message that goes on to the device once it has come."""
+    """A message that is copied to the device once it has arrived."""
 
     work: Waitable
     host: Tensor
@@ -312,12 +325,12 @@ class _Arrival:
 
 
 def hops(world: int) -> list[int]:
-    """How far messages go in each round until every rank has heard of all."""
+    """The distance of the receiver in each round, until values of all ranks have reached all."""
     return [1 << k for k in range((world - 1).bit_length())]
 
 
-class Place(Protocol):
-    """Which of how many ranks, and where its tensors are."""
+class Member(Protocol):
+    """A rank of a group, and the device of its tensors."""
 
     @property
     def rank(self) -> int: ...
@@ -328,7 +341,7 @@ class Place(Protocol):
 
 
 @runtime_checkable
-class RowTransport(Place, Protocol):
+class RowTransport(Member, Protocol):
     """Moves matrices of wires, one row per rank, all of one length, as collectives on the current stream."""
 
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
@@ -358,22 +371,16 @@ class StreamTransport(Transport):
 
     @ranged("thinwire::wire")
     def all_to_all(self, came: Tensor, sent: Tensor) -> None:
-        if is_ahead():
-            return
         self._moved(sent.numel() - sent.numel() // self.world)
         _finish(_all_to_all(self.group, came, sent, (), (), _TO_ALL))
 
     @ranged("thinwire::wire")
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        if is_ahead():
-            return
         self._moved(whole.numel() - own.numel())
         _finish(_all_gather(self.group, whole, own, _GATHER))
 
     @ranged("thinwire::wire")
     def broadcast(self, whole: Tensor, source: int) -> None:
-        if is_ahead():
-            return
         if self.rank == source:
             self.sent += whole.numel()
         else:
@@ -384,8 +391,6 @@ class StreamTransport(Transport):
         _finish(self.group.broadcast([whole], options))
 
     def exchange_rows(self, came: Tensor, sent: Tensor, came_R: Sequence[int], sent_R: Sequence[int]) -> None:
-        if is_ahead():
-            return
         self.sent += sum(sent_R) - sent_R[self.rank]
         self.received += sum(came_R) - came_R[self.rank]
         _finish(_all_to_all(self.group, came, sent, came_R, sent_R, _TO_ALL))
@@ -403,7 +408,7 @@ class StreamTransport(Transport):
         return list(dist.batch_isend_irecv(ops)) if ops else []
 
     def gather(self, rows: Sequence[Tensor], tag: int) -> list[Waitable]:
-        """A ring or tree of NCCL's own where all rows have one length and lie side by side."""
+        """NCCL's own all-gather, if all rows have one length and lie side by side."""
         nbytes = rows[0].numel()
         start = rows[0].data_ptr()
         if not nbytes or any(
@@ -412,11 +417,13 @@ class StreamTransport(Transport):
             return super().gather(rows, tag)
         self._moved(nbytes * (self.world - 1))
         whole = rows[0].as_strided((self.world * nbytes,), (1,))
-        return [all_gather_single(whole, rows[self.rank], group=self.group, async_op=True)]
+        return [_all_gather(self.group, whole, rows[self.rank], c10d.AllgatherOptions())]
 
     def agree(self, values: Sequence[int]) -> list[int]:
         most = torch.tensor(values, device=self.device)
-        work: Any = dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        work: Any = self.group.allreduce([most], options)
         self._await(work.is_completed)
         work.wait()
         found: list[int] = most.tolist()
@@ -425,7 +432,7 @@ class StreamTransport(Transport):
     def share(self, row: bytes) -> list[bytes]:
         own = torch.tensor(list(row), dtype=torch.uint8, device=self.device)
         whole = own.new_empty(self.world * len(row))
-        work = all_gather_single(whole, own, group=self.group, async_op=True)
+        work = _all_gather(self.group, whole, own, c10d.AllgatherOptions())
         self._await(work.is_completed)
         work.wait()
         return [bytes(found) for found in whole.view(self.world, -1).tolist()]
@@ -442,14 +449,14 @@ class StreamTransport(Transport):
         pause = 1e-5
         while not self._closed and not is_done():
             if time.monotonic() > deadline:
-                raise LostRankError(None, TimeoutError("Timed out waiting"))
+                raise LostRankError(None, TimeoutError("the messages did not come"), timeout_s(self.group))
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         if self._closed:
             raise LostRankError(None, RuntimeError("the group was closed"))
 
     def close(self) -> None:
-        """A kernel that waits for a lost rank ends, which lets the streams go on."""
+        """Abort NCCL, so that kernels that wait for a lost rank end and the streams continue."""
         self._closed = True
         with contextlib.suppress(RuntimeError, CollectiveError):
             backend_impl(self.group, self.device).abort()
@@ -460,7 +467,7 @@ class StreamTransport(Transport):
 
 
 def _finish(work: Any) -> None:
-    """A collective that torch ran on the current stream gives no work; an older torch does."""
+    """Wait for a collective on the current stream; newer versions of torch return no work for it."""
     if work is not None:
         work.wait()
 
@@ -472,63 +479,6 @@ _TO_ALL: Any = c10d.AllToAllOptions()
 _GATHER: Any = c10d.AllgatherOptions()
 _TO_ALL.asyncOp = False
 _GATHER.asyncOp = False
-# torch 2.13 warns on the older names.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def timeout_s(group: dist.ProcessGroup) -> float:
-    """How long the ranks of a group wait for each other: the shortest timeout of its backends, as it is now."""
-    found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
-    limits = [options._timeout.total_seconds() for options in found if options is not None]
-    return min(limits, default=dist.default_pg_timeout.total_seconds())
-
-
-def mesh_of_nodes(group: Group) -> DeviceMesh | None:
-    """`group` itself if it is a mesh of two dimensions: nodes, and the ranks inside each."""
-    # The compiler lets nobody ask a ProcessGroup whether it is a mesh, so that is ruled out first.
-    if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
-        return None
-    return group if group.ndim == 2 else None
-
-
-@contextlib.contextmanager
-def at_once(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let torch's verbs inside run now: under its _coalescing_manager they wait for its end, and nobody for them."""
-    coalesced = dist.distributed_c10d._world.pg_coalesce_state
-    put_off = coalesced.pop(group, None)
-    try:
-        yield
-    finally:
-        if put_off is not None:
-            coalesced[group] = put_off
-
-
-def is_coalescing(group: dist.ProcessGroup) -> bool:
-    """Whether torch's verbs on the group are put off; see `at_once`."""
-    return group in dist.distributed_c10d._world.pg_coalesce_state
-
-
-def resolve(group: object) -> dist.ProcessGroup:
-    """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension."""
-    if group is None:
-        if not dist.is_initialized():
-            raise CollectiveError("there is no process group yet: call torch.distributed.init_process_group first")
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise CollectiveError(
-                f"expected a DeviceMesh of one dimension, got {group.ndim}: "
-                "slice it (mesh['dp']), or all_reduce with algorithm='hierarchical' on a mesh of two"
-            )
-        return group.get_group()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise CollectiveError("this rank is not a member of the group; only its members may call")
-    raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
 
 
 def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Transport:
@@ -544,34 +494,3 @@ def transport(group: dist.ProcessGroup, device: torch.device, tags: Tags) -> Tra
         f"thinwire's collectives run on gloo and nccl, this group runs {device.type} on {name!r}: make a group with "
         "backend='gloo' or 'nccl' (torch.distributed.new_group) and pass it as group="
     )
-
-
-# What torch 2.11 to 2.15 call the backends that they build on NCCL.
-_NCCL_NAMES = frozenset({"nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
-
-
-def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend serves tensors on `device`: "gloo", "nccl" for every kind of NCCL group, or torch's name for it."""
-    try:
-        name: str = backend_impl(group, device).name()
-    except RuntimeError:
-        raise CollectiveError(
-            f"this group has no backend for {device.type} tensors; initialize it with one, e.g. backend='gloo'"
-        ) from None
-    return "nccl" if name in _NCCL_NAMES else name
-
-
-def on_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL serves any of the group's devices."""
-    return any(backend(group, device) == "nccl" for device in group._device_types)
-
-
-def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """torch's object behind `group` for tensors on `device`; raises RuntimeError where there is none."""
-    public = getattr(dist, "get_backend_impl", None)  # since torch 2.14
-    return group._get_backend(device) if public is None else public(group, device)
-
-
-def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    """torch's barrier; NCCL is told the device, which it would have to guess."""
-    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

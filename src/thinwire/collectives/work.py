@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import board as boards
-from thinwire.collectives.board import Board, Place
+from thinwire.collectives.failures import CallSite, Failures
 from thinwire.collectives.transport import LostRankError
 from thinwire.errors import CollectiveError
 
@@ -54,7 +54,7 @@ class Work(dist.Work):
                 raise TimeoutError(f"the collective did not end within {timeout}")
         if self._error is not None:
             raise again(self._error)
-        self._future.wait()  # another thread is about to tell it; callers may look at its value next
+        self._future.wait()  # another thread is about to fill it; callers may read its value next
         if self._ready is not None:
             self._ready.wait(torch.cuda.current_stream(self._device))
         return True
@@ -91,8 +91,12 @@ class Work(dist.Work):
         """A future of the list of outputs. Its callbacks must not wait for collectives of the same group."""
         return self._future
 
+    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
+        """A future that holds `tensor` once the outputs are there."""
+        return self._future.then(lambda done: (done.value(), tensor)[1])
+
     def finished(self) -> "Work":
-        """Mark as done; on a GPU as done when what the current stream has so far is."""
+        """Mark as done; on a GPU, done when everything queued on the current stream is."""
         if self._device is not None:
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self._device))
@@ -116,6 +120,7 @@ class StreamWork(Work):
         self._outputs = outputs
         self._device = stream.device
         self._error = None
+        self._stream = stream
         self._ready = torch.cuda.Event()
         self._ready.record(stream)
 
@@ -130,13 +135,17 @@ class StreamWork(Work):
         return True
 
     def get_future(self) -> Futures[list[Tensor]]:
-        assert self._ready is not None
+        return self._holding(self._outputs)
+
+    def future_of(self, tensor: Tensor) -> "Futures[Tensor]":
+        return self._holding(tensor)
+
+    def _holding(self, value: Any) -> "Futures[Any]":
+        """A future is done when everything queued on the current stream is."""
         assert self._device is not None
-        future: Futures[list[Tensor]] = Futures(devices=[self._device])
-        side = torch.cuda.Stream(self._device)
-        side.wait_event(self._ready)
-        with torch.cuda.stream(side):  # a future is as far as the current stream
-            future.set_result(self._outputs)
+        future: Futures[Any] = Futures(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(value)
         return future
 
 
@@ -153,7 +162,7 @@ def again(error: BaseException) -> BaseException:
 
 
 def fail_future(future: "Futures[Any]", error: BaseException) -> None:
-    """Let whoever waits for a future get `error`, a new one each time."""
+    """Raise `error`, a new copy each time, in all who wait for a future."""
     kept = again(error)
 
     def raise_again(_: object) -> NoReturn:
@@ -163,41 +172,25 @@ def fail_future(future: "Futures[Any]", error: BaseException) -> None:
     future.set_result(None)
 
 
-def wait_looking(work: Any, board: Board, place: Place, timeout: timedelta | None = None) -> None:
-    """Wait for a work of torch's on gloo; while that takes long, the lookout looks whether the ranks disagree.
-
-    In parts, between which Python serves signals; gloo's reduce_scatter waits to its end, whatever it is told.
-    """
-    left = timeout.total_seconds() if timeout else float("inf")
-    to_the_end = place.text.startswith("reduce_scatter")
-    with board.waiting(place) if to_the_end else contextlib.nullcontext():
-        found = _wait(work, left)
-    if found is False:
-        with board.waiting(place):
-            while found is False:
-                left -= boards.LOOK_S
-                if left <= 0:
-                    raise TimeoutError(f"the collective did not end within {timeout}")
-                found = _wait(work, left)
-    if isinstance(found, LostRankError):
-        raise board.ended(found, place)
-
-
-def _wait(work: Any, left: float) -> bool | LostRankError:
-    """Whether a work of torch's has ended within LOOK_S, or what went wrong."""
+def wait_for_torch(work: Any, failures: Failures, site: CallSite, timeout: timedelta | None = None) -> None:
+    """Wait for a work of torch's on gloo; raises PeerError, or TimeoutError if it takes longer than `timeout`."""
+    began = time.monotonic()
     try:
-        work.wait(timedelta(seconds=min(left, boards.LOOK_S)))
+        work.wait(*[timeout] if timeout else [])
+        return
     except RuntimeError as error:
-        late = not work.is_completed() and "Operation timed out" in str(error)
-        return False if late else LostRankError(None, error)
-    return True
+        waited = time.monotonic() - began
+        if timeout and waited >= timeout.total_seconds() and not work.is_completed():
+            raise TimeoutError(f"the collective did not end within {timeout}") from None
+        lost = LostRankError(None, error, waited)
+    raise failures.ended(lost, site)
 
 
 class TorchWork(Work):
-    """A work of torch's on gloo. What `finish` has to do is done once, by whoever learns first that it is completed."""
+    """A work of torch's on gloo. `finish` runs once, in the thread that first learns that the work is completed."""
 
     def __init__(
-        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, board: Board, place: Place
+        self, work: Any, outputs: list[Tensor], finish: Callable[[], None] | None, failures: Failures, site: CallSite
     ) -> None:
         dist.Work.__init__(self)  # the base class would make an event and a future that are not needed
         self._work = work
@@ -205,8 +198,9 @@ class TorchWork(Work):
         self._finish = finish  # brings the result to the outputs
         self._waited = False  # gloo's reduce_scatter never says that it is completed
         self._error = None
-        self._board = board
-        self._place = place
+        self._failures = failures
+        self._site = site
+        self._began = time.monotonic()
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -215,7 +209,7 @@ class TorchWork(Work):
         if self._waited:  # known from its future, whose callbacks may wait again
             return True
         try:
-            wait_looking(self._work, self._board, self._place, timeout)
+            wait_for_torch(self._work, self._failures, self._site, timeout)
             self._end()
         except Exception as error:
             self._error = None if isinstance(error, TimeoutError) else again(error)
@@ -229,7 +223,7 @@ class TorchWork(Work):
     def is_completed(self) -> bool:
         if not self.is_ended:
             return False
-        with contextlib.suppress(Exception):  # what went wrong is told by `wait` and `exception`
+        with contextlib.suppress(Exception):  # `wait` and `exception` report what went wrong
             self.wait()
         return True
 
@@ -239,7 +233,6 @@ class TorchWork(Work):
         except RuntimeError:  # gloo's reduce_scatter has none: a thread of its own waits
             arrived = Futures()
             threading.Thread(target=self._tell, args=(arrived,), daemon=True).start()
-        self._board.begin_wait(self._place)  # whoever waits for a future does not say so
         found: Futures[list[Tensor]] = arrived.then(self._arrived)
         return found
 
@@ -252,13 +245,13 @@ class TorchWork(Work):
             future.set_result(None)
 
     def _arrived(self, future: Futures[object]) -> list[Tensor]:
-        self._board.end_wait(self._place)
         try:
             future.value()  # raises what went wrong
             self._end()
         except RuntimeError as error:
-            lost = error if isinstance(error, CollectiveError) else LostRankError(None, error)
-            self._error = again(self._board.ended(lost, self._place))
+            waited = time.monotonic() - self._began
+            lost = error if isinstance(error, CollectiveError) else LostRankError(None, error, waited)
+            self._error = again(self._failures.ended(lost, self._site))
             raise again(self._error) from None
         return self._outputs
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.transport import resolve
+from thinwire.collectives.groups import resolve
 from thinwire.errors import CollectiveError, MissingPackageError
 from thinwire.integrations.checkpoint import device_of, spread
 from thinwire.integrations.choice.options import CodecChoice, CodecLike, DDPKeywords, check_options, given

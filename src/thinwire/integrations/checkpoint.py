@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire import feedback
 from thinwire.codecs.checks import is_int
 from thinwire.collectives import broadcast, torch_verbs
-from thinwire.collectives.transport import on_nccl
+from thinwire.collectives.groups import on_nccl
 from thinwire.collectives.work import new_future
 from thinwire.errors import CollectiveError, ThinwireError
 from thinwire.integrations.models import Names, ParameterNames

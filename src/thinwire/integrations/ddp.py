@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import checks, torch_verbs, transport
+from thinwire.collectives import checks, groups, torch_verbs
 from thinwire.collectives.channel import wait_in
 from thinwire.collectives.work import new_future
 from thinwire.errors import CodecError, CollectiveError
@@ -93,7 +93,7 @@ class DDPState(Handle):
             )
         buffer = bucket.buffer()
         checks.check_gradient(buffer)
-        group = transport.resolve(self.process_group)
+        group = groups.resolve(self.process_group)
         if self._ended:
             self._begin_step(group, buffer.device)
         try:
@@ -207,12 +207,12 @@ class DDPState(Handle):
     @property
     def world(self) -> int:
         """Ranks of the group."""
-        return transport.resolve(self.process_group).size()
+        return groups.resolve(self.process_group).size()
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return transport.resolve(self.process_group).rank()
+        return groups.resolve(self.process_group).rank()
 
     def stats(self) -> Stats:
         """What compression has done on this rank; `print` shows a table."""
@@ -231,7 +231,7 @@ class DDPState(Handle):
         gather: every rank calls it; the first gets one state of all ranks, which all ranks can load, the others an
             empty one.
         """
-        group = transport.resolve(self.process_group)
+        group = groups.resolve(self.process_group)
         return checkpoint.save(self._sync, self._restorer.layout, self.step, group, gather=gather)
 
     def blank_state_dict(self, world: int | None = None) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class DDPState(Handle):
         It holds what this rank needs of what `world` ranks saved.
         """
         self._chooser.check_family("compress_ddp")
-        group = transport.resolve(self.process_group)
+        group = groups.resolve(self.process_group)
         old = group.size() if world is None else world
         return checkpoint.blank(self._sync, self._restorer.layout, self.step, group, old)
 
@@ -250,7 +250,7 @@ class DDPState(Handle):
         In another world, what rank k remembered goes to rank k % world, so that the sum over ranks is kept.
         """
         states = list(state) if isinstance(state, Sequence) else [state]
-        group = transport.resolve(self.process_group)
+        group = groups.resolve(self.process_group)
         self.step, layout, loaded = checkpoint.load(states, group, self._names, self._sync)
         self._restorer.restore(layout, loaded)
         self._ended = True
@@ -371,8 +371,8 @@ def _mesh_hint(state: DDPState) -> str:
     options = state.options
     inside = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)  # torchrun's; without it there is no hint
     hosts, rest = divmod(state.world, max(1, inside))
-    group = transport.resolve(state.process_group)
-    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not transport.on_nccl(group):
+    group = groups.resolve(state.process_group)
+    if inside < 2 or hosts < 2 or rest or state.world < dist.get_world_size() or not groups.on_nccl(group):
         return ""
     if options.mesh is not None or options.feedback not in ("auto", "none"):
         return ""  # a mesh has no feedback

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.codecs.checks import is_int
-from thinwire.collectives import broadcast, transport
+from thinwire.collectives import broadcast, groups
 from thinwire.collectives.call import Call
 from thinwire.collectives.channel import channel_of, wait_in
 from thinwire.errors import CodecError, CollectiveError
@@ -157,7 +157,7 @@ class DiLoCo(Handle):
         self.beta = beta
         self._model = model
         self._inner = _stepping(inner_optimizer)
-        self._group = transport.resolve(group)
+        self._group = groups.resolve(group)
         named = _trained(model)
         _check(every, fragments, overlap, beta, len(named))
         _check_alone(named)

@@ -4,7 +4,6 @@
 in their place, and forgets what a lane that bridges them remembers there; one puts them back at the end.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.collectives.call import Call
 from thinwire.collectives.message import Message
-from thinwire.collectives.programs import Sum
-from thinwire.collectives.rooms import Room, Scratch
-from thinwire.collectives.work import new_future
+from thinwire.collectives.programs import SumProgram
+from thinwire.collectives.workspaces import Region, Workspace
 from thinwire.integrations.lanes import BucketLane
 from thinwire.integrations.stats import Tally
 from thinwire.kernels import hashing
@@ -32,7 +31,7 @@ class StreamedBucket:
     def __init__(
         self,
         message: Message,
-        program: Sum,
+        program: SumProgram,
         lanes: Sequence[BucketLane],
         carries: Sequence[Any],
         sizes: Sequence[int],
@@ -50,47 +49,35 @@ class StreamedBucket:
         self._gaps = torch.cat(gaps).to(device) if gaps and carries[0] is not None else None
         lengths = [lane.spec.numel for lane in lanes if lane.aside]
         cut = functools.partial(_cut, message.dtype, lengths)
-        self._aside = Scratch(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
+        self._aside = Region(sum(lengths) * message.dtype.itemsize, cut, program.scratch_end)
         self._kernels: Any = kernels.select(device)
         self._first = True
         self._note = torch.empty(0)  # which chunks were not finite
         self._chunks = 0  # that were averaged
+        self._number = 0  # of the call that runs
 
-    def run(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
+    def average(self, buffer: Tensor, output: Tensor, step: int, tally: Tally) -> "Future[Tensor]":
         """Average the bucket, whose numbers are `buffer`; the future holds `output`."""
-        message = self._message
-        message.meet()
-        channel = message.channel
-        assert channel.rooms is not None
+        channel = self._message.channel
+        text = Call(channel, self._message.text).site.text
         if self._first:
-            self._first = False
             self._note = tally.new_note(buffer.device)
-            if channel.stream is not None:
-                channel.compile(lambda room: self._launch(buffer, room, 0, 0))
-        mixed = hashing.mix64(step)
-        call = self._chunks % (1 << 30) + 1
+        self._number = self._chunks % (1 << 30) + 1
         self._chunks += self._program.count
-        future = new_future(buffer.device)
-        room = channel.rooms.next()
-        try:
-            with channel.lock, contextlib.nullcontext() if room is None else room.entered((buffer,)):
-                self._launch(buffer, room or channel.rooms.here, mixed, call)
-                channel.settle(message.text)
-                future.set_result(output)
-            return future
-        except BaseException as error:
-            lost = channel.fail(error)
-            if lost is None:
-                raise
-        raise channel.ended(lost, message.text)
+        work = channel.start(self, (buffer,), (), step, text=text, async_op=True, first=self._first)
+        self._first = False
+        assert work is not None
+        return work.future_of(output)
 
-    def _launch(self, buffer: Tensor, room: Room, mixed: int, call: int) -> None:
-        aside = self._aside.views(room) if self._index is not None else None
+    def run(self, space: Workspace, tensors: Sequence[Tensor], step: int) -> None:
+        """See Program."""
+        (buffer,) = tensors
+        aside = self._aside.views(space) if self._index is not None else None
         if aside is not None:
             kept = None if self._gaps is None else self._carries[0].memories[0].tensor
             self._kernels.set_aside(buffer, self._index, aside.whole, kept, self._gaps)
         xs = self._numbers(buffer, aside)
-        self._program.run_lanes(room, xs, mixed, self._memories(xs), Bad(self._note, call))
+        self._program.run_lanes(space, xs, hashing.mix64(step), self._memories(xs), Bad(self._note, self._number))
         for lane, x in zip(self._lanes, xs, strict=True):
             if not lane.aside and len(lane.stretches) > 1:
                 parts = [buffer[begin:end] for begin, end in lane.stretches]

@@ -142,7 +142,7 @@ class GradientSync:
             return _plainly(gradients, output, group)
         if bucket.streamed is not None and gradients.buffer is not None and not self.chooser.measuring:
             self.tally.sent(bucket.message.sent_bytes, bucket.plain_bytes)
-            return bucket.streamed.run(gradients.buffer, output, self._step, self.tally)
+            return bucket.streamed.average(gradients.buffer, output, self._step, self.tally)
         tensors, copies = lanes.load(bucket.lanes, gradients.views, gradients.buffer)
         watches: Sequence[Any] = [None] * len(tensors)
         if self.chooser.measuring:
@@ -219,7 +219,7 @@ class GradientSync:
             nonfinite=tally.all_nonfinite,
             **(tally.seconds if tally.timed else dict.fromkeys(SECONDS)),
             residual_bytes=self.memories.residuals.nbytes + self.memories.means.nbytes,
-            scratch_bytes=sum(c.scratch.nbytes + (c.rooms.nbytes if c.rooms else 0) for c in channels),
+            scratch_bytes=sum(c.scratch.nbytes + (c.workspaces.nbytes if c.workspaces else 0) for c in channels),
         )
 
     @property

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives import torch_verbs, transport
+from thinwire.collectives import groups, torch_verbs
 from thinwire.errors import QatError
 
 Ranks = dist.ProcessGroup | Literal["local"] | None
@@ -54,7 +54,7 @@ class Agreement:
             return shared
         group: Any = dist.group.WORLD if self._ranks is None else self._ranks
         shared = x.to(_reachable(x.device, group), copy=True).contiguous()
-        if transport.backend(group, shared.device) == "gloo":
+        if groups.backend(group, shared.device) == "gloo":
             torch_verbs.combine("qat", shared, op, group)  # whose errors tell what was lost
         else:
             dist.all_reduce(shared, op=op, group=group)

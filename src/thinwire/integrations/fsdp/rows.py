@@ -19,7 +19,7 @@ from thinwire import feedback
 from thinwire.codecs import Codec, Identity
 from thinwire.collectives.channel import MOST_KINDS
 from thinwire.collectives.lane import LaneSpec
-from thinwire.collectives.row_message import GatherMessage, LaneWatch, ScatterMessage
+from thinwire.collectives.message import GatherMessage, LaneWatch, ScatterMessage
 from thinwire.integrations import lanes
 from thinwire.integrations.choice import Chooser
 from thinwire.integrations.choice.options import DDPOptions, Rules

@@ -1,15 +1,15 @@
 """Where calls on a GPU's stream run: scratch that is kept from call to call, and the streams of asynchronous ones.
 
-[Note: Rooms] A blocking call runs on the caller's own stream, without an event. An asynchronous one runs on a stream of
-the group's, and there are two of these, by turns: while the wires of one call travel, the next one encodes. Every
-stream has scratch of its own, so that nobody waits for it. NCCL itself keeps the messages of a group in the order in
-which they were started, on whatever stream.
+[Note: Workspaces] A blocking call runs on the caller's own stream, without an event. An asynchronous one runs on one of
+two streams of the group, by turns: while the wires of one call travel, the next one encodes. Every stream has scratch
+of its own, so nobody waits for it. NCCL itself keeps the messages of a group in the order in which they were started,
+on whatever stream.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +17,14 @@ from torch import Tensor
 from thinwire.errors import CollectiveError
 
 
-class _User(Protocol):
-    def forget(self, room: "Room") -> None:
-        """The room lets go of its buffer."""
+class Workspace:
+    """Scratch for one call at a time. It grows to the largest size that a call has needed."""
 
-
-class Room:
-    """Scratch for one call at a time. It grows to the largest need it has met."""
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, silent: bool = False) -> None:
         self.device = device
+        self.silent = silent  # programs send nothing: they run only to have their kernels compiled
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._users: weakref.WeakSet[_User] = weakref.WeakSet()  # who know where the buffer is
+        self._users: weakref.WeakSet[Region[Any]] = weakref.WeakSet()  # who know where the buffer is
 
     def reserve(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, used by the current stream."""
@@ -37,12 +33,12 @@ class Room:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
-    def use(self, user: "_User") -> None:
-        """`user` forgets the buffer when it is let go of."""
+    def use(self, user: "Region[Any]") -> None:
+        """Let `user` forget the buffer when it is released."""
         self._users.add(user)
 
     def release(self) -> None:
-        """Let go of the buffer; so do its users."""
+        """Release the buffer, and let its users forget it."""
         for user in list(self._users):
             user.forget(self)
         self._users.clear()
@@ -52,8 +48,8 @@ class Room:
 Views = TypeVar("Views")
 
 
-class Scratch(Generic[Views]):
-    """A program's parts of the scratch of every room, cut once; they end at `end`."""
+class Region(Generic[Views]):
+    """The part of every workspace that a program uses, up to `end`, cut into its views once."""
 
     def __init__(self, nbytes: int, cut: Callable[[Tensor], Views], begin: int = 0) -> None:
         self.end = begin + nbytes
@@ -61,20 +57,20 @@ class Scratch(Generic[Views]):
         self._cut = cut
         self._found: dict[int, tuple[Tensor, Views]] = {}
 
-    def views(self, room: Room) -> Views:
-        buffer = room.reserve(self.end)
-        found = self._found.get(id(room))
+    def views(self, space: Workspace) -> Views:
+        buffer = space.reserve(self.end)
+        found = self._found.get(id(space))
         if found is None or found[0] is not buffer:
-            room.use(self)
-            found = self._found[id(room)] = (buffer, self._cut(buffer[self._begin : self.end]))
+            space.use(self)
+            found = self._found[id(space)] = (buffer, self._cut(buffer[self._begin : self.end]))
         return found[1]
 
-    def forget(self, room: Room) -> None:
-        self._found.pop(id(room), None)
+    def forget(self, space: Workspace) -> None:
+        self._found.pop(id(space), None)
 
 
-class CallersRoom(Room):
-    """The room of blocking calls, which come from any stream."""
+class CallerWorkspace(Workspace):
+    """The workspace of blocking calls, which come from any stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -104,8 +100,8 @@ class CallersRoom(Room):
         self._handle = handle
 
 
-class TurnRoom(Room):
-    """One of the rooms of asynchronous calls, with a stream of its own."""
+class StreamWorkspace(Workspace):
+    """One of the workspaces of asynchronous calls, with a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -113,9 +109,9 @@ class TurnRoom(Room):
         self._begun = torch.cuda.Event()
 
     def entered(self, memory: Iterable[Tensor]) -> "_Entered":
-        """Inside, its stream is the current one, and runs after what the caller's has so far.
+        """Inside, its stream is the current one, and runs after everything queued on the caller's.
 
-        `memory` is not given to others before the stream is done with it, should its owner let go of it.
+        The allocator does not reuse `memory`, should its owner free it, before the stream is done with it.
         """
         before = current_stream(self.device.index)
         self._begun.record(before)
@@ -124,7 +120,7 @@ class TurnRoom(Room):
 
 
 class _Entered:
-    """What torch.cuda.stream does, which takes several times as long."""
+    """A faster torch.cuda.stream()."""
 
     def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream, memory: Iterable[Tensor]) -> None:
         self._stream = stream
@@ -145,13 +141,13 @@ class _Entered:
 
 
 def current_stream(index: int) -> torch.cuda.Stream:
-    """What torch.cuda.current_stream gives, which takes several times as long."""
+    """A faster torch.cuda.current_stream()."""
     return _stream_of(torch._C._cuda_getCurrentStream(index))
 
 
 @functools.lru_cache(maxsize=64)
 def _stream_of(triple: tuple[int, int, int]) -> torch.cuda.Stream:
-    """The stream that torch names so: its number, and the index and type of its device."""
+    """The stream with this id on the device of this index and type."""
     number, index, kind = triple
     return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
 
@@ -162,20 +158,20 @@ def _set_stream(stream: torch.cuda.Stream) -> None:
     )
 
 
-class Rooms:
-    """The rooms of a group."""
+class Workspaces:
+    """The workspaces of a group."""
 
     def __init__(self, device: torch.device) -> None:
-        self.here = CallersRoom(device)
-        self._turns = (TurnRoom(device), TurnRoom(device)) if device.type == "cuda" else None
+        self.here = CallerWorkspace(device)
+        self._turns = (StreamWorkspace(device), StreamWorkspace(device)) if device.type == "cuda" else None
         self._turn = 0
 
-    def next(self) -> TurnRoom | None:
-        """The room of the next asynchronous call; None where there are no streams."""
-        self._turn ^= 1
+    def next(self, first: bool = False) -> StreamWorkspace | None:
+        """The workspace of the next asynchronous call, or always the first one; None where there are no streams."""
+        self._turn = 0 if first else self._turn ^ 1
         return self._turns[self._turn] if self._turns else None
 
     @property
     def nbytes(self) -> int:
-        """Scratch held."""
-        return sum(room.buffer.numel() for room in (self.here, *(self._turns or ())))
+        """Bytes of scratch held."""
+        return sum(space.buffer.numel() for space in (self.here, *(self._turns or ())))

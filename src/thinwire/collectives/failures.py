@@ -1,0 +1,206 @@
+"""What ranks tell each other of their calls: that they agree before data moves, and why a group has ended.
+
+[Note: Handshake] One line of text describes a call. At the first call with that line the ranks compare a hash of it, in
+about log2(world) messages per rank. If hashes differ, they send each other the lines, every rank raises the same error,
+and the group stays usable. Later calls with the same line are free: their messages carry tags made of the line and the
+step, so calls that differ never mix; ranks that make them wait for each other until the group's timeout.
+THINWIRE_DEBUG=1 compares every call. The hash covers what all calls of a rank have in common: versions, THINWIRE_DEBUG,
+checksums.
+
+[Note: Failures] A rank that fails in the middle of a call, or loses another rank, writes one sentence into the group's
+store and closes the group's connections. This wakes every rank that waits for a message; each looks into the store and
+raises the sentence that came first. A store that hangs or is gone delays nobody for long: each rank then raises what it
+knows itself.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from torch._C import _distributed_c10d as c10d
+
+from thinwire import wire
+from thinwire.collectives.groups import timeout_s
+from thinwire.collectives.transport import LostRankError, Transport
+from thinwire.errors import DisagreementError, PeerError
+from thinwire.version import __version__
+
+ASK_S = 0.5  # how long a rank that fails waits for the store
+_ASKS = 10  # in as many parts: a machine that stands still for seconds uses up one of them, not all
+_PAUSE_S = 0.2  # if the store does not answer, a rank waits this long before it closes its connections
+_LATE = 0.9  # of the group's timeout: a rank that waited longer ran into it
+Found = TypeVar("Found")
+_PART = "\x1e"  # between the parts of a rank's line
+_RANK = "\x1d"  # between ranks
+Lengths = tuple[Sequence[int], Sequence[int]]  # what a rank sends to each rank, and what it expects from each
+
+
+@dataclass
+class CallSite:
+    """A call in the order of a group's calls."""
+
+    number: int
+    text: str
+    known: bool = True  # the ranks have compared a call like it before
+    step: int | None = None
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.text}{step}{'' if self.known else ' for the first time'}"
+
+
+class Failures:
+    """What ended a group, or the groups of a mesh: `over` is None while nothing did."""
+
+    def __init__(self, links: Sequence[Transport]) -> None:
+        self.rank = links[0].rank if len(links) == 1 else links[0].rank * links[1].world + links[1].rank
+        self.names = "/".join(link.group.group_name for link in links)
+        self.timeout_s = min(timeout_s(link.group) for link in links)
+        self.over: str | None = None
+        self.own_key = secrets.randbits(62)
+        self._links = links
+        world = math.prod(link.world for link in links)
+        self._others = f"rank {1 - self.rank}" if world == 2 else "another rank"
+        store: Any = links[0].group.get_group_store()
+        while len(links) > 1 and isinstance(store, c10d.PrefixStore):
+            store = store.underlying_store  # which all ranks of a mesh have
+        self._store = store
+        self._key = ""  # in the store, once the ranks have agreed on one
+        self._lock = threading.Lock()
+
+    def open(self, key: int) -> None:
+        """From now on use the store, under a key that all ranks have and no group had before."""
+        self._key = self._key or f"thinwire/{key:x}/over"
+
+    def attend(self, site: CallSite, run: Callable[[], Found]) -> Found:
+        """Return the result of `run`, which waits for messages of this call."""
+        try:
+            return run()
+        except LostRankError as error:
+            lost = error.with_traceback(None)
+        raise self.ended(lost, site)  # not above: the new error would hold the old one, whose frames hold tensors
+
+    def ended(self, error: BaseException, site: CallSite) -> BaseException:
+        """End the group after a call failed half-way, and return what this rank raises."""
+        with self._lock:
+            if self.over is None:
+                sentence = self._sentence(error, site)
+                first = self._key and _within(ASK_S, lambda: self._store.compare_set(self._key, "", sentence).decode())
+                if not first:  # other ranks find out who is lost before this one closes its connections
+                    time.sleep(_PAUSE_S)
+                self.over = first or sentence
+                for link in self._links:
+                    link.close()
+        return PeerError(self.over) if isinstance(error, LostRankError) else error
+
+    def _sentence(self, error: BaseException, site: CallSite) -> str:
+        where = f"{site} (operation {site.number} of group {self.names!r})"
+        if not isinstance(error, LostRankError):
+            what = f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}"
+        elif error.waited < _LATE * self.timeout_s:
+            what = f"rank {self.rank} lost {self._named(error)} in {where}: {error}"
+        else:
+            what = (
+                f"rank {self.rank} waited for {self._named(error)} in {where} for the group's timeout of "
+                f"{self.timeout_s:g} s: see whether that rank still runs and makes the same calls (THINWIRE_DEBUG=1 "
+                "compares all calls)"
+            )
+        return f"{what}. Make a new group to go on"
+
+    def _named(self, lost: LostRankError) -> str:
+        return self._others if lost.rank is None else f"rank {lost.rank}"
+
+
+def _within(seconds: float, question: Callable[[], Found]) -> Found | None:
+    """The answer of a store that may hang; None if it raises or takes longer."""
+    answers: SimpleQueue[Found] = SimpleQueue()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # of a store that is gone
+            answers.put(question())
+
+    thread = threading.Thread(target=ask, name="thinwire-store", daemon=True)
+    thread.start()
+    for _ in range(_ASKS):
+        with contextlib.suppress(Empty):
+            return answers.get(timeout=seconds / _ASKS)
+        if not thread.is_alive():
+            break
+    return None
+
+
+class Handshake:
+    def __init__(self, links: Sequence[Transport], failures: Failures) -> None:
+        self.every_call = os.environ.get("THINWIRE_DEBUG", "0") not in ("", "0")
+        self._links = [link for link in links if link.world > 1]
+        self._mesh = "" if len(links) == 1 else f", on a mesh of {' x '.join(str(link.world) for link in links)}"
+        self._failures = failures
+
+    def check(self, site: CallSite, lengths: Lengths | None = None) -> int:
+        """Raise DisagreementError on every rank unless all make the same call.
+
+        With `lengths`, of an exchange, every rank must also expect what the others send: returns the most elements that
+        one rank sends.
+        """
+        debug = f"THINWIRE_DEBUG={int(self.every_call)}, checksums={int(any(link.checked for link in self._links))}"
+        settings = f"thinwire {__version__}, wire format {wire.VERSION}, {debug}{self._mesh}"
+        details = "" if lengths is None else "/".join(",".join(map(str, side)) for side in lengths)
+        own = _PART.join((site.text, settings, details))
+        mark = int.from_bytes(hashlib.blake2b(f"{site.text}\n{settings}".encode(), digest_size=7).digest())
+        alike, lines = self._failures.attend(site, lambda: self._compared(own, mark, lengths is not None))
+        if alike and lengths is None:
+            return 0
+        calls, versions, texts = zip(*(line.split(_PART) for line in lines), strict=True)
+        sent_R, expected_R = zip(*(_parsed(text) for text in texts), strict=True) if alike else ((), ())
+        named = _unfit(sent_R, expected_R) if alike else _named(calls, versions)
+        if named is not None:
+            raise DisagreementError(f"the ranks disagree about operation {site.number} of this group: {named}")
+        return max(map(sum, sent_R))
+
+    def _compared(self, own: str, mark: int, to_all: bool) -> tuple[bool, list[str]]:
+        """Whether all ranks have the same mark; if they have not, or if lines go `to_all`, the line of every rank."""
+        most = [mark, -mark, len(own.encode()), self._failures.own_key]
+        for link in self._links:  # on a mesh in turn: what ranks learn in the first group goes on in the second
+            most = link.agree(most)
+        self._failures.open(most[3])
+        alike = most[0] == -most[1]
+        if alike and not to_all:
+            return True, []
+        row = own.encode().ljust(most[2], b"\0")
+        for link in self._links:
+            row = _RANK.encode().join(link.share(row))
+        return alike, [text.rstrip("\0") for text in str(row, "utf-8").split(_RANK)]
+
+
+def _parsed(details: str) -> Lengths:
+    sent, expected = ([int(numel) for numel in side.split(",")] for side in details.split("/"))
+    return sent, expected
+
+
+def _unfit(sent_R: Sequence[Sequence[int]], expected_R: Sequence[Sequence[int]]) -> str | None:
+    """Which rank sends another one what that one does not expect, if one does."""
+    for source, target in itertools.product(range(len(sent_R)), repeat=2):
+        numel, expected = sent_R[source][target], expected_R[target][source]
+        if numel != expected:
+            return f"rank {source} sends {numel} elements to rank {target}, which expects {expected}"
+    return None
+
+
+def _named(calls: Sequence[str], versions: Sequence[str]) -> str:
+    """Which ranks called what, or run what."""
+    verb = "called" if len(set(calls)) > 1 else "runs"
+    sides: dict[str, list[str]] = {}
+    for rank, side in enumerate(calls if verb == "called" else versions):
+        sides.setdefault(side, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {verb} {side}" for side, ranks in sides.items()
+    )

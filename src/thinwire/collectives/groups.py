@@ -1,0 +1,82 @@
+"""Groups of ranks: which one is meant, which backend serves it, how long its ranks wait for each other."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.errors import CollectiveError
+
+Group = dist.ProcessGroup | DeviceMesh | None  # None is the world
+# torch 2.13 warns on the older names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def resolve(group: object) -> dist.ProcessGroup:
+    """The process group meant by None (the world), a ProcessGroup or a DeviceMesh of one dimension."""
+    if group is None:
+        if not dist.is_initialized():
+            raise CollectiveError("there is no process group yet: call torch.distributed.init_process_group first")
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise CollectiveError(
+                f"expected a DeviceMesh of one dimension, got {group.ndim}: "
+                "slice it (mesh['dp']), or all_reduce with algorithm='hierarchical' on a mesh of two"
+            )
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise CollectiveError("this rank is not a member of the group; only its members may call")
+    raise CollectiveError(f"expected a ProcessGroup, a DeviceMesh or None, got {group!r}")
+
+
+def mesh_of_nodes(group: Group) -> DeviceMesh | None:
+    """`group` itself if it is a mesh of two dimensions: nodes, and the ranks inside each."""
+    # torch.compile cannot trace isinstance(ProcessGroup, DeviceMesh), so groups are ruled out first.
+    if group is None or isinstance(group, dist.ProcessGroup) or not isinstance(group, DeviceMesh):
+        return None
+    return group if group.ndim == 2 else None
+
+
+# What torch 2.11 to 2.15 call the backends that they build on NCCL.
+_NCCL_NAMES = frozenset({"nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
+
+
+def backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Which backend serves tensors on `device`: "gloo", "nccl" for every kind of NCCL group, or torch's name for it."""
+    try:
+        name: str = backend_impl(group, device).name()
+    except RuntimeError:
+        raise CollectiveError(
+            f"this group has no backend for {device.type} tensors; initialize it with one, e.g. backend='gloo'"
+        ) from None
+    return "nccl" if name in _NCCL_NAMES else name
+
+
+def on_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL serves any of the group's devices."""
+    return any(backend(group, device) == "nccl" for device in group._device_types)
+
+
+def backend_impl(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """torch's object behind `group` for tensors on `device`; raises RuntimeError where there is none."""
+    public = getattr(dist, "get_backend_impl", None)  # since torch 2.14
+    return group._get_backend(device) if public is None else public(group, device)
+
+
+def timeout_s(group: dist.ProcessGroup) -> float:
+    """How long the ranks of a group wait for each other: the shortest timeout of its backends, as it is now."""
+    found = [getattr(backend_impl(group, device), "options", None) for device in group._device_types]
+    limits = [options._timeout.total_seconds() for options in found if options is not None]
+    return min(limits, default=dist.default_pg_timeout.total_seconds())
+
+
+def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
+    """torch's barrier; NCCL gets the device, which it would have to guess."""
+    dist.barrier(group=group, device_ids=[device.index] if device.index is not None else None)

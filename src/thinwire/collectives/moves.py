@@ -1,0 +1,360 @@
+"""Numbers that go to other ranks as they are: all_gather, all_gather_into_tensor, broadcast, all_to_all."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import Codec
+from thinwire.collectives import checks, groups, operations, programs, torch_verbs, transport
+from thinwire.collectives.call import Call, known_call, planned_verb, remember
+from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.chunks import Flat
+from thinwire.collectives.lane import Lane
+from thinwire.collectives.plan import CallPlan, PlanKey, VerbAlgorithm, sized
+from thinwire.collectives.work import Work
+from thinwire.errors import CollectiveError
+
+
+class RowCopies(Protocol):
+    """What thinwire.RowCopy is to a call."""
+
+    tensor: Tensor | None
+
+    def begin(self, gathered: Tensor) -> None:
+        """Remember what was gathered exactly."""
+
+    def add_to(self, gathered: Tensor) -> None:
+        """Make weights of differences, and remember them."""
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: groups.Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
+    feedback: RowCopies | None = None,
+) -> Work | None:
+    """output_tensor = the input_tensors of all ranks in rank order. All ranks decode them to the same bits.
+
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster).
+    `feedback`: a thinwire.RowCopy of this buffer. Ranks then send the difference to what they sent last. The first call
+    is exact. Such calls are blocking.
+    """
+    if feedback is not None:
+        _gather_differences(output_tensor, input_tensor, group, async_op, codec, algorithm, step, feedback)
+        return None
+    given = (output_tensor, input_tensor)
+    call = known_call("all_gather", given, group, step, codec, algorithm)
+    if call is not None and call.plan is not None:
+        return _gather(call, call.plan, given, output_tensor, async_op, step)
+    output, input = checks.check_tensors(given, "all_gather_into_tensor", outputs=1, step=step)
+    channel = channel_of(groups.resolve(group), output.device)
+    world = channel.world
+    if output.numel() != world * input.numel():
+        raise CollectiveError(
+            f"all_gather_into_tensor: output must have {world} times the elements of input, "
+            f"got {output.numel()} and {input.numel()}"
+        )
+    codecs = checks.codecs_for(codec, output.shape)
+    key = PlanKey("all_gather_into_tensor", (input.numel(),), input.dtype, codecs, algorithm)
+    call, plan = planned_verb(
+        channel, key, "all_gather", input.numel(), output.numel(), all_gather_into_tensor, (world, 1)
+    )
+    remember(call, plan, "all_gather", given, codec, algorithm)
+    return _gather(call, plan, (output.detach(), input.detach()), output_tensor, async_op, step)
+
+
+def _gather(
+    call: Call, plan: CallPlan, given: Sequence[Tensor], result: Tensor, async_op: bool, step: int | None
+) -> Work | None:
+    output, input = given
+    if plan.program is not None:
+        return call.start(plan.program, given, [result], step, async_op)
+    if not plan.lanes:
+        return torch_verbs.all_gather(call, output, input, [result], async_op)
+    input = torch_verbs.unstraddled(input, output, input)
+    whole = output.contiguous()
+    lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
+    rows = [Flat([row]) for row in whole.view(call.channel.world, -1).unbind()]
+    operation = operations.Gather(call.setting(plan, step), [lane], [rows])
+    copies = () if output.is_contiguous() else ((output, whole),)
+    return call.run(operation, [result], async_op, copies)
+
+
+all_gather_single = all_gather_into_tensor
+
+
+def _gather_differences(
+    output: Tensor,
+    input: Tensor,
+    group: groups.Group,
+    async_op: bool,
+    codec: str | Codec,
+    algorithm: VerbAlgorithm,
+    step: int | None,
+    feedback: RowCopies,
+) -> None:
+    if async_op:
+        raise CollectiveError("all_gather_into_tensor: calls with feedback are blocking")
+    copy = feedback.tensor
+    if copy is None or copy.shape != output.shape or copy.dtype != output.dtype:
+        all_gather_into_tensor(output, input, group, codec=codec, algorithm="plain", step=step)
+        feedback.begin(output)
+        return
+    own = copy.view(-1, input.numel())[groups.resolve(group).rank()]
+    difference = input.detach().reshape(-1) - own
+    way: VerbAlgorithm = "compressed" if algorithm == "auto" else algorithm
+    all_gather_into_tensor(output, difference, group, codec=codec, algorithm=way, step=step)
+    feedback.add_to(output.detach())
+
+
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: groups.Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
+) -> Work | None:
+    """tensor_list[r] = rank r's tensor, decoded to the same bits on all ranks. Lengths may differ between ranks."""
+    given = (*tensor_list, tensor)
+    *outputs, input = checks.check_tensors(given, "all_gather", outputs=len(tensor_list), step=step)
+    channel = channel_of(groups.resolve(group), input.device)
+    sizes = [output.numel() for output in outputs]
+    if len(sizes) != channel.transport.world or sizes[channel.transport.rank] != input.numel():
+        raise CollectiveError(
+            f"all_gather: tensor_list must hold one tensor per rank, {channel.transport.world} in all, the one of "
+            f"this rank with {input.numel()} elements like `tensor`; got lengths {sizes}"
+        )
+    key = PlanKey("all_gather", tuple(sizes), input.dtype, checks.codecs_for(codec, (sum(sizes),)), algorithm)
+    trial = all_gather_into_tensor
+    call, plan = planned_verb(channel, key, "all_gather", max(sizes), sum(sizes), trial, (len(sizes), 1))
+    if not plan.lanes:
+        return torch_verbs.all_gather_list(call, outputs, input, tensor_list, async_op)
+    lane = Lane(Flat([input]), plan.cuts[0], plan.lanes[0].codec, plan.lanes[0].codec)
+    operation = operations.Gather(call.setting(plan, step), [lane], [[Flat([output]) for output in outputs]])
+    return call.run(operation, tensor_list, async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: groups.Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
+) -> Work | None:
+    """tensor = the tensor of the source. Every rank decodes the same wire, the source too, so all hold the same bits.
+
+    `src` is the source's rank in the world, `group_src` its rank in the group; one of them must be given.
+    """
+    given = (tensor,)
+    call = known_call("broadcast", given, group, step, codec, algorithm, src, group_src)
+    if call is not None and call.plan is not None:
+        return _broadcast(call, call.plan, given, tensor, async_op, step)
+    (part,) = checks.check_tensors(given, "broadcast", outputs=1, step=step)
+    channel = channel_of(groups.resolve(group), part.device)
+    source = _source(channel, src, group_src)
+    numel = part.numel()
+    key = PlanKey("broadcast", (numel,), part.dtype, checks.codecs_for(codec, part.shape), algorithm, source=source)
+    trial = functools.partial(broadcast, group_src=0)
+    call, plan = planned_verb(channel, key, "broadcast", numel, numel, trial, (channel.world,))
+    remember(call, plan, "broadcast", given, codec, algorithm, src, group_src)
+    return _broadcast(call, plan, (part.detach(),), tensor, async_op, step)
+
+
+def _broadcast(
+    call: Call, plan: CallPlan, given: Sequence[Tensor], result: Tensor, async_op: bool, step: int | None
+) -> Work | None:
+    assert plan.source is not None
+    if plan.program is not None:
+        return call.start(plan.program, given, [result], step, async_op)
+    if not plan.lanes:
+        return torch_verbs.broadcast(call, given[0], plan.source, [result], async_op)
+    operation = operations.Broadcast(call.setting(plan, step), Flat(given), plan.source, plan.cuts[0])
+    return call.run(operation, [result], async_op)
+
+
+def _source(channel: Channel, src: int | None, group_src: int | None) -> int:
+    group = channel.transport.group
+    if (src is None) == (group_src is None):
+        raise CollectiveError(f"broadcast needs either src or group_src, got src={src} and group_src={group_src}")
+    source = dist.get_group_rank(group, src) if src is not None else group_src
+    assert source is not None
+    if not 0 <= source < channel.transport.world:
+        raise CollectiveError(f"broadcast: group_src must be 0..{channel.transport.world - 1}, got {source}")
+    return source
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: groups.Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
+) -> Work | None:
+    """Send a part of `input`, cut along dimension 0, to every rank. `output` holds their parts, in rank order.
+
+    Without sizes the parts are equal; sizes may differ and be zero. What a rank keeps for itself is copied exactly.
+    Algorithms: "compressed", "plain" (torch's own, exact), "auto" (the one predicted to be faster; see `all_to_all`).
+    """
+    given = (output, input)
+    even = output_split_sizes is None and input_split_sizes is None
+    call = known_call("all_to_all", given, group, step, codec, algorithm) if even else None
+    if call is not None and call.plan is not None:
+        return _exchange(call, call.plan, given, None, output, async_op, step)
+    target, source = checks.check_tensors(given, "all_to_all_single", outputs=1, step=step)
+    channel = channel_of(groups.resolve(group), target.device)
+    world = channel.world
+    lengths = [
+        [rows * math.prod(tensor.shape[1:]) for rows in _splits(sizes, tensor, world, name)]
+        for name, sizes, tensor in (("output", output_split_sizes, target), ("input", input_split_sizes, source))
+    ]
+    key = PlanKey(
+        "all_to_all_single", (), source.dtype, checks.codecs_for(codec), algorithm, row=tuple(source.shape[1:])
+    )
+    call, plan = _planned(channel, key, *lengths)
+    even = even and target.numel() == source.numel() > 0
+    if even:
+        plan = _even_plan(channel, plan, source.numel() // world)
+        remember(call, plan, "all_to_all", given, codec, algorithm)
+    return _exchange(call, plan, (target.detach(), source.detach()), None if even else lengths, output, async_op, step)
+
+
+def _even_plan(channel: Channel, plan: CallPlan, numel: int) -> CallPlan:
+    """The plan of an exchange of equal parts of `numel` elements, which has launches of its own."""
+    if not isinstance(channel.transport, transport.RowTransport) or plan.program is None:
+        return plan
+    key = plan.text, numel
+    if key not in channel.known:
+        lane = plan.lanes[0]._replace(numel=numel)
+        channel.remember(key, replace(plan, lanes=[lane], program=programs.ExchangeProgram(channel.transport, lane)))
+    return channel.known[key]
+
+
+def _exchange(
+    call: Call,
+    plan: CallPlan,
+    given: Sequence[Tensor],
+    lengths: Sequence[list[int]] | None,  # of the parts of the output and of the input; None if all are equal
+    result: Tensor,
+    async_op: bool,
+    step: int | None,
+) -> Work | None:
+    target, source = given
+    if lengths is None and plan.program is not None:
+        return call.start(plan.program, given, [result], step, async_op)
+    world = call.channel.world
+    out, sent = lengths or [[source.numel() // world] * world] * 2
+    if not plan.lanes:
+        return torch_verbs.all_to_all(call, [target], [source], (out, sent), [result], async_op)
+    whole = target.contiguous()
+    read = source.contiguous()
+    if out != sent or source.data_ptr() != whole.data_ptr():  # else a part goes where one as long was
+        read = torch_verbs.apart(whole, read)
+    copies = () if target.is_contiguous() else ((target, whole),)
+    return _run(call, plan, whole.view(-1).split(out), read.view(-1).split(sent), step, [result], copies, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: groups.Group = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: VerbAlgorithm = "auto",
+    step: int | None = None,
+) -> Work | None:
+    """output_tensor_list[r] = what rank r's input_tensor_list holds for this rank. Lengths may differ and be zero.
+
+    Algorithms: "compressed", "plain" (exact), "auto". "auto" decides at the first call of a dtype, codec and group,
+    from the sizes of that call, and keeps the decision: no rank knows the later sizes of the others.
+    """
+    world = len(output_tensor_list)
+    given = (*output_tensor_list, *input_tensor_list)
+    tensors = checks.check_tensors(given, "all_to_all", outputs=world, step=step)
+    outputs = tensors[:world]
+    inputs = tensors[world:]
+    channel = channel_of(groups.resolve(group), tensors[0].device)
+    if len(outputs) != channel.transport.world or len(inputs) != channel.transport.world:
+        raise CollectiveError(
+            f"all_to_all: expected one tensor per rank in both lists, {channel.transport.world} in all, "
+            f"got {len(outputs)} outputs and {len(inputs)} inputs"
+        )
+    key = PlanKey("all_to_all", (), tensors[0].dtype, checks.codecs_for(codec), algorithm)
+    received, sent = ([part.numel() for part in parts] for parts in (outputs, inputs))
+    call, plan = _planned(channel, key, received, sent)
+    if not plan.lanes:
+        return torch_verbs.all_to_all(call, outputs, inputs, (received, sent), output_tensor_list, async_op)
+    return _run(call, plan, outputs, inputs, step, output_tensor_list, (), async_op)
+
+
+def _splits(sizes: Sequence[int] | None, tensor: Tensor, world: int, name: str) -> list[int]:
+    if tensor.dim() == 0:
+        raise CollectiveError(f"all_to_all_single: {name} must have a dimension to cut, got a scalar")
+    rows = tensor.shape[0]
+    if sizes is None or len(sizes) == 0:
+        if rows % world:
+            raise CollectiveError(
+                f"all_to_all_single: {rows} rows of {name} do not divide among {world} ranks: pass {name}_split_sizes"
+            )
+        return [rows // world] * world
+    listed = [int(size) for size in sizes]
+    if len(listed) != world or min(listed) < 0 or sum(listed) != rows:
+        raise CollectiveError(
+            f"all_to_all_single: {name}_split_sizes must be {world} sizes that add up to {rows} rows, got {listed}"
+        )
+    return listed
+
+
+def _planned(channel: Channel, key: PlanKey, received: list[int], sent: list[int]) -> tuple[Call, CallPlan]:
+    """The call and its plan. Ranks compare lengths at the first call alone; they change from call to call."""
+    rank = channel.transport.rank
+    if sent[rank] != received[rank] and channel.plans.get(str(key)) and not channel.handshake.every_call:
+        raise CollectiveError(f"rank {rank} would send itself {sent[rank]} elements and expects {received[rank]}")
+    world = channel.world
+    return planned_verb(channel, key, "all_to_all", 0, 0, all_to_all_single, (world, world), (sent, received))
+
+
+def _run(
+    call: Call,
+    plan: CallPlan,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    step: int | None,
+    results: Sequence[Tensor],
+    copies: Sequence[tuple[Tensor, Tensor]],
+    async_op: bool,
+) -> Work | None:
+    if plan.program is not None:
+        tensors = [*(part.detach() for part in outputs), *(part.detach().contiguous() for part in inputs)]
+        program = programs.Copying(plan.program, 0, copies) if copies else plan.program
+        return call.start(program, tensors, results, step, async_op, written=len(outputs))
+    link = call.channel.transport
+    flats_out = [Flat([part]) for part in outputs]
+    flats_in = [Flat([part]) for part in inputs]
+    others = [rank for rank in range(link.world) if rank != link.rank]
+    lengths = [flats[rank].numel for flats in (flats_out, flats_in) for rank in others]
+    setting = call.setting(sized(plan, lengths), step)
+    operation = operations.Exchange(setting, flats_out, flats_in, plan.cuts[0].chunk)
+    return call.run(operation, results, async_op, copies)
