@@ -107,7 +107,7 @@ $(BIN)/python:
 # The directory itself is a prerequisite of the library: its time changes when a source comes or goes.
 .venv/.package: pyproject.toml setup.py constraints.txt native $(NATIVE) | $(BIN)/python
 	@echo "== installing thinwire, compiling native/ (the first time takes minutes: torch)"
-	@$(INSTALL) -e '.[bench,report]'
+	@$(INSTALL) -e .
 	@test -f src/thinwire/kernels/_native.so || echo "== no native library: no C compiler worked, or THINWIRE_NO_NATIVE=1"
 	@touch $@
 

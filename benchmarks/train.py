@@ -380,7 +380,7 @@ def _replicas(plan: TrainPlan) -> dict[str, Replica]:
 
 TaskName = StrEnum("TaskName", ["digits", "gpt", "mlp", "wide"])
 TrainOptimizer = StrEnum("TrainOptimizer", ["adam", "sgd", "adamw", "muon"])
-Parallel = StrEnum("Parallel", [DDP, FSDP2, DILOCO])
+Parallel = StrEnum("Parallel", ["ddp", "fsdp2", "diloco"])
 
 
 def command(

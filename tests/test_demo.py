@@ -1,4 +1,4 @@
-"""`thinwire demo`: a whole run in a pipe, one on a terminal that is interrupted, verdicts, files and flags."""
+"""`thinwire demo`: a whole run in a pipe, one on a terminal that is interrupted, verdicts and flags."""
 
 import io
 import os
@@ -20,9 +20,7 @@ from thinwire.tools.bench.record import Interrupted, Record
 from thinwire.tools.cli import demo as cli, findings, training
 from thinwire.tools.cli.app import app
 from thinwire.tools.local import link as links
-from thinwire.tools.report import draw
 
-PLOTS = {"loss.png", "bytes.png", "step_time.png"}
 OWN = cluster.recorded("cpu", "aarch64")
 
 
@@ -34,16 +32,11 @@ def call(*flags: str) -> Result:
 def test_in_a_pipe(program: Ended) -> None:
     assert program.status == 0, program.told
     assert "\x1b" not in program.out + program.err
-    (line,) = program.err.splitlines()
-    assert line.startswith("wrote thinwire-report/index.html, ")
+    assert program.err == ""
     assert "Measured here: a GPT of 21408 weights, 2 ranks on" in program.out
     assert "No verdict: this run has 2 seeds; the seed-to-seed spread needs 3." in program.out
     assert "Use " not in program.out  # a quick run claims nothing
-    folder = program.folder / "thinwire-report"
-    assert {path.name for path in folder.iterdir()} == {"index.html", "demo.json", *PLOTS}
-    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in PLOTS)
-    assert (folder / "demo.json").read_text() == (program.folder / "x.json").read_text()
-    rows = record.read(str(folder / "demo.json")).rows
+    rows = record.read(str(program.folder / "x.json")).rows
     found = [(row["codec"], row["feedback"], row["bytes_from"]) for row in rows]
     assert found == [("none", "none", "formula"), ("bf16", "none", "formula"), ("lloyd2", "none+moments", "transport")]
     none, bf16, lloyd2 = (float(str(row["bytes_per_step"])) for row in rows)
@@ -55,7 +48,7 @@ def test_in_a_pipe(program: Ended) -> None:
     assert all(row["identical"] is True and row["loss_log_ratio"] is not None for row in rows)
 
 
-LONG = ("-m", "thinwire", "demo", "--quick", "--steps", "15", "--codecs", "int8,lloyd2")
+LONG = ("-m", "thinwire", "demo", "--quick", "--steps", "15", "--codecs", "int8,lloyd2", "--json", "x.json")
 
 
 @pytest.mark.program(Path(__file__).with_name("terminal.py"), "int8, seed 0", *LONG)
@@ -64,7 +57,7 @@ def test_on_a_terminal_there_is_a_bar_and_ctrl_c_keeps_what_was_finished(program
     assert re.search(r"step times .*0/7", program.out), program.told  # two seeds of three schemes follow
     assert "\x1b[1mMeasured here" in program.out
     assert re.search(r"interrupted: [12] finished rows kept$", program.out, re.MULTILINE), program.told
-    found = record.read(str(program.folder / "thinwire-report" / "demo.json"))
+    found = record.read(str(program.folder / "x.json"))
     assert [row["codec"] for row in found.rows] in (["none"], ["none", "int8"])
     assert found.conditions["interrupted"] is True
 
@@ -119,52 +112,18 @@ def test_a_rate_rises_and_falls() -> None:
     assert rates[top:] == sorted(rates[top:], reverse=True)
 
 
-# --- files and flags --------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that takes no time, in a directory of its own."""
     found = figures.recorded("demo.json")
     monkeypatch.setattr(training, "run", lambda *arguments, **named: found)
-    monkeypatch.setattr(draw, "png", lambda chart: chart.title.encode())
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
-def test_an_earlier_report_is_replaced_and_other_files_are_left(measured: Path) -> None:
-    folder = measured / "thinwire-report"
-    assert call().exit_code == 0
-    (folder / "notes.txt").write_text("mine")
-    (folder / "index.html").write_text("old")
-    again = call()
-    assert again.exit_code == 0
-    assert {path.name for path in folder.iterdir()} == {"index.html", "demo.json", "gain.png", "notes.txt", *PLOTS}
-    assert "Verdict for this network at 100mbit" in (folder / "index.html").read_text()
-
-
-def test_a_directory_of_somebody_else_is_refused_before_anything_is_trained(measured: Path) -> None:
-    (measured / "full").mkdir()
-    (measured / "full" / "thesis.tex").write_text("")
-    result = call("--out", "full")
-    assert (result.exit_code, "name a new or an empty directory" in " ".join(result.stderr.split())) == (2, True)
-    (measured / "file").write_text("")
-    assert call("--out", "file/below").exit_code == 2
-
-
-def test_without_matplotlib_the_tables_are_printed_and_the_record_is_kept(
-    measured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draw, "find_spec", lambda name: None)
-    result = call()
-    assert result.exit_code == 0
-    assert "no page, no plots: plots are drawn by matplotlib" in result.stderr
-    assert "Measured here" in result.stdout
-    assert [path.name for path in (measured / "thinwire-report").iterdir()] == ["demo.json"]
-    assert call("--out", "asked").exit_code == 1
-
-
-def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_codec_is_finished(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any, **named: Any) -> Record:
         raise Interrupted(Record("train", record.conditions(torch.device("cpu")), []))
 
@@ -172,7 +131,6 @@ def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: 
     result = call("--json", "-")
     assert result.exit_code == 130
     assert record.loads(result.stdout).rows == []
-    assert list((measured / "thinwire-report").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -185,13 +143,13 @@ def test_ctrl_c_before_the_first_codec_is_finished(measured: Path, monkeypatch: 
         (["--steps", "0"], "Invalid value for '--steps'"),
     ],
 )
-def test_bad_flags(flags: list[str], complaint: str, measured: Path) -> None:
+def test_bad_flags(flags: list[str], complaint: str, measured: None) -> None:
     result = call(*flags)
     assert result.exit_code == 2
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_a_user_shapes_links_as_root_of_a_namespace_of_his_own(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_shapes_links_as_root_of_a_namespace_of_his_own(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
     def execvp(file: str, arguments: list[str]) -> None:

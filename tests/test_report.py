@@ -1,6 +1,5 @@
-"""`thinwire report`: cells, tables, charts, the page, and what got worse between two records."""
+"""`thinwire report`: cells, tables, and what got worse between two records."""
 
-import html
 import math
 import re
 from pathlib import Path
@@ -16,11 +15,10 @@ from cases import generated
 from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.cli.app import app
-from thinwire.tools.report import cells, compare, draw, kinds, page, tables
+from thinwire.tools.report import cells, compare, kinds, tables
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.json"))
-ONE_OF_EACH = ("codec_cpu", "kernels_cpu_aarch64", "collectives_1gbit", "train_gpt", "qat_digits", "soak")
 
 
 def recorded(name: str) -> Record:
@@ -85,58 +83,6 @@ def test_markdown_shows_what_a_record_says_and_obeys_none_of_it(tmp_path: Path) 
     row: Row = {"distribution": "gaussian", "codec": "a|b<i>`*", "wire_bits": 1.0, "nmse": 0.1}
     text = tables.markdown(a_record("codec", row))
     assert r"| a\|b&lt;i&gt;\`\* |" in text
-
-
-# --- charts and the page ----------------------------------------------------------------------------------------------
-
-
-def test_charts_show_the_numbers_of_the_record() -> None:
-    found = recorded("train_mlp_1gbit")
-    by_name = {chart.name: chart for chart in draw.charts(found)}
-    assert set(by_name) == {"loss", "step_time", "bytes"}
-    assert by_name["step_time"].labels[:2] == ["fp32", "int8"]
-    assert by_name["step_time"].series == {"ms": [row["step_ms"] for row in found.rows]}
-    speedups = draw.charts(recorded("collectives_1gbit"))
-    assert [(chart.name, list(chart.series), chart.mark) for chart in speedups] == [
-        ("speedup", ["over fp32", "over bf16"], 1.0)
-    ]
-    assert draw.charts(a_record("train")) == draw.charts(recorded("soak")) == []
-    assert draw.png(by_name["loss"]).startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "find_spec", lambda name: None)
-    result = call(str(BENCHMARKS / "train_gpt.json"), "--html", "x.html")
-    assert (result.exit_code, "pip install 'thinwire[report]'" in result.stderr) == (1, True)
-
-
-def test_the_page_is_whole_and_refers_to_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "png", lambda chart: b"png")
-    evil = "<script>alert('1')</script>\"&"
-    text = page.page([a_record("codec", {"distribution": evil, "codec": evil, "nmse": 0.1})], title=evil, notes=[evil])
-    assert "<script" not in text
-    assert text.count(html.escape(evil)) >= 4  # title, heading, note, cell
-    whole = page.page([recorded(name) for name in ONE_OF_EACH], names=list(ONE_OF_EACH))
-    assert set(re.findall(r'(?:src|href)="([a-z]+:)', whole)) == {"data:"}
-    assert "http" not in re.sub(r'http-equiv="', "", whole)
-    for tag in ("table", "figure", "tr", "td", "h2"):
-        assert len(re.findall(rf"<{tag}\b", whole)) == whole.count(f"</{tag}>") > 0
-
-
-def test_report_writes_a_page_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "png", lambda chart: b"png")
-    file = str(BENCHMARKS / "train_gpt.json")
-    assert call(file, "--html", str(tmp_path / "a.html"), "--png", str(tmp_path / "plots")).exit_code == 0
-    assert call(file, file, "--html", str(tmp_path / "folder")).exit_code == 0
-    assert (tmp_path / "a.html").is_file()
-    assert "Comparison" in (tmp_path / "folder" / "index.html").read_text()
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "step_time.png", "bytes.png"}
-    assert call(file, "--html", "-").exit_code == 2
-    full = call(file, "--html", "/dev/null/x.html")
-    assert (full.exit_code, "cannot be written" in full.stderr) == (1, True)
-    empty = str(tmp_path / "empty.json")
-    record.write(a_record("train"), empty)
-    assert "nothing to draw" in call(empty, "--png", str(tmp_path / "none")).stderr
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ class Machine:
         turns = max(1.0, ranks / cores)
         slower = turns * (CROWD if ranks <= cores else TURNS)
         speeds = {name: CodecSpeed(*(slower * s for s in astuple(speed))) for name, speed in self.codecs.items()}
-        times = {"call_s": turns * self.call_s, "message_s": turns * self.message_s, "byte_s": turns * self.byte_s}
-        return replace(self, copy_s=slower * self.copy_s, codecs=speeds, cores=own, **times)
+        call_s, message_s, byte_s = (turns * seconds for seconds in (self.call_s, self.message_s, self.byte_s))
+        return Machine(self.device, self.source, slower * self.copy_s, speeds, call_s, message_s, byte_s, own)
 
 
 def recorded(device: str, architecture: str | None = None) -> Machine:

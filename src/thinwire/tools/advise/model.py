@@ -19,7 +19,7 @@ Legend: W ranks, G of them in a node, M nodes; w bytes of the wire of n elements
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -151,7 +151,7 @@ class Bucket:
 
     kernels_s: float = 0.0
     calls: int = 0  # of kernels
-    stages: int = 1
+    stages: int = 0
     hops: float = 0.0  # seconds of latency of messages in a row
     messages: int = 0  # that a rank's host sends and receives
     across_s: float = 0.0  # seconds of a node's link
@@ -182,10 +182,8 @@ def _ring(numel: int, scheme: SumScheme, cluster: Cluster, machine: Machine, job
     sent = 2 * (cluster.world - 1) / cluster.world * nbytes
     speed = machine.speed(scheme.codec)
     casts = numel * (speed.encode + speed.decode) if scheme.compresses else 0.0
-    times = [sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside)]
-    crossed = sent / cluster.per_node if cluster.nodes > 1 else 0.0
     calls = 3 if scheme.compresses else 1
-    return Bucket(casts, calls, calls - 1 or 1, cluster.sum_latency_s, 0, *times, sent, crossed, plain=True)
+    return replace(_around(cluster, sent), kernels_s=casts, calls=calls, hops=cluster.sum_latency_s, plain=True)
 
 
 def _flat(
@@ -213,7 +211,8 @@ def _exchange(cluster: Cluster, part: float) -> Bucket:
     across = cluster.per_node * outer * part / cluster.across.bytes_per_s if cluster.across else 0.0
     inside = inner * part / cluster.inside.bytes_per_s if cluster.inside else 0.0
     both = (inner + outer) * part
-    return Bucket(0.0, 0, 0, cluster.latency_s, 2 * (inner + outer), across, inside, both, outer * part)
+    messages = 2 * (inner + outer)
+    return Bucket(0.0, 0, 0, cluster.latency_s, messages, across, inside, both, outer * part)
 
 
 def _gather(cluster: Cluster, part: float) -> Bucket:
@@ -221,10 +220,13 @@ def _gather(cluster: Cluster, part: float) -> Bucket:
     if cluster.transport == "gloo":
         return _exchange(cluster, part)
     steps = cluster.world - 1
-    sent = steps * part
-    times = [sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside)]
-    crossed = sent / cluster.per_node if cluster.nodes > 1 else 0.0
-    return Bucket(0.0, 0, 0, steps * cluster.latency_s, 1, *times, sent, crossed)
+    return replace(_around(cluster, steps * part), hops=steps * cluster.latency_s, messages=1)
+
+
+def _around(cluster: Cluster, sent: float) -> Bucket:
+    """Each rank passes `sent` bytes on around a ring; of a node's ranks one sends them to the next node."""
+    across, inside = (sent / link.bytes_per_s if link else 0.0 for link in (cluster.across, cluster.inside))
+    return Bucket(across_s=across, inside_s=inside, sent=sent, crossed=sent / cluster.per_node if across else 0.0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ are averages, every codec runs in both algorithms, and the host's time of a call
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -166,7 +166,7 @@ def bytes_formula(verb: str, algorithm: str, world: int, chosen: Codec, numel: i
     return (2 if verb == "all_reduce" else 1) * (world - 1) / world * wire
 
 
-def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Iterator[Row]:
+def _rows(cases: Sequence[CollectiveCase], effort: Effort, progress: Progress) -> Generator[Row]:
     """Ranks stay for all cases of a world and placement, which follow each other."""
     started: dict[tuple[int, NcclRanks | None], World] = {}
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """The link benchmark: messages of several sizes that all ranks send at once, each to the next rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from statistics import median
 
 import torch
@@ -21,7 +21,7 @@ def run(
     if link is not None:
         links.check()
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Generator[Row]:
         with launch.ranks(world, link) as started:
             for size in progress(sizes):
                 yield row_of(started.run(torchrun.exchange_s, size, timing.CPU), size, str(link or "loopback"), "gloo")
@@ -32,7 +32,7 @@ def run(
 def run_here(device: torch.device, sizes: Sequence[int] = SIZES, progress: Progress = iter) -> Record:
     """The same by the ranks that torchrun started; every rank has all rows."""
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Generator[Row]:
         for size in progress(sizes):
             taken = torchrun.exchange_s(size, device)
             parts = [taken] * dist.get_world_size()

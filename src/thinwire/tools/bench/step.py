@@ -7,7 +7,7 @@ FSDP2 by the codecs of gradients and weights, lloyd4/int8, lloyd4/lloyd4@replica
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -218,7 +218,7 @@ def run(
         cases = [StepCase(one.world, schemes, name, parallel, None, one) for one in spread]
     effort = Effort(rounds) if rounds else QUICK if quick else FULL
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Generator[Row]:
         for case in progress(cases):
             with launch.ranks(case.world, link, on_nccl=case.on_nccl) as started:
                 yield from rows_of(case, started.run(measure, case, effort))

@@ -17,7 +17,7 @@ _COMMANDS = {  # each a module of this room
     "demo": "See it work: train a small GPT plainly and compressed.",
     "bench": "Measure your link, collectives and training steps.",
     "advise": "Which codec and algorithm, if any, suit your links.",
-    "report": "Show records as tables, plots, an HTML page.",
+    "report": "Show records as tables, and compare two.",
     "doctor": "Say what works on this machine, and what to do.",
 }
 _EPILOG = """\b
@@ -33,7 +33,7 @@ Example:
   thinwire demo
   thinwire doctor
   thinwire bench step --quick --json step.json
-  thinwire report step.json --html step.html
+  thinwire report step.json
   thinwire --install-completion
 """
 

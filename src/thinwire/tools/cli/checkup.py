@@ -52,7 +52,6 @@ def examine(follow: Progress = iter, *, full: bool = False) -> Iterator[Finding]
     yield from _chosen_interfaces()
     yield _host_name()
     yield _shaping()
-    yield _package("matplotlib", "matplotlib", "`report --png` and `--html` need it: pip install 'thinwire[report]'")
 
 
 def _recent(name: str, version: str, oldest: tuple[int, int]) -> Finding:

@@ -105,10 +105,10 @@ def _between_ranks(timeout: float, as_json: bool) -> NoReturn:
 
 
 def _print_json(found: "Found") -> None:
-    came = dict(enumerate(found.received))
-    ranks = [{"rank": rank, **card, "received": came.get(rank, {})} for rank, card in found.cards.items()]
-    told = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
-    typer.echo(json.dumps(told, indent=1))
+    rates = dict(enumerate(found.received))
+    ranks = [{"rank": rank, **said, "received": rates.get(rank, {})} for rank, said in found.ranks.items()]
+    answer = {"works": not found.problems, "world": found.world, "problems": found.problems, "ranks": ranks}
+    typer.echo(json.dumps(answer, indent=1))
 
 
 def _print_table(found: "Found") -> None:
@@ -117,12 +117,12 @@ def _print_table(found: "Found") -> None:
 
     header = ["rank", "host", "interface", "device", "thinwire", "torch", "python", "wire", "Gbit/s", "slowest"]
     rows = []
-    for rank, card in found.cards.items():
+    for rank, description in found.ranks.items():
         came = found.received[rank] if found.received else {}
         slowest = min(came, key=lambda sender: came[sender], default=None)
         before = significant(came.get((rank - 1) % found.world), 8e-9)
         least = "–" if slowest is None else f"{significant(came[slowest], 8e-9)} from {slowest}"
-        said = [str(card.get(name, "?")) for name in header[1:-2]]
+        said = [str(description.get(name, "?")) for name in header[1:-2]]
         rows.append([str(rank), *said, before, least])
     how = "Gbit/s: what comes from the rank before; slowest: from any rank. All send at once"
     show_grid(TextGrid(f"{len(rows)} of {found.world} ranks. {how}", header, rows, labels=8), screen.console())

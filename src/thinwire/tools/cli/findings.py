@@ -10,7 +10,6 @@ from thinwire.tools.advise.cluster import Machine
 from thinwire.tools.bench.record import Record, Row
 from thinwire.tools.recommend import BF16_HOOK, Recommendation, Way
 from thinwire.tools.report.cells import ABSENT, TextGrid, counted, fixed, number, significant, text
-from thinwire.tools.report.draw import BarChart
 
 LINKS = ("100mbit", "1gbit", "10gbit", "100gbit")
 
@@ -126,15 +125,3 @@ def links_grid(record: Record, machine: Machine) -> list[TextGrid]:
         f"the link of this run. Compute as measured here, kernels of {machine.source}"
     )
     return [TextGrid(title, ["link", "use", "over bf16", "over fp32"], rows, labels=2)] if found else []
-
-
-def charts(record: Record, machine: Machine) -> list[BarChart]:
-    """The speedup over fp32 by link."""
-    found = outlooks(record, machine)[:2]
-    names = list(dict.fromkeys(way.name for one in found for way in one.ways[1:]))
-    series: dict[str, list[float | None]] = {
-        one.link: [next((way.gain(one.choice.plain) for way in one.ways if way.name == name), None) for name in names]
-        for one in found
-    }
-    title = "Speedup over fp32 by link (predicted where the run did not measure it)"
-    return [BarChart("gain", title, "speedup over fp32", names, series, 1.0)] if found else []

@@ -1,8 +1,8 @@
 """What `thinwire doctor --peers` looks at: whether the ranks of a job see each other and agree, and how fast they are.
 
 Ranks meet in a store at MASTER_ADDR:MASTER_PORT: torchrun's own where it started them, else one of rank 0. Each leaves
-a card of itself there. Rank 0 judges them and tells the others; where nothing is wrong, all exchange messages. Nobody
-waits without a limit: what a rank does not say in time is missing.
+a description of itself there; rank 0 compares them and shares the problems. Without problems all exchange messages.
+Nobody waits without a limit: a rank that says nothing in time is missing.
 """
 
 import json
@@ -26,43 +26,36 @@ from thinwire.errors import ThinwireError
 from thinwire.tools.local import torchrun
 from thinwire.tools.local.torchrun import RankPlace
 
-_GRACE_S = 5.0  # for what others have said already to be read
+_GRACE_S = 5.0  # for reading what others have said already
 _POLL_S = 0.02
 _MEASURE_S = 3.0  # of all exchanges together, about
 _ROUNDS = 3
-_SMALL = 1 << 16  # bytes of the first message, which decides on the size of the others
-_LARGE = 1 << 25
+_SMALL, _LARGE = 1 << 16, 1 << 25  # bytes of the first message, which decides the size of the others; at most
 _SAME = "Install the same everywhere"
-# What ranks have to agree on: how it is called, and what to do where they do not.
+# What ranks have to agree on: its name, and what to do where they do not.
 _AGREED = {
     "world": ("WORLD_SIZE", "Start all ranks with the same number"),
-    "thinwire": ("thinwire", _SAME),
-    "torch": ("torch", _SAME),
-    "python": ("python", _SAME),
+    **{name: (name, _SAME) for name in ("thinwire", "torch", "python")},
     "wire": ("the wire format", "Install the same thinwire everywhere"),
-    "backend": (
-        "backend",
-        "Either every rank has a GPU of its own or none uses one: set CUDA_VISIBLE_DEVICES= to hide them",
-    ),
+    "backend": ("backend", "Give every rank a GPU of its own, or set CUDA_VISIBLE_DEVICES= to hide them all"),
 }
-
-Card = Mapping[str, Any]  # what a rank says of itself; see own_card
+Description = Mapping[str, Any]  # of a rank, by itself
 
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 knows in the end; whoever is missing has no card. Other ranks know the problems alone."""
+    """What rank 0 knows in the end; a missing rank has no description. Other ranks know only the problems."""
 
     world: int
-    cards: Mapping[int, Card]
+    ranks: Mapping[int, Description]
     problems: list[str]
     received: list[dict[int, float]]  # by rank: bytes per second from each other rank
 
 
 def examine(place: RankPlace, patience_s: float) -> Found:
-    """Rates are measured only where nothing was found wrong before: a disagreement may leave ranks waiting."""
+    """Rates are measured only where no problem was found before: a disagreement may leave ranks waiting."""
     meeting = Meeting(place, patience_s)  # to the end: others may still use its store
-    cards, problems = meeting.hold(own_card(place))
+    ranks, problems = meeting.hold(describe(place))
     received: list[dict[int, float]] = []
     if not problems:
         try:
@@ -71,7 +64,7 @@ def examine(place: RankPlace, patience_s: float) -> Found:
             if place.rank:
                 raise
             problems = [str(error)]
-    return Found(place.world, cards, problems, received)
+    return Found(place.world, ranks, problems, received)
 
 
 class Meeting:
@@ -80,48 +73,43 @@ class Meeting:
     def __init__(self, place: RankPlace, patience_s: float) -> None:
         self.place = place
         self.patience_s = patience_s
-        self.address = os.environ["MASTER_ADDR"]
-        port = os.environ["MASTER_PORT"]
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if not port.isdecimal():
             raise ThinwireError(f"MASTER_PORT must be a number such as 29500, got {port!r}")
-        self.port = int(port)
+        self.where = f"{address}:{port}"
         # torchrun's store has a server already; without it rank 0 has one.
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0
-        limit = timedelta(seconds=patience_s)
+        how: dict[str, Any] = {"is_master": not hosted, "wait_for_workers": False, "multi_tenant": True}
         try:
-            joined = c10d.TCPStore(
-                self.address, self.port, is_master=not hosted, timeout=limit, wait_for_workers=False, multi_tenant=True
-            )
+            joined = c10d.TCPStore(address, int(port), timeout=timedelta(seconds=patience_s), **how)
         except (RuntimeError, ValueError) as error:
-            where = f"{self.address}:{self.port} (MASTER_ADDR, MASTER_PORT) within {self.patience_s:g} s"
-            todo = "start rank 0 there, name an address of it that this machine reaches, and open the port"
             own = "; localhost is every machine's own: torchrun has --master-addr and --local-addr for that"
-            own = own if self.address == "localhost" else ""
-            raise ThinwireError(f"rank {self.place.rank} did not reach {where} ({_line(error)}): {todo}{own}") from None
+            raise ThinwireError(
+                f"rank {place.rank} did not reach {self.where} (MASTER_ADDR, MASTER_PORT) within {patience_s:g} s "
+                f"({_line(error)}): start rank 0 there, name an address of it that this machine reaches, and open the "
+                f"port{own if address == 'localhost' else ''}"
+            ) from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = c10d.PrefixStore(f"thinwire/doctor/{attempt}", joined)
 
-    def hold(self, card: Card) -> tuple[dict[int, Card], list[str]]:
-        """All cards, which rank 0 alone has, and what is wrong with them, which it tells the others."""
-        self._put(f"card/{self.place.rank}", card)
+    def hold(self, own: Description) -> tuple[dict[int, Description], list[str]]:
+        """All descriptions, which only rank 0 has, and the problems, which it shares."""
+        self._store.set(f"rank/{self.place.rank}", json.dumps(own))
         if self.place.rank:
             problems = self._answer()
-            self._put(f"read/{self.place.rank}", True)
+            self._store.set(f"read/{self.place.rank}", "true")
             return {}, problems
-        cards = self._told("card", range(self.place.world), self.patience_s)
-        problems = [*disagreements(cards), *unreachable(cards)]
-        if absent := [rank for rank in range(self.place.world) if rank not in cards]:
-            told = f"{_names(absent)} of {self.place.world} did not come within {self.patience_s:g} s"
-            problems.insert(0, f"{told}: start every rank, and let each reach {self.address}:{self.port}")
-        self._put("problems", problems)
-        # The store may end with this process: it stays until those who came have heard it.
-        self._told("read", [rank for rank in cards if rank], _GRACE_S)
-        return cards, problems
+        ranks = self._said("rank", range(self.place.world), self.patience_s)
+        problems = [*disagreements(ranks), *unreachable(ranks)]
+        if absent := [rank for rank in range(self.place.world) if rank not in ranks]:
+            late = f"{_names(absent)} of {self.place.world} did not come within {self.patience_s:g} s"
+            problems.insert(0, f"{late}: start every rank, and let each reach {self.where}")
+        self._store.set("problems", json.dumps(problems))
+        # The store may end with this process: it stays until those who came have read the problems.
+        self._said("read", [rank for rank in ranks if rank], _GRACE_S)
+        return ranks, problems
 
-    def _put(self, key: str, value: object) -> None:
-        self._store.set(key, json.dumps(value))
-
-    def _told(self, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
+    def _said(self, what: str, ranks: Sequence[int], patience_s: float) -> dict[int, Any]:
         """What these ranks say in time; the store's own wait would not say who is missing."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + patience_s
@@ -139,12 +127,12 @@ class Meeting:
             self._store.wait(["problems"], timedelta(seconds=patience_s))
             problems: list[str] = json.loads(self._store.get("problems"))
         except RuntimeError as error:  # no answer in time, or the store went away
-            told = f"rank {self.place.rank} heard nothing from rank 0 within {patience_s:g} s ({_line(error)})"
-            raise ThinwireError(f"{told}: see whether rank 0 was started, and what it says") from None
+            silent = f"rank {self.place.rank} heard nothing from rank 0 within {patience_s:g} s ({_line(error)})"
+            raise ThinwireError(f"{silent}: check whether rank 0 was started, and what it says") from None
         return problems
 
 
-def own_card(place: RankPlace) -> Card:
+def describe(place: RankPlace) -> Description:
     device = place.device
     backend = torchrun.BACKENDS[device.type]
     return {
@@ -161,44 +149,37 @@ def own_card(place: RankPlace) -> Card:
     }
 
 
-# What ranks say, judged.
-
-
-def disagreements(cards: Mapping[int, Card]) -> list[str]:
+def disagreements(ranks: Mapping[int, Description]) -> list[str]:
     """Another version may say less of itself."""
-    told = []
-    for name, (label, remedy) in _AGREED.items():
+    found = []
+    for key, (label, remedy) in _AGREED.items():
         sides: dict[object, list[int]] = {}
-        for rank, card in cards.items():
-            sides.setdefault(card.get(name, "?"), []).append(rank)
+        for rank, said in ranks.items():
+            sides.setdefault(said.get(key, "?"), []).append(rank)
         if len(sides) > 1:
-            named = "; ".join(f"{value} on {_names(ranks)}" for value, ranks in sides.items())
-            told.append(f"{label} differs: {named}. {remedy}")
-    return told
+            named = "; ".join(f"{value} on {_names(which)}" for value, which in sides.items())
+            found.append(f"{label} differs: {named}. {remedy}")
+    return found
 
 
-def unreachable(cards: Mapping[int, Card]) -> list[str]:
+def unreachable(ranks: Mapping[int, Description]) -> list[str]:
     """Ranks whose messages would stay on loopback although there are several machines."""
-    if len({card["route"] for card in cards.values()}) == 1:
+    if len({said["route"] for said in ranks.values()}) == 1:
         return []
     return [
-        f"rank {rank} on {card['host']} uses {card['interface']}, which no other machine reaches: set "
-        f"{card['backend'].upper()}_SOCKET_IFNAME there to its interface towards the others"
-        + (f", the one of {card['route']}" if not card["route"].startswith("127.") else "")
-        for rank, card in cards.items()
-        if card["interface"].startswith("127.") or card["interface"] == "lo"
+        f"rank {rank} on {said['host']} uses {said['interface']}, which no other machine reaches: set "
+        f"{said['backend'].upper()}_SOCKET_IFNAME there to its interface towards the others"
+        + (f", the one of {said['route']}" if not said["route"].startswith("127.") else "")
+        for rank, said in ranks.items()
+        if said["interface"].startswith("127.") or said["interface"] == "lo"
     ]
-
-
-# The exchange.
 
 
 def exchange(place: RankPlace, patience_s: float) -> list[dict[int, float]]:
     """By rank: the bytes per second that come from each other rank. ThinwireError where that cannot be measured."""
-    device = place.device
     try:
-        with torchrun.job(device, timedelta(seconds=patience_s)):
-            mine = _rates(device)
+        with torchrun.job(place.device, timedelta(seconds=patience_s)):
+            mine = _rates(place.device)
             found = [mine] * place.world
             dist.all_gather_object(found, mine)
             return found
@@ -209,13 +190,11 @@ def exchange(place: RankPlace, patience_s: float) -> list[dict[int, float]]:
 
 def _rates(device: torch.device) -> dict[int, float]:
     """Bytes per second by sender. All ranks send at once, each to the one `shift` ranks further on."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return {}
-    first_s = torch.tensor(
-        median(torchrun.exchange_s(_SMALL, device, rounds=_ROUNDS)), dtype=torch.float64, device=device
-    )
+    once = median(torchrun.exchange_s(_SMALL, device, rounds=_ROUNDS))
+    first_s = torch.tensor(once, dtype=torch.float64, device=device)
     dist.all_reduce(first_s, dist.ReduceOp.MAX)
     share_s = _MEASURE_S / (world - 1) / (_ROUNDS + 1)
     size = min(max(_SMALL, int(_SMALL * share_s / float(first_s))), _LARGE)
@@ -223,14 +202,10 @@ def _rates(device: torch.device) -> dict[int, float]:
     return {(rank - shift) % world: size / median(times) for shift, times in taken.items()}
 
 
-# Addresses.
-
-
 def way_out(backend: str) -> str:
-    """The interface that this rank's messages leave by where it is named, else their address.
+    """The interface this rank's messages leave by, or their address.
 
-    gloo takes the address of the host's name, and stays on this machine where that has none. NCCL chooses by itself, as
-    a rule what leads to the others.
+    gloo takes the address the hostname resolves to, or loopback. NCCL usually chooses what leads to the others.
     """
     if named := os.environ.get(f"{backend.upper()}_SOCKET_IFNAME"):
         return named
@@ -258,5 +233,4 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _line(error: Exception) -> str:
     """The first line, without the place in gloo's own source."""
-    said = re.sub(r"\[/\S+:\d+\] ?", "", str(error)).strip().split("\n")[0]
-    return said or type(error).__name__
+    return re.sub(r"\[/\S+:\d+\] ?", "", str(error)).strip().split("\n")[0] or type(error).__name__

@@ -8,7 +8,7 @@ import gc
 import importlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import combinations
@@ -122,7 +122,7 @@ def run(
         return collect("train", timing.CPU, _rows(plan, progress))
 
 
-def _rows(plan: DemoPlan, progress: Progress) -> Iterator[Row]:
+def _rows(plan: DemoPlan, progress: Progress) -> Generator[Row]:
     """Times first: then a row is complete as soon as its last seed is."""
     runs = [f"{scheme.name}, seed {seed}" for scheme in plan.schemes for seed in range(plan.seeds)]
     results: dict[str, list[list[Trained]]] = {scheme.name: [] for scheme in plan.schemes}

@@ -146,8 +146,8 @@ def _changes(kind: str, labels: tuple[str, ...], old: Row, new: Row) -> Iterator
         else:
             continue
         if found is not None:
-            shown = (significant(row[column]) if column not in PROMISES else text(row[column]) for row in (old, new))
-            yield Change(labels, column, *shown, *found)
+            show = text if column in PROMISES else significant
+            yield Change(labels, column, show(old[column]), show(new[column]), *found)
 
 
 def _judged(kind: str, column: str, before: float, after: float, old: Row, new: Row) -> tuple[float, ...] | None:
@@ -157,11 +157,9 @@ def _judged(kind: str, column: str, before: float, after: float, old: Row, new: 
     if column in MEANS:
         error, is_log = MEANS[column]
         errors = [number(row.get(error)) for row in (old, new)]
-        over = (lambda end: math.exp(min(end - before, 700))) if is_log else (lambda end: _quotient(end, before))
-        if None in errors:
-            return (over(after),)
-        slack = SIGMAS * math.hypot(*(value for value in errors if value is not None))
-        return over(after), over(after - slack), over(after + slack)
+        slack = SIGMAS * math.hypot(*(value or 0.0 for value in errors))
+        ends = [after] if None in errors else [after, after - slack, after + slack]
+        return tuple(math.exp(min(end - before, 700)) if is_log else _quotient(end, before) for end in ends)
     if column in COMPUTED:
         slack = COMPUTED[column] * abs(before)
         return tuple(_quotient(end, before) for end in (after, max(0.0, after - slack), after + slack))

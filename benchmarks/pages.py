@@ -1,50 +1,57 @@
-"""One self-contained HTML page: verdicts, charts, tables. No scripts, no fonts, nothing to fetch."""
+"""Records as one self-contained HTML page with charts: no scripts, no fonts, nothing to fetch. Needs matplotlib.
+
+python -m benchmarks.pages benchmarks/train_gpt.json --html page.html --png plots
+"""
 
 import base64
-import html
+import html as html_text
 from collections import Counter
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from benchmarks import charts
+from benchmarks.charts import BarChart
+from benchmarks.command import start
 from thinwire import __version__
+from thinwire.errors import RecordError
+from thinwire.tools.bench import record
 from thinwire.tools.bench.record import Record
-from thinwire.tools.recommend import Recommendation
-from thinwire.tools.report import compare, draw, kinds, tables
+from thinwire.tools.cli import screen
+from thinwire.tools.report import compare, kinds, tables
 from thinwire.tools.report.cells import TextGrid, text
-from thinwire.tools.report.draw import BarChart
 
 TITLE = "thinwire report"
-INDEX = "index.html"
 # Nothing may be fetched, whatever a record says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(
-    records: Sequence[Record],
-    *,
-    title: str = TITLE,
-    names: Sequence[str] = (),
-    verdict: tuple[str, Recommendation] | None = None,
-    notes: Sequence[str] = (),
-    grids: Sequence[TextGrid] = (),
-    drawings: Sequence[BarChart] = (),
-) -> str:
-    """The text of the page. The verdict, with its heading, and notes stand under the title; then grids and drawings."""
+def command(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Records.")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page there.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Write every chart to that directory.")] = None,
+) -> None:
+    """One HTML page of records, and their charts as PNG files; two records of one kind are compared."""
+    with screen.usage_errors("FILE", RecordError):
+        records = [record.read(path) for path in files]
+    with screen.plain_errors():
+        if html is not None:
+            html.write_text(page(records, names=[Path(path).name for path in files]), encoding="utf-8")
+        if png is not None:
+            write_pngs([chart for found in records for chart in charts.of(found)], png)
+
+
+def page(records: Sequence[Record], *, title: str = TITLE, names: Sequence[str] = ()) -> str:
+    """The text of the page."""
     parts = [f"<h1>{_safe(title)}</h1>"]
-    if verdict is not None:
-        heading, choice = verdict
-        lines = [f"<h2>{_safe(heading)}</h2>", f"<p class=use>{_safe(choice.use)}</p>"]
-        lines += [f"<p>{_safe(line)}</p>" for line in (*choice.lines[1:], *choice.notes)]
-        parts.append(f"<section class=card>{''.join(lines)}</section>")
-    parts += [f"<p>{_safe(note)}</p>" for note in notes]
-    parts += [*map(_figure, drawings), *map(_table, grids)]
     if compare.comparable(records):
         parts += ["<h2>Comparison</h2>", _table(compare.grid(compare.compare(*records)))]
-    for record, name in zip(records, names or [""] * len(records), strict=True):
-        parts += [f"<h2>{_safe(f'{record.kind} {name}')}</h2>", f"<p class=how>{_safe(tables.conditions(record))}</p>"]
-        parts += [*map(_figure, draw.charts(record)), *map(_table, kinds.grids(record))]
-    style = resources.files(__package__).joinpath("page.css").read_text()
+    for found, name in zip(records, names or [""] * len(records), strict=True):
+        parts += [f"<h2>{_safe(f'{found.kind} {name}')}</h2>", f"<p class=how>{_safe(tables.conditions(found))}</p>"]
+        parts += [*map(_figure, charts.of(found)), *map(_table, kinds.grids(found))]
+    style = Path(__file__).with_name("page.css").read_text()
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
     head += f"<title>{_safe(title)}</title><style>{style}</style>"
@@ -52,30 +59,25 @@ def page(
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}{foot}</body></html>\n'
 
 
-def save(content: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
-
-
-def write_pngs(charts: Sequence[BarChart], directory: Path) -> list[Path]:
+def write_pngs(drawn: Sequence[BarChart], directory: Path) -> list[Path]:
     """Write loss.png, bytes.png and so on; where several charts have one name, loss-2.png and on."""
     directory.mkdir(parents=True, exist_ok=True)
     seen: Counter[str] = Counter()
     found = []
-    for chart in charts:
+    for chart in drawn:
         seen[chart.name] += 1
         count = f"-{seen[chart.name]}" if seen[chart.name] > 1 else ""
         found.append(directory / f"{chart.name}{count}.png")
-        found[-1].write_bytes(draw.png(chart))
+        found[-1].write_bytes(charts.png(chart))
     return found
 
 
 def _safe(words: str) -> str:
-    return html.escape(text(words))
+    return html_text.escape(text(words))
 
 
 def _figure(chart: BarChart) -> str:
-    data = base64.b64encode(draw.png(chart)).decode()
+    data = base64.b64encode(charts.png(chart)).decode()
     return f'<figure><img src="data:image/png;base64,{data}" alt="{_safe(chart.title)}"></figure>'
 
 
@@ -91,3 +93,7 @@ def _table(grid: TextGrid) -> str:
         rows.append(f"<tr{tone}>{cells}</tr>")
     caption = f"<caption><b>{_safe(what)}</b>{_safe(how)}</caption>"
     return f"<div class=scroll tabindex=0><table>{caption}<thead><tr>{heads}</tr></thead>{''.join(rows)}</table></div>"
+
+
+if __name__ == "__main__":
+    start(command)

@@ -1,4 +1,4 @@
-"""Bar charts of records, as PNG files. The only module that imports matplotlib."""
+"""Bar charts of records, as PNG files."""
 
 import io
 from collections.abc import Sequence
@@ -48,10 +48,10 @@ class BarChart:
 
 def check() -> None:
     if find_spec("matplotlib") is None:
-        raise PlotError("plots are drawn by matplotlib, which is not installed: pip install 'thinwire[report]'")
+        raise PlotError("plots are drawn by matplotlib, which is not installed: pip install 'thinwire[bench]'")
 
 
-def charts(record: Record) -> list[BarChart]:
+def of(record: Record) -> list[BarChart]:
     """What can be drawn of a record: a chart per group of rows that belong together."""
     found = []
     for rows in alike(record.rows, *_LABELS.get(record.kind, ()), "world"):
